@@ -22,7 +22,7 @@ def measure(way: str, tokens: int, width: int, vocabulary: int, dtype_name: str,
     import torch
 
     from fsdp_tune.model.kernels import linear_loss
-    from fsdp_tune.model.loss import summed_token_loss
+    from fsdp_tune.model.loss import shift_labels, summed_token_loss
 
     torch.set_num_threads(1)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
@@ -37,7 +37,7 @@ def measure(way: str, tokens: int, width: int, vocabulary: int, dtype_name: str,
         hidden.grad = weight.grad = None
         started = time.monotonic()
         if way == "full":
-            loss = summed_token_loss(torch.nn.functional.linear(hidden, weight), labels)
+            loss = summed_token_loss(torch.nn.functional.linear(hidden, weight), shift_labels(labels))
         else:
             targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
             loss = linear_loss.summed_linear_loss(hidden[0], weight, None, targets, linear_loss.LossOptions())

@@ -45,6 +45,11 @@ class Topology:
         return max(1, self.world_size // self.machines)
 
     @property
+    def copy_size(self) -> int:
+        """Ranks that hold the shards of one copy."""
+        return self.shard * self.sequence
+
+    @property
     def data_size(self) -> int:
         """Groups of ranks that read different rows."""
         return self.replicate * self.shard
@@ -58,11 +63,16 @@ class Topology:
         """Return the group of `data_size` that a rank belongs to."""
         return rank // (self.sequence * self.tensor)
 
+    def counts_rows(self, rank: int) -> bool:
+        """Return whether a rank counts the rows of its data rank, which several ranks may share: the first of them does."""
+        return rank % (self.sequence * self.tensor) == 0
+
     def group(self, dimension: str) -> Group:
-        """Return the ranks that communicate along `shard`, `replicate` or `world`."""
+        """Return the ranks that communicate along `shard` (those of a copy), `replicate`, `sequence` or `world`."""
         if dimension == "world":
             return Group(self.world_size, self.machines)
-        if dimension == "shard":
-            return Group(self.shard, max(1, math.ceil(self.shard / self.local_world_size)))
-        copies_per_machine = max(1, self.local_world_size // self.shard)
+        if dimension in ("shard", "sequence"):
+            neighbours = self.copy_size if dimension == "shard" else self.sequence
+            return Group(neighbours, max(1, math.ceil(neighbours / self.local_world_size)))
+        copies_per_machine = max(1, self.local_world_size // self.copy_size)
         return Group(self.replicate, max(1, math.ceil(self.replicate / copies_per_machine)))

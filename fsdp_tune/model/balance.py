@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.sequence_parallel import shared_rows
 from fsdp_tune.model.shard.wrap import bare_class
 
 FUNCTION = "load_balancing_loss_func"
@@ -29,12 +31,18 @@ FUNCTION = "load_balancing_loss_func"
 
 
 def summed_balance(
-    router_logits: Sequence[torch.Tensor], experts: int, chosen: int, example_ids: torch.Tensor, example_lengths: torch.Tensor
+    router_logits: Sequence[torch.Tensor],
+    experts: int,
+    chosen: int,
+    example_ids: torch.Tensor,
+    example_lengths: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Return the sum over examples of (number of tokens × load-balancing loss of the example), an fp32 scalar.
 
     `router_logits`: [tokens, experts] of each layer. `example_ids` [tokens]: index of each token's example, the number of examples
     for padding. `example_lengths` [examples]: tokens of each. As in transformers, the two means are over tokens and layers.
+    With a `group`, whose ranks have different tokens of the examples, the result is this rank's part of the sum. Collective.
     """
     examples, layers = example_lengths.shape[0], len(router_logits)
     probabilities = [torch.softmax(logits.float(), dim=-1) for logits in router_logits]
@@ -43,6 +51,8 @@ def summed_balance(
         for each in probabilities:
             indices = example_ids.unsqueeze(1) * experts + torch.topk(each, chosen, dim=-1).indices
             counts.scatter_add_(0, indices.reshape(-1), torch.ones_like(indices, dtype=torch.float32).reshape(-1))
+        if group is not None:
+            dist.all_reduce(counts, group=group)
         # Only probabilities have a gradient, so those of each token are weighted with the shares of its example.
         weights = experts / layers**2 * counts.view(examples + 1, experts)[:-1] / example_lengths.unsqueeze(1)
         of_token = torch.cat([weights, weights.new_zeros(1, experts)])[example_ids]
@@ -57,10 +67,12 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
         return
     bare = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
     module: Any = sys.modules[bare_class(bare).__module__]
-    ids, lengths = batch["example_ids"].reshape(-1), batch["example_lengths"]
+    ids, lengths, rows = batch["example_ids"], batch["example_lengths"], shared_rows()
+    ids = (ids if rows is None else rows.own_tokens(ids)).reshape(-1)
+    group = None if rows is None else rows.group
 
     def balance(gate_logits: Any, num_experts: int, top_k: int, *_mask: Any) -> torch.Tensor:
-        return summed_balance(gate_logits, num_experts, top_k, ids.to(gate_logits[0].device), lengths)
+        return summed_balance(gate_logits, num_experts, top_k, ids.to(gate_logits[0].device), lengths, group)
 
     original = getattr(module, FUNCTION)
     setattr(module, FUNCTION, balance)

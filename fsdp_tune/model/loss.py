@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.balance import examples_alone
 from fsdp_tune.model.kernels.head import loss_kernel_of
+from fsdp_tune.model.sequence_parallel import shared_rows
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -27,13 +28,12 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Return the cross-entropy summed over supervised tokens, in fp32 (nats).
 
-    `logits` [batch, tokens, vocabulary] in any float dtype, `labels` [batch, tokens] with -100 where not trained. Zero,
-    with a gradient of zero, if no token is trained.
+    `logits` [batch, tokens, vocabulary] in any float dtype, `targets` (`shift_labels`) [batch, tokens] with -100 where not trained.
+    Zero, with a gradient of zero, if no token is trained.
     """
-    targets = shift_labels(labels)
     return F.cross_entropy(
         logits.float().view(-1, logits.shape[-1]),
         targets.view(-1),
@@ -48,13 +48,18 @@ _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths")
 
 
 def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the entries of a batch for a model's forward. `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels
-    the ends of examples in the flattened batch; without it they use position ids, which works for a single row only."""
+    """Return the entries of a batch for a model's forward; of rows that a sequence group shares, with this rank's tokens.
+
+    `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels the ends of examples in the flattened batch; without it
+    they use position ids, which works for a single row only.
+    """
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
     if (ends := batch.get("cu_seq_lens")) is not None:
         # The length of the longest example is only on the device; the kernels accept an upper bound.
         longest = batch["input_ids"].shape[1]
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    if (rows := shared_rows()) is not None:  # with positions always, since a rank's tokens do not start at 0
+        inputs |= {"input_ids": rows.own_tokens(inputs["input_ids"]), "position_ids": rows.own_tokens(rows.position_ids)}
     return inputs
 
 
@@ -67,14 +72,15 @@ def micro_batch_loss(
     auxiliary loss is that of each example times its tokens, summed (`summed_balance`); otherwise the model's own, of the batch.
     `gradient_scale` is the factor by which the caller multiplies the summed loss before the backward.
     """
-    inputs = model_inputs(batch)
+    inputs, targets = model_inputs(batch), shift_labels(batch["labels"])
+    if (rows := shared_rows()) is not None:
+        targets = rows.own_tokens(targets)  # after the shift: the last target of a rank is the first token of the next rank
     with examples_alone(model, batch):
         if loss_kernel_of(model) == "full":
             outputs: Any = model(**inputs, use_cache=False)
-            loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
+            loss = summed_token_loss(outputs.logits, targets, label_smoothing)
             auxiliary = getattr(outputs, "aux_loss", None)
         else:
-            targets = shift_labels(batch["labels"])
             options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
             loss, auxiliary = model(**inputs, use_cache=False, **options)
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)

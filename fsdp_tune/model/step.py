@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import micro_batch_loss
-from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.recipe.schema import Recipe
 
 NORM_PIECE = 1 << 14
@@ -85,7 +85,7 @@ def forward_backward(
     of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's.
     """
     scale = share if loss_scale is None else share * loss_scale
-    with packing_known(is_packed="position_ids" in batch):  # also during the backward, in which recomputation runs layers again
+    with rows_known(wrapped, batch):  # also during the backward, in which recomputation runs layers again
         with compute_context(recipe, batch["input_ids"].device.type):
             loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
         loss = loss_sum * share

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdp_tune.core.atomic import write_file
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 Records = npt.NDArray[Any]
 
@@ -84,7 +84,7 @@ all-to-all.
 `kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-GROUPS = ("shard", "replicate", "world")
+GROUPS = ("shard", "replicate", "world", "sequence")
 
 WAIT = np.dtype([*_WHERE, ("source", "i1"), ("until", "i4")])
 """`stream` waits until all work that was issued to stream `source` at positions < `until` is done."""
@@ -129,14 +129,16 @@ class Shapes:
     micro_batch: int
     """Sequences of one forward."""
     tokens: int
-    """Tokens of one sequence (`data.max_length`)."""
+    """Tokens of one sequence (`data.max_length`), which `sequence_size` ranks share."""
     accumulation: int
     """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first and the last)."""
     traced_micro_batches: int
     traced_steps: int
     world_size: int
     shard_size: int
+    """Ranks that hold the shards of one copy; those of a sequence group are among them."""
     replicate_size: int
+    sequence_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

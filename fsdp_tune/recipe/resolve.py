@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, lanes_of, mesh_sizes
+from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes
 
 ASSUMED_DEVICES = 8
 """Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
@@ -57,7 +58,7 @@ def resolve(
         work.fsdp()
         work.training(world)
         if recipe.data.streaming and recipe.data.stream_lanes == "auto":
-            work.decide("data.stream_lanes", lanes_of(recipe, world), f"at least 16, and a multiple of {world.size} ranks")
+            work.decide("data.stream_lanes", lanes_of(recipe, world), f"at least 16, and a multiple of {data_ranks(recipe, world)} ranks")
         work.evaluation()
     work.model()
     work.rest()
@@ -163,7 +164,8 @@ class _Resolver:
         both_unset = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
         if self.recipe.is_hybrid and world.machines == 1 and both_unset:
             strategy = self.recipe.fsdp.sharding_strategy
-            message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.shard} ranks"
+            of_copy = sizes.shard * parallelism.sp_size
+            message = f"`{strategy}` on one machine: two copies of the model, each over {of_copy} ranks"
             self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
 
     def fsdp(self) -> None:
@@ -199,12 +201,13 @@ class _Resolver:
         if training.per_device_train_batch_tokens is not None:
             self._rows_of_budget(world)
         elif training.gradient_accumulation_steps is None:
-            at_once = training.per_device_train_batch_size * world.size
+            size = data_ranks(self.recipe, world)
+            at_once = training.per_device_train_batch_size * size
             if training.global_batch_size is None:
                 self.decide("training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given")
             else:
                 steps = training.global_batch_size // at_once
-                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {world.size} ranks)"
+                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {size} ranks)"
                 self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
         if training.per_device_eval_batch_size is None:
             rows = self.data["training"]["per_device_train_batch_size"]
@@ -260,6 +263,9 @@ class _Resolver:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
             self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
+        padding, sequence = recipe.data.pad_to_multiple_of, recipe.parallelism.sp_size
+        if padding % sequence and not given(recipe, "data.pad_to_multiple_of"):
+            self.decide("data.pad_to_multiple_of", math.lcm(padding, sequence), f"`parallelism.sp_size: {sequence}` divides each row")
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

@@ -33,12 +33,17 @@ class World:
         return self.size // self.machines
 
 
+def data_ranks(recipe: Recipe, world: World) -> int:
+    """Return the number of groups of ranks that read different rows."""
+    return max(1, world.size // recipe.parallelism.sp_size)
+
+
 WorldRule = Callable[[Recipe, World], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """Data-parallel mesh: `replicate` copies of the model, each sharded over `shard` ranks."""
+    """Data-parallel mesh: `replicate` copies of the model, each over `shard` groups of ranks that read different rows."""
 
     replicate: int
     shard: int
@@ -48,17 +53,18 @@ class MeshSizes:
 def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
     """Return the mesh of a recipe that passes the rules below."""
     replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
+    size, rows_shared = data_ranks(recipe, world), "" if recipe.parallelism.sp_size == 1 else " / sp_size"
     if not recipe.is_sharded:
-        return MeshSizes(world.size, 1, "NO_SHARD: every rank holds the whole model")
+        return MeshSizes(size, 1, "NO_SHARD: every rank holds the whole model")
     if not recipe.is_hybrid:
-        return MeshSizes(1, world.size, f"{recipe.fsdp.sharding_strategy}: one copy, sharded over all ranks")
+        return MeshSizes(1, size, f"{recipe.fsdp.sharding_strategy}: one copy, sharded over all ranks{rows_shared}")
     if isinstance(replicate, int):
-        return MeshSizes(replicate, world.size // replicate, "world size / dp_replicate_size")
+        return MeshSizes(replicate, size // replicate, f"world size / dp_replicate_size{rows_shared}")
     if isinstance(shard, int):
-        return MeshSizes(world.size // shard, shard, "world size / dp_shard_size")
+        return MeshSizes(size // shard, shard, f"world size / dp_shard_size{rows_shared}")
     if world.machines > 1:
-        return MeshSizes(world.machines, world.local_size, f"{recipe.fsdp.sharding_strategy}: one copy per machine")
-    return MeshSizes(2, world.size // 2, f"{recipe.fsdp.sharding_strategy} on one machine: two copies")
+        return MeshSizes(world.machines, size // world.machines, f"{recipe.fsdp.sharding_strategy}: one copy per machine{rows_shared}")
+    return MeshSizes(2, size // 2, f"{recipe.fsdp.sharding_strategy} on one machine: two copies{rows_shared}")
 
 
 def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
@@ -69,23 +75,41 @@ def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
         yield Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
 
 
+def rows_are_shared_evenly(recipe: Recipe, world: World) -> Iterator[Finding]:
+    sequence = recipe.parallelism.sp_size
+    keys = ("parallelism.sp_size", "launch.num_processes", "launch.num_machines")
+    if world.size % world.machines or sequence == 1:
+        return
+    if world.size % sequence:
+        message = f"`parallelism.sp_size: {sequence}` does not divide {world.size} ranks"
+        yield Finding("mesh-does-not-fit", keys, message, "write a divisor of the number of ranks")
+    elif world.local_size % sequence and sequence % world.local_size:
+        message = f"`parallelism.sp_size: {sequence}` spreads the ranks of a row unevenly over machines of {world.local_size} ranks"
+        yield Finding("mesh-does-not-fit", keys, message, f"write a divisor or a multiple of {world.local_size}")
+
+
 def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
     replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
-    if not recipe.is_sharded or world.size % world.machines:
+    size, sequence = data_ranks(recipe, world), recipe.parallelism.sp_size
+    if not recipe.is_sharded or world.size % world.machines or world.size % sequence:
         return
     if not recipe.is_hybrid:
-        if replicate not in {"auto", 1} or shard not in {"auto", world.size}:
+        if replicate not in {"auto", 1} or shard not in {"auto", size}:
             strategy = recipe.fsdp.sharding_strategy
             message = f"`fsdp.sharding_strategy: {strategy}` shards over all {world.size} ranks, which contradicts the sizes of the mesh"
             yield Finding("contradiction", MESH_KEYS, message, "leave the sizes at auto, or use HYBRID_SHARD")
         return
-    if isinstance(replicate, int) and isinstance(shard, int) and replicate * shard != world.size:
+    if isinstance(replicate, int) and isinstance(shard, int) and replicate * shard != size:
         message = f"{replicate} copies × {shard} shards = {replicate * shard} ranks, and there are {world.size}"
+        if sequence > 1:
+            message = f"{replicate} copies × {shard} shards × {sequence} ranks a row = {replicate * shard * sequence} ranks, "
+            message += f"and there are {world.size}"
         yield Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
         return
-    for name, size in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
-        if isinstance(size, int) and world.size % size:
-            message = f"`parallelism.{name}: {size}` does not divide {world.size} ranks"
+    rows_shared = "" if sequence == 1 else f" (of {world.size}, {sequence} share each row)"
+    for name, given in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
+        if isinstance(given, int) and size % given:
+            message = f"`parallelism.{name}: {given}` does not divide {_count(size, 'rank')}{rows_shared}"
             yield Finding("mesh-does-not-fit", MESH_KEYS, message, "write a divisor, or leave it at auto")
             return
     yield from _hybrid_makes_sense(recipe, world)
@@ -93,12 +117,14 @@ def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
 
 def _hybrid_makes_sense(recipe: Recipe, world: World) -> Iterator[Finding]:
     sizes, strategy = mesh_sizes(recipe, world), recipe.fsdp.sharding_strategy
-    if sizes.replicate * sizes.shard == world.size and sizes.replicate > 1 and sizes.shard > 1:
+    of_copy = sizes.shard * recipe.parallelism.sp_size
+    if sizes.replicate * of_copy == world.size and sizes.replicate > 1 and of_copy > 1:
         return
     if recipe.parallelism.dp_replicate_size == recipe.parallelism.dp_shard_size == "auto":
         where = "on one machine" if world.machines == 1 else f"over {world.machines} machines"
         message = f"`fsdp.sharding_strategy: {strategy}` {where} needs at least two copies of two shards; there are {world.size} ranks"
         message += "" if world.size % 2 == 0 else ", an odd number"
+        message += "" if recipe.parallelism.sp_size == 1 else f", and {recipe.parallelism.sp_size} share each row"
         other = "FULL_SHARD" if strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
         hint = f"use {other}, or an even number of ranks from 4"
     else:
@@ -112,7 +138,7 @@ def resharding_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
     ranks = recipe.fsdp.reshard_after_forward
     if type(ranks) is not int or world.size % world.machines:
         return
-    shard = mesh_sizes(recipe, world).shard
+    shard = mesh_sizes(recipe, world).shard * recipe.parallelism.sp_size
     if not 1 < ranks < shard or shard % ranks:
         message = f"`fsdp.reshard_after_forward: {ranks}` does not divide the {shard} ranks that share one copy"
         hint = "write a divisor above 1, such as the ranks of a machine, or leave it out"
@@ -132,16 +158,17 @@ def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
             keys = ("training.gradient_accumulation_steps", TOKENS_KEY)
             yield Finding("contradiction", keys, message, "leave `gradient_accumulation_steps` out")
         return
-    at_once = micro * world.size
+    size = data_ranks(recipe, world)
+    at_once, ranks = micro * size, _of_rows(recipe, size)
     if accumulation is not None and at_once * accumulation != wanted:
-        message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {world.size} ranks × {accumulation} accumulation"
+        message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {ranks} × {accumulation} accumulation"
         hint = f"that makes {at_once * accumulation}; leave one of the two out"
         yield Finding("contradiction", BATCH_KEYS, message, hint)
         return
     if wanted % at_once:
-        message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {world.size} ranks = {at_once}"
+        message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {ranks} = {at_once}"
         below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
-        fitting = [size for size in range(min(micro, wanted, MOST_SIZES_TRIED), 0, -1) if wanted % (size * world.size) == 0]
+        fitting = [rows for rows in range(min(micro, wanted, MOST_SIZES_TRIED), 0, -1) if wanted % (rows * size) == 0]
         ways = [f"a global batch of {f'{below} or ' if below else ''}{above}"]
         ways += [f"`per_device_train_batch_size: {fitting[0]}`"] if fitting else []
         yield Finding("indivisible", BATCH_KEYS, message, f"use {', or '.join(ways)}")
@@ -152,7 +179,7 @@ def budget_accumulation(recipe: Recipe, world: World) -> int:
     training = recipe.training
     assert training.global_batch_size is not None
     assert training.per_device_train_batch_tokens is not None
-    return -(-training.global_batch_size // (training.per_device_train_batch_tokens // recipe.data.max_length * world.size))
+    return -(-training.global_batch_size // (training.per_device_train_batch_tokens // recipe.data.max_length * data_ranks(recipe, world)))
 
 
 def gradient_sums_are_exact(recipe: Recipe, world: World) -> Iterator[Finding]:
@@ -187,7 +214,7 @@ def _micro_batches(recipe: Recipe, world: World) -> int:
         return training.gradient_accumulation_steps or 1
     if training.per_device_train_batch_tokens is not None:
         return budget_accumulation(recipe, world)
-    return training.global_batch_size // (training.per_device_train_batch_size * world.size)
+    return training.global_batch_size // (training.per_device_train_batch_size * data_ranks(recipe, world))
 
 
 STREAM_LANES = 16
@@ -195,21 +222,21 @@ STREAM_LANES = 16
 
 
 def lanes_of(recipe: Recipe, world: World) -> int:
-    """Return the number of lanes of a stream: 16, or the smallest multiple of the ranks from there on."""
-    lanes = recipe.data.stream_lanes
-    return -(-STREAM_LANES // world.size) * world.size if lanes == "auto" else lanes
+    """Return the number of lanes of a stream: 16, or the smallest multiple of the ranks with rows of their own from there on."""
+    lanes, size = recipe.data.stream_lanes, data_ranks(recipe, world)
+    return -(-STREAM_LANES // size) * size if lanes == "auto" else lanes
 
 
 def lanes_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
-    lanes = recipe.data.stream_lanes
-    if recipe.data.streaming and lanes != "auto" and lanes % world.size:
-        message = f"`data.stream_lanes: {lanes}` does not divide by {world.size} ranks, each of which reads lanes of its own"
-        hint = f"train on a number of ranks that divides {lanes}, or start a new run with {-(-lanes // world.size) * world.size} lanes"
+    lanes, size = recipe.data.stream_lanes, data_ranks(recipe, world)
+    if recipe.data.streaming and lanes != "auto" and lanes % size:
+        message = f"`data.stream_lanes: {lanes}` does not divide by {_of_rows(recipe, size)}, each of which reads lanes of its own"
+        hint = f"train on a number of ranks that divides {lanes}, or start a new run with {-(-lanes // size) * size} lanes"
         yield Finding("indivisible", ("data.stream_lanes", "launch.num_processes"), message, hint)
 
 
 WORLD_RULES: tuple[WorldRule, ...] = (
-    *(machines_are_alike, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact),
+    *(machines_are_alike, rows_are_shared_evenly, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact),
     lanes_divide,
 )
 
@@ -218,12 +245,18 @@ def batch_arithmetic(recipe: Recipe) -> str:
     """Describe the batch of a resolved recipe in one line, for `plan`, `train` and the report."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
-    ranks = _count(recipe.data_size, "rank")
+    ranks = _of_rows(recipe, recipe.data_size)
     if training.per_device_train_batch_tokens is not None:
         factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {ranks} × {steps} accumulation"
         return f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
     factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {ranks} × {steps} accumulation"
     return f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
+
+
+def _of_rows(recipe: Recipe, size: int) -> str:
+    """Describe what reads rows of its own: `8 ranks`, or `2 groups of 4 ranks`."""
+    sequence = recipe.parallelism.sp_size
+    return _count(size, "rank") if sequence == 1 else f"{_count(size, 'group')} of {sequence} ranks"
 
 
 def _count(number: int, what: str) -> str:

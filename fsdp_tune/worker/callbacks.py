@@ -20,7 +20,16 @@ from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference
-from fsdp_tune.worker.readback.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
+from fsdp_tune.worker.readback.isolation import (
+    ALLOWED_WHEN_SHARED,
+    Deviations,
+    allowed_deviation,
+    deviations,
+    not_causal,
+    not_isolated,
+    not_shareable,
+    rows_to_check,
+)
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
@@ -66,7 +75,8 @@ class RunCallback(TrainerCallback):
         self._step_began = time.monotonic()
 
     def _check_what_tokens_see(self) -> Deviations | None:
-        """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, or other packed examples."""
+        """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, other packed examples, or fewer tokens of a
+        row that ranks share."""
         parts = self.trainer.parts
         recipe, model = parts.recipe, parts.loaded.model
         if not (rows := rows_to_check(parts.rows.sample, parts.rows.micro_batch)):
@@ -77,6 +87,8 @@ class RunCallback(TrainerCallback):
             raise not_causal(later, name, model.config)
         if (packed := max(each.packed or 0.0 for each in every)) > allowed:
             raise not_isolated(packed, name, str(model.config._attn_implementation))
+        if (shared := max(each.shared or 0.0 for each in every)) > ALLOWED_WHEN_SHARED[recipe.compute_dtype]:
+            raise not_shareable(shared, name, recipe.parallelism.sp_size)
         return found
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

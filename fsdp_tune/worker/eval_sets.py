@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import IGNORE_INDEX, RowStore
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs, shift_labels
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
@@ -79,11 +80,11 @@ def _sums(
     total = torch.zeros(len(metrics) + 1, 2, dtype=torch.float64)
     for batch in loader(store, _Fixed(batches), collator, workers=0, pin_memory=False):
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
-        with compute_context(recipe, device.type):
+        with rows_known(wrapped, tensors), compute_context(recipe, device.type):
             loss += micro_batch_loss(wrapped, tensors)[0]
             if metrics:
                 total[:-1] += _metric_sums(wrapped, tensors, metrics)
-        tokens += batch.supervised_tokens
+        tokens += batch.supervised_tokens if topology.counts_rows(dist.get_rank()) else 0
     total[-1] = torch.tensor([float(loss), tokens], dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()

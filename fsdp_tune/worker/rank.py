@@ -24,8 +24,8 @@ from fsdp_tune.worker.observe import flight
 COLLECTIVE_MARGIN_SECONDS = 300
 OPEN_FILES = 4096
 """For all but connections."""
-GLOO_GROUPS = 5
-"""At most at once: of all ranks, of saves, of loading, and two of a hybrid mesh."""
+GLOO_GROUPS = 7
+"""At most at once: of all ranks, of saves, of loading, two of a hybrid mesh, and two of shared rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,7 @@ def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank:
         collator=collator,
         data_rank=recipe.topology.data_rank(rank.index),
         data_size=recipe.data_size,
+        counts=recipe.topology.counts_rows(rank.index),
         micro_batch=recipe.training.per_device_train_batch_size,
         accumulation=recipe.training.gradient_accumulation_steps or 1,
         max_steps=int(training_value(recipe.training, "max_steps")),

@@ -148,8 +148,9 @@ class FsdpTrainer(Trainer):
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
-        mine, tokens = sum(batch.supervised_tokens for batch in batches), sum(batch.tokens for batch in batches)
-        self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in batches))
+        counted = batches if self.parts.recipe.topology.counts_rows(dist.get_rank()) else []
+        mine, tokens = sum(batch.supervised_tokens for batch in counted), sum(batch.tokens for batch in counted)
+        self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in counted))
         # On the host, where the batches are: the device and its queue are not involved.
         summed = torch.tensor([mine, tokens], dtype=torch.float64)
         dist.all_reduce(summed)

@@ -36,7 +36,7 @@ def test_summed_loss_equals_a_manual_sum(rows: list[list[int]]) -> None:
     labels[labels < 0] = IGNORE_INDEX
     logits = torch.randn(*labels.shape, 5, generator=torch.Generator().manual_seed(0))
     total, count = by_hand(logits.numpy(), labels.numpy())
-    assert float(summed_token_loss(logits, labels)) == pytest.approx(total, rel=1e-5, abs=1e-6)
+    assert float(summed_token_loss(logits, shift_labels(labels))) == pytest.approx(total, rel=1e-5, abs=1e-6)
     assert int(supervised_tokens(labels)) == count
 
 
@@ -51,7 +51,7 @@ def test_no_supervised_token_gives_zero_loss_and_gradient() -> None:
 def test_loss_of_low_precision_logits_is_computed_in_fp32() -> None:
     logits = torch.randn(1, 50, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = torch.randint(0, 300, (1, 50), generator=torch.Generator().manual_seed(1))
-    loss = summed_token_loss(logits, labels)
+    loss = summed_token_loss(logits, shift_labels(labels))
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(by_hand(logits.float().numpy(), labels.numpy())[0], rel=1e-6)
 

@@ -33,7 +33,8 @@ class Case:
     wrap: str = "class"
     version: int = 2
     resumed: str = "no"
-    """same: from a checkpoint of as many ranks; other: of another number of ranks, under FULL_SHARD."""
+    """same: from a checkpoint of as many ranks; other: of another number of ranks; shared: of as many ranks, two of which share each
+    row. All under FULL_SHARD, and `same` and `other` with rows of each rank's own."""
     precision: str = "no"
     """`precision.mixed_precision`, and after it `precision.fp8_recipe`."""
     fsdp: tuple[tuple[str, Any], ...] = ()
@@ -50,6 +51,8 @@ class Case:
     """`quantization.scales`: the base is held in 4 bits."""
     groups: tuple[tuple[str, float | None, float | None], ...] = ()
     """`training.parameter_groups`: (pattern, learning rate, weight decay)."""
+    sequence: int = 1
+    """`parallelism.sp_size`."""
     tokens: int | None = None
     """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
 
@@ -90,7 +93,7 @@ class Case:
         if self.wrap == "names":
             fsdp["modules_to_wrap"] = [_LAYERS.get(self.architecture, "model.layers.*")]
         batch: dict[str, Any] = {
-            "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
+            "per_device_train_batch_size": GLOBAL_BATCH_SIZE * self.sequence // self.ranks // self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
         }
         if self.tokens is not None:
@@ -103,6 +106,7 @@ class Case:
             "data": {"packing": self.packed, **({} if self.tokens is None else {"max_length": LONGEST})},
             "fsdp": fsdp,
             "kernels": dict(self.kernels),
+            "parallelism": {"sp_size": self.sequence},
             "precision": dict(zip(("mixed_precision", "fp8_recipe"), self.precision.split(), strict=False)),
             "training": {**batch, **dict(self.training)},
             "launch": {"num_processes": self.ranks},
@@ -110,7 +114,7 @@ class Case:
 
     def donor(self) -> Case:
         """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the same trajectory."""
-        ranks = self.ranks if self.resumed == "same" else {1: 2, 2: 4, 4: 2}[self.ranks]
+        ranks = {1: 2, 2: 4, 4: 2}[self.ranks] if self.resumed == "other" else self.ranks
         return Case(
             self.architecture,
             ranks,
@@ -121,6 +125,7 @@ class Case:
             groups=self.groups,
             lora=self.lora,
             nf4=self.nf4,
+            sequence=2 if self.resumed == "shared" else 1,
         )
 
 

@@ -66,6 +66,14 @@ def test_slowest_link_of_the_ring_decides() -> None:
     assert single == pytest.approx(over / 8), "one rank of each machine brings one network card"
 
 
+def test_all_to_all_over_machines_uses_one_card_for_each_rank() -> None:
+    group, card = Group(16, 2), bus_bytes_per_second(Group(2, 2), A100)
+    assert card is not None
+    assert seconds("all_to_all", GIB, group) == pytest.approx(GIB / 2 / card, rel=0.02), "half of the buffer goes to the other machine"
+    assert seconds("all_to_all", GIB, EIGHT) == seconds("all_gather", GIB, EIGHT)
+    assert sent_bytes("all_to_all", 16 * MIB, group) == Volume(7 * MIB, 8 * MIB)
+
+
 def test_unknown_link_makes_the_time_unknown() -> None:
     cards = find_hardware("RTX4090")
     assert collective_seconds("all_gather", GIB, Group(2, 1), cards) is not None, "PCIe"

@@ -36,6 +36,11 @@ CONTRADICTIONS = [
         "line 4",
     ),
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
+    ("parallelism: {sp_size: 2}\nfsdp: {version: 1}", 4, "line 3"),
+    ("parallelism: {sp_size: 2}\nkernels: {compile: true}", 4, "line 3"),
+    ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
+    ("parallelism: {sp_size: 2}\nlora: {lora_dropout: 0.1}", 4, "rank that holds the token"),
+    ("parallelism: {sp_size: 2}\ntraining: {neftune_noise_alpha: 5}", 4, "length of the row"),
     ("lora: {}\nfsdp: {version: 1}", 4, "line 3"),
     ("lora:\n  use_dora: true\n  init_lora_weights: false", 5, "line 4"),
     ("lora: {r: 8}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
@@ -213,6 +218,12 @@ COMPLETE = [
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
         "every row is as long as",
     ),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b}], max_length: 1000}\nparallelism: {sp_size: 16}", "write 992 or 1008"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b}], pad_to_multiple_of: 8}\nparallelism: {sp_size: 16}", "is not a multiple of 16"),
+    (
+        "model: {name_or_path: a, attn_implementation: flex_attention}\ndata: {train: [{path: b}]}\nparallelism: {sp_size: 2}",
+        "does not support `model.attn_implementation: flex_attention`",
+    ),
     (
         "model: {from_config: {model_type: gpt2}, tokenizer: t}\ndata: {train: [{path: b}]}\nlora: {}",
         "starts from random weights",
@@ -245,7 +256,8 @@ def test_contradiction_is_reported_with_both_lines(extra: str, line: int, words:
 
 @pytest.mark.parametrize(("text", "words"), COMPLETE)
 def test_incomplete_recipe_is_reported_with_what_is_missing(text: str, words: str) -> None:
-    assert words in one_problem(problems(text)).message
+    problem = one_problem(problems(text))
+    assert words in f"{problem.message}; {problem.hint}"
 
 
 def test_every_finding_of_every_rule_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +352,6 @@ NOT_YET_EXAMPLES = {
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
-    "parallelism.sp_size": "parallelism: {sp_size: 2}",
     "checkpoint.mirror": "checkpoint: {mirror: /x}",
 }
 

@@ -40,6 +40,29 @@ def test_one_size_gives_the_other(given: str, sizes: tuple[int, int]) -> None:
     assert (parallelism.dp_replicate_size, parallelism.dp_shard_size) == sizes
 
 
+@pytest.mark.parametrize(
+    ("strategy", "sequence", "ranks", "machines", "sizes"),
+    [
+        ("FULL_SHARD", 2, 8, 1, (1, 4)),
+        ("FULL_SHARD", 16, 32, 4, (1, 2)),
+        ("NO_SHARD", 4, 8, 1, (2, 1)),
+        ("HYBRID_SHARD", 2, 8, 1, (2, 2)),
+        ("HYBRID_SHARD", 8, 32, 4, (4, 1)),
+    ],
+)
+def test_ranks_that_share_rows_divide_the_mesh(strategy: str, sequence: int, ranks: int, machines: int, sizes: tuple[int, int]) -> None:
+    text = (
+        f"parallelism: {{sp_size: {sequence}}}\nfsdp: {{sharding_strategy: {strategy}}}\ntraining: {{global_batch_size: 16}}\n"
+        f"launch: {{num_processes: {ranks}, num_machines: {machines}, device: cpu}}"
+    )
+    recipe = resolve(load_with(text).recipe, EIGHT_GPUS, cwd=Path("/")).recipe
+    assert (recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size) == sizes
+    assert recipe.topology.world_size == ranks
+    assert recipe.training.gradient_accumulation_steps == 16 * sequence // ranks
+    assert recipe.data.pad_to_multiple_of % sequence == 0
+    assert f"1 sequence × {ranks // sequence} group" in batch_arithmetic(recipe)
+
+
 def test_replicas_on_one_machine_give_a_notice() -> None:
     loaded = load_with("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 4, device: cpu}")
     notice = one_problem(resolve(loaded.recipe, EIGHT_GPUS, cwd=Path("/"), positions=loaded.positions).notices)  # type: ignore[arg-type]
@@ -68,6 +91,18 @@ def test_replicas_on_one_machine_give_a_notice() -> None:
             "mesh-does-not-fit",
             "one copy",
         ),
+        ("parallelism: {sp_size: 16}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "does not divide 8 ranks"),
+        ("parallelism: {sp_size: 4}\nlaunch: {num_processes: 12, num_machines: 2}", "mesh-does-not-fit", "machines of 6 ranks"),
+        (
+            "parallelism: {sp_size: 4}\nfsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 8, num_machines: 4}",
+            *("mesh-does-not-fit", "there are 8 ranks, and 4 share each row"),
+        ),
+        (
+            "parallelism: {sp_size: 2, dp_replicate_size: 2, dp_shard_size: 4}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
+            "launch: {num_processes: 8}",
+            *("mesh-does-not-fit", "2 copies × 4 shards × 2 ranks a row = 16 ranks"),
+        ),
+        ("parallelism: {sp_size: 2}\ntraining: {global_batch_size: 3}\nlaunch: {num_processes: 4}", "indivisible", "2 groups of 2 ranks"),
         ("parallelism: {dp_replicate_size: 2}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
         ("parallelism: {dp_shard_size: 4}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
         (

@@ -66,7 +66,7 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
                 left[name] = why
     if not converted:
         raise _nothing(model, left)
-    shards = recipe.topology.shard if gathers_in_fp8(recipe) else 0
+    shards = recipe.topology.copy_size if gathers_in_fp8(recipe) else 0
     stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
     # FSDP pads uneven shards of plain tensors only; for other tensors, ranks would send buffers of different sizes.
     even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
@@ -147,7 +147,7 @@ def _gathering(recipe: Recipe, plan: Float8Plan) -> str:
     if len(plan.gathered) == len(plan.converted):
         return "gathered in fp8"
     rest = len(plan.converted) - len(plan.gathered)
-    why = f"whose rows are not divisible by {recipe.topology.shard} ranks"
+    why = f"whose rows are not divisible by {recipe.topology.copy_size} ranks"
     if recipe.launch.device == "cpu" and recipe.fsdp.auto_wrap_policy in _UNITS_OF_ANY_SIZE:
         why += ", or which are units by themselves (gloo cannot send fp8)"
     return f"{len(plan.gathered)} gathered in fp8, {rest} in bf16, {why}"

@@ -15,6 +15,7 @@ from fsdp_tune.model.kernels.head import OpaqueHead, install_loss_in_head, logit
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_installed
 from fsdp_tune.model.kernels.linear_loss import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
+from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -32,7 +33,7 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     rows = training.per_device_train_batch_size
     of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
     what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
-    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length
+    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length // recipe.parallelism.sp_size
     vocabulary = _head_rows(model)
     if requested == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
@@ -61,6 +62,7 @@ def _head_rows(model: PreTrainedModel) -> int:
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Return the choices by recipe key, for the bare model and the device that it will run on."""
     require_known_balance(model)
+    require_shareable_rows(recipe, model)
     return {
         "model.attn_implementation": live_attention(recipe, model),
         "kernels.loss": choose_loss(recipe, model),

@@ -26,9 +26,10 @@ from fsdp_tune.model.loading.bitsandbytes_files import refuse_unread
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
+from fsdp_tune.model.sequence_parallel import set_sequence_group
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import copy_part
-from fsdp_tune.model.shard.mesh import make_mesh
+from fsdp_tune.model.shard.mesh import make_mesh, make_sequence_group
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.model.shard.untimed_group import destroy_group, untimed_group
 from fsdp_tune.model.shard.wrap import wrap
@@ -83,11 +84,13 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     """
     require_gpu(recipe, device)
     before_kib = _peak_resident_kib()
-    mesh = make_mesh(recipe, device.type)
+    mesh, sequence_group = make_mesh(recipe, device.type), make_sequence_group(recipe, device.type)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         model = build_full(recipe, config, vocabulary=vocabulary)
+        set_sequence_group(model, sequence_group)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
+    set_sequence_group(model, sequence_group)
     waiting = untimed_group()
     way, files = _choose(recipe, model, local_rank, waiting)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None

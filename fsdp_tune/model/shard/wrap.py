@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, modeling_utils
 
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
+from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
 
@@ -109,10 +110,12 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the process groups of the model's mesh, and of the meshes that `reshard_after_forward: N` adds to its units."""
+    """Return the process groups of the model's mesh, of the meshes that `reshard_after_forward: N` adds, and of shared rows."""
     meshes = [] if mesh is None else [mesh]
     meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
-    return list({id(group): group for each in meshes for group in each.get_all_groups()}.values())
+    groups = [group for each in meshes for group in each.get_all_groups()]
+    groups += [group] if (group := sequence_group_of(model)) is not None else []
+    return list({id(group): group for group in groups}.values())
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:

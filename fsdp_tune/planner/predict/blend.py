@@ -80,7 +80,7 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     at its own batch size and does not change.
     """
     prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
-    tokens = micro_batch * traced.shapes.tokens
+    tokens = micro_batch * traced.shapes.tokens // traced.shapes.sequence_size
     slice_tokens = min(tokens, traced.facts.get("slice_tokens") or tokens)
     slices = tokens / slice_tokens
 

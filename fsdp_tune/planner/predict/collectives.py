@@ -71,6 +71,10 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Har
     bus = bus_bytes_per_second(group, hardware)
     if bus is None:
         return None
+    if kind == "all_to_all" and group.machines > 1:
+        # Not a ring: each rank sends to those of other machines over its own network card.
+        size_bytes *= (n - group.local_ranks) / (n - 1)
+        bus = bus_bytes_per_second(Group(group.machines, group.machines), hardware) or bus
     passes = 2 if kind == "all_reduce" else 1
     share = (n - 1) / n if kind != "broadcast" else 1.0
     # Number of steps between machines: NCCL's `nInterSteps`.
@@ -100,9 +104,12 @@ class Volume:
 
 
 def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
-    """Return the bytes that a rank of a ring sends; one rank of each machine has its next neighbour on another machine."""
+    """Return the bytes that a rank sends. In a ring, one rank of each machine has its next neighbour on another machine."""
     if group.ranks == 1:
         return Volume(0, 0)
+    if kind == "all_to_all":
+        local, network = (round(size_bytes * ranks / group.ranks) for ranks in (group.local_ranks - 1, group.ranks - group.local_ranks))
+        return Volume(local, network)
     passes = 2 if kind == "all_reduce" else 1
     total = passes * size_bytes * (group.ranks - 1) / group.ranks
     across = 1 / group.local_ranks if group.machines > 1 else 0.0

@@ -121,8 +121,8 @@ def plan(
         timed = step_time(trace, hardware, recipe.launch.num_machines, efficiency)
     except UnknownFigure as error:
         unknown.append(f"step_seconds: {error}")
-    tokens_per_device = trace.shapes.micro_batch * trace.shapes.accumulation * trace.shapes.tokens
-    speed = tokens_per_device / timed.step_seconds if timed else None
+    row_tokens = trace.shapes.micro_batch * trace.shapes.accumulation * trace.shapes.tokens
+    speed = row_tokens / trace.shapes.sequence_size / timed.step_seconds if timed else None
     return Plan(
         recipe=recipe.name or "recipe",
         gpu=hardware.name,
@@ -140,7 +140,7 @@ def plan(
         disk_gib=_disk(recipe, trace, tokens, unknown),
         run=_run(recipe, hardware, timed, rows, unknown),
         batch=batch_arithmetic(recipe),
-        tokens_per_step=tokens_per_device * recipe.data_size,
+        tokens_per_step=row_tokens * recipe.data_size,
         errors=accuracy(recipe.launch.num_machines),
         unknown=unknown,
         assumptions=_assumptions(trace, hardware, efficiency, segments),

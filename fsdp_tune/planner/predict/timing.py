@@ -52,7 +52,9 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     trace = full_depth(trace)
     efficiency = efficiency or efficiency_of(hardware)
     shapes = trace.shapes
-    topology = Topology(replicate=shapes.replicate_size, shard=shapes.shard_size, machines=machines)
+    sequence = shapes.sequence_size
+    shard = max(1, shapes.shard_size // sequence)
+    topology = Topology(replicate=shapes.replicate_size, shard=shard, sequence=sequence, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
     collectives = in_buckets(trace, collectives)
     durations = op_seconds(trace, ops, hardware, efficiency, topology.local_world_size)
@@ -283,7 +285,7 @@ BUCKET_BYTES = 25 * MIB
 def in_buckets(trace: Trace, collectives: Records) -> Records:
     """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the position of its last gradient."""
     shapes = trace.shapes
-    if shapes.shard_size > 1 or shapes.replicate_size != shapes.world_size:
+    if shapes.shard_size > 1 or shapes.replicate_size * shapes.sequence_size != shapes.world_size:
         return collectives
     is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (collectives["phase"] == PHASES.index("backward"))
     kept, sizes = np.ones(len(collectives), bool), collectives["bytes"].copy()

@@ -117,7 +117,8 @@ def least_state_bytes(recipe: Recipe, counts: Counts) -> float:
         return 0.0
     size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
     assert isinstance(shards, int), "the recipe is resolved"
-    return (counts.parameter_bytes + (size + state_bytes(recipe.training, size)) * counts.trained_parameters) / max(1, shards)
+    total = counts.parameter_bytes + (size + state_bytes(recipe.training, size)) * counts.trained_parameters
+    return total / (max(1, shards) * (recipe.parallelism.sp_size if recipe.is_sharded else 1))
 
 
 def devices_of_machine(hardware: Hardware) -> int:

@@ -15,7 +15,7 @@ from fsdp_tune.planner.search.search import Search
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
-from fsdp_tune.recipe.world import WORLD_RULES, World
+from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks
 
 SIZES = tuple(1 << power for power in range(11))
 
@@ -66,7 +66,11 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
     for size, other in sizes.items():
         trace = traced.get(stands_for[size])
         if trace is not None:
-            shapes = trace.shapes if recipe.is_sharded else replace(trace.shapes, world_size=size, replicate_size=size)
+            shapes = (
+                trace.shapes
+                if recipe.is_sharded
+                else replace(trace.shapes, world_size=size, replicate_size=size // trace.shapes.sequence_size)
+            )
             yield other, replace(trace, shapes=shapes)
 
 
@@ -125,10 +129,10 @@ def _batch(recipe: Recipe, wanted: int, world: World) -> dict[str, Any]:
     training = recipe.training
     if training.per_device_train_batch_tokens is not None:
         return {}  # a token budget divides any global batch
-    micro = training.per_device_train_batch_size
-    fitting = next((size for size in range(min(micro, wanted), 0, -1) if wanted % (size * world.size) == 0), None)
-    size = fitting or min(micro, max(1, wanted // world.size))
-    at_once = size * world.size
+    micro, ranks = training.per_device_train_batch_size, data_ranks(recipe, world)
+    fitting = next((size for size in range(min(micro, wanted), 0, -1) if wanted % (size * ranks) == 0), None)
+    size = fitting or min(micro, max(1, wanted // ranks))
+    at_once = size * ranks
     batch = -(-wanted // at_once) * at_once
     values = {
         "training.per_device_train_batch_size": (micro, size),

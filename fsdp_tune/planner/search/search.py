@@ -238,7 +238,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
     number = base.world_size * 2
     while number <= MOST_DEVICES:
         machines = max(1, -(-number // ranks_of_machine(base, search.hardware)))
-        batch = batch_changes(1, max(1, base.global_batch_size // number))
+        batch = batch_changes(1, max(1, base.global_batch_size * base.parallelism.sp_size // number))
         other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
         if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.optim.optimizer as optimizer_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,7 +26,8 @@ from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.optim.torchao_adamw import parts_of
-from fsdp_tune.model.shard.mesh import make_mesh
+from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
+from fsdp_tune.model.shard.mesh import make_mesh, make_sequence_group
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
 from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
@@ -35,6 +37,7 @@ from fsdp_tune.planner.trace.loss_slices import one_slice
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, scopes
 from fsdp_tune.planner.trace.substitute import nothing, replaced
+from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
@@ -66,9 +69,11 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
     """
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
-    mesh = make_mesh(recipe, device.DEVICE)  # outside of the fake mode, since a mesh stores its ranks in a tensor
+    # Outside of the fake mode, since a mesh stores its ranks in a tensor.
+    mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
+    set_sequence_group(model, sequence_group)
     with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
-        recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
+        recorder = Recorder(device.restart(), _groups(mesh, sequence_group), recipe.training.per_device_train_batch_size)
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)
@@ -85,12 +90,15 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
         return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
 
 
-def _groups(mesh: Any) -> dict[str, int]:
+def _groups(mesh: Any, sequence_group: dist.ProcessGroup | None) -> dict[str, int]:
     """Map names of process groups to indices in GROUPS: the last dimension of a mesh shards, one before it replicates."""
-    if mesh is None:
-        return {}
-    names = mesh.mesh_dim_names
-    return {mesh.get_group(name).group_name: 0 if name == names[-1] else 1 for name in names}
+    found: dict[str, int] = {}
+    if mesh is not None:
+        names = mesh.mesh_dim_names
+        found = {mesh.get_group(name).group_name: GROUPS.index("shard" if name == names[-1] else "replicate") for name in names}
+    if sequence_group is not None:
+        found[str(sequence_group.group_name)] = GROUPS.index("sequence")
+    return found
 
 
 def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
@@ -167,7 +175,7 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
     batch = _batch(recipe, where, rows, is_packed=bool(recipe.data.eval_packing))
     for tensor in batch.values():
         recorder.mark(tensor, "inputs")
-    with torch.no_grad(), packed.packing_known(is_packed="position_ids" in batch), compute_context(recipe, device.DEVICE):
+    with torch.no_grad(), rows_known(loaded.wrapped, batch), compute_context(recipe, device.DEVICE):
         loss, auxiliary = micro_batch_loss(loaded.wrapped, batch)
     del loss, auxiliary, batch
     autocast.forget_weights()

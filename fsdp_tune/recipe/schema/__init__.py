@@ -74,13 +74,13 @@ class Parallelism(Section):
     dp_replicate_size: Whole | Auto = "auto"
     """Replicas of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
     dp_shard_size: Whole | Auto = "auto"
-    """Ranks that share one replica; auto: the ranks of a machine under HYBRID_SHARD, else all."""
+    """Ranks that share one replica, divided by `sp_size`; auto: the ranks of a machine under HYBRID_SHARD, else all."""
     tp_size: Whole = 1
     """Tensor parallel ranks."""
     cp_size: Whole = 1
     """Context parallel ranks."""
     sp_size: Whole = 1
-    """Sequence parallel ranks."""
+    """Ranks that share each row (Ulysses): each has a part of its tokens in all layers, and a part of the heads in attention."""
 
 
 class Fsdp(Section):

@@ -68,8 +68,12 @@ _SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if na
 
 NOT_YET = (
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
-    NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
-    NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
+    NotYet(
+        "parallelism.cp_size",
+        (1,),
+        "context parallelism (Accelerate's discards the mask, so that packed examples see each other)",
+        "write `sp_size`, which divides each row over as many ranks",
+    ),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
     NotYet(
         "training.optim",

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
@@ -32,7 +33,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     handles = [module.register_forward_hook(watch(name)) for name, module in loaded.model.named_modules() if name]
     try:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
-        with outside_step(loaded.wrapped, device), compute_context(recipe, device.type):
+        with outside_step(loaded.wrapped, device), rows_known(loaded.wrapped, tensors), compute_context(recipe, device.type):
             micro_batch_loss(loaded.wrapped, tensors)  # as in the step: full logits may not fit
     finally:
         for handle in handles:

@@ -66,7 +66,7 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
     """Return the modules whose weight is gathered in fp8: one scale for the full weight, and as many rows on each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
-    shards = recipe.topology.shard
+    shards = recipe.topology.copy_size
     converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
     even = [module for module in converted if module.out_features % shards == 0]
     if recipe.launch.device == "cpu":  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well

@@ -20,6 +20,7 @@ from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.sequence_parallel import rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
@@ -46,6 +47,8 @@ class Deviations:
     """When later tokens of their example changed."""
     packed: float | None
     """The change when other examples of the batch change; None if every row is one example."""
+    shared: float | None = None
+    """The change when a sequence group shares the rows, at the first tokens of each rank; None if each rank has its own rows."""
 
 
 def allowed_deviation(recipe: Recipe) -> float:
@@ -80,11 +83,14 @@ def _cut(row: Row, tokens: int, *, first: int) -> Row:
 def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator: Collator, device: torch.device) -> Deviations:
     """Run the live model on `rows` and on changed copies of them, and measure how far the logits of unchanged tokens move; collective."""
 
-    def logits(batch_rows: Sequence[Row]) -> torch.Tensor:
+    def logits(batch_rows: Sequence[Row], *, complete: bool = False) -> torch.Tensor:
+        """`complete`: each rank computes the rows alone, also if it shares them."""
         batch = collator(list(batch_rows))
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
-        with outside_step(wrapped, device), packing_known(is_packed="position_ids" in tensors), compute_context(recipe, device.type):
-            return wrapped(**model_inputs(tensors), use_cache=False).logits  # type: ignore[no-any-return]
+        known = packing_known(is_packed="position_ids" in tensors) if complete else rows_known(wrapped, tensors)
+        with outside_step(wrapped, device), known, compute_context(recipe, device.type):
+            found: torch.Tensor = wrapped(**model_inputs(tensors), use_cache=False).logits
+            return found if (shared := shared_rows()) is None else shared.all_tokens(found)
 
     def moved(start_of_changes: Sequence[int], end_of_changes: Sequence[int], watched: Sequence[slice]) -> list[float]:
         spans = zip(rows, start_of_changes, end_of_changes, strict=True)
@@ -101,11 +107,22 @@ def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator
     before = logits(rows)
     after_later = moved(middle, ends, [slice(0, each) for each in middle])
     of_first = moved([0] * len(rows), first, [slice(*span) for span in zip(first, ends, strict=True)]) if all(is_packed) else []
+    group = sequence_group_of(wrapped)
+    shared = None if group is None else _moved_at_borders(before, logits(rows, complete=True), group.size(), ends)
     wrapped.train(was_training)
     if not of_first:
-        return Deviations(max(after_later), None)
+        return Deviations(max(after_later), None, shared)
     # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none before it.
-    return Deviations(after_later[0], max(*of_first, *after_later[1:]))
+    return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared)
+
+
+def _moved_at_borders(shared: torch.Tensor, complete: torch.Tensor, ranks: int, ends: Sequence[int]) -> float:
+    """Return the deviation at the first tokens of each rank but the first. A model that ignores other ranks' tokens shows it there."""
+    width = shared.shape[1] // ranks
+    watched = [(row, at) for row, end in enumerate(ends) for start in range(width, end, width) for at in range(start, min(start + 4, end))]
+    rows, tokens = [row for row, _ in watched], [at for _, at in watched]
+    one, other = complete[rows, tokens].float(), shared[rows, tokens].float()
+    return float((one - other).norm() / one.norm()) if watched else 0.0
 
 
 def _token_ids(rows: Sequence[Row], pad_token_id: int) -> np.ndarray[Any, Any]:
@@ -120,6 +137,19 @@ def _replaced(row: Row, ids: np.ndarray[Any, Any], start: int, end: int) -> Row:
     changed = row.input_ids.copy()
     changed[start:end] = ids[np.searchsorted(ids, changed[start:end], side="right") % len(ids)]
     return Row(changed, row.labels, row.lengths, row.row_id)
+
+
+# Each rank computes other shapes than for complete rows, so sums are rounded differently in every layer.
+ALLOWED_WHEN_SHARED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
+
+
+def not_shareable(deviation: float, model_name: str, ranks: int) -> FailedError:
+    return failed_error(
+        "model-not-shareable",
+        f"`parallelism.sp_size: {ranks}` changes the logits of {model_name} by {deviation:.2%}: something besides transformers' attention "
+        "interface looks across tokens (a recurrent or convolutional layer, attention of its own), or it ignores position ids",
+        hint="--set parallelism.sp_size=1",
+    )
 
 
 _KNOWN_UPSTREAM = {"GptOssForCausalLM": "https://github.com/huggingface/transformers/pull/39997"}

@@ -27,6 +27,7 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
+from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups
 from fsdp_tune.model.step import plain_name
@@ -53,6 +54,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "wrapper": kind,
         "world_size": dist.get_world_size(),
         "mesh": list(loaded.mesh.shape) if loaded.mesh is not None else [],
+        "sequence_group": 1 if (group := sequence_group_of(wrapped)) is None else group.size(),
         "parameter_dtype": _only({_name(p.dtype) for p in trained}),
         "offload_params": _offloads(wrapped, kind),
         "global_batch_size": trainer.parts.rows.global_batch,

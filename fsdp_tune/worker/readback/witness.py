@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import FailedError, Problem
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.optim.accumulation import sums_need_fp32
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
@@ -119,7 +120,9 @@ class Witness(TrainerCallback):
         self.report = {"generators": [each["generators"] for each in every]}
         found = generator_differences(every)
         if self._is_on:
-            found += self._common_differences(every) + row_differences(every, trainer.parts.rows.rows_of_all_ranks(step))
+            found += self._common_differences(every) + row_differences(
+                every, trainer.parts.rows.rows_of_all_ranks(step), trainer.parts.recipe.topology
+            )
         self._stop(found, step)
 
     def _check_adapters(self) -> None:
@@ -230,15 +233,19 @@ def generator_differences(every: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def row_differences(every: list[dict[str, Any]], expected: Iterable[int]) -> list[str]:
-    """Check that the ranks together read the rows of the step's global batch, each once."""
-    wanted = sorted(expected)
-    if sorted(row for facts in every for row in facts["rows"]) == wanted:
-        return []
+def row_differences(every: list[dict[str, Any]], expected: Iterable[int], topology: Topology) -> list[str]:
+    """Check that the ranks together read the rows of the step's global batch, each once, or once on each rank of a group that shares it."""
+    wanted, first = sorted(expected), 0
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, facts in enumerate(every):
-        for row in facts["rows"]:
-            owners[row].append(rank)
+        if topology.counts_rows(rank):
+            first = rank
+            for row in facts["rows"]:
+                owners[row].append(rank)
+        elif facts["rows"] != every[first]["rows"]:
+            return [f"rank {rank} reads other rows than rank {first}, and they share their rows"]
+    if sorted(row for row, ranks in owners.items() for _ in ranks) == wanted:
+        return []
     for row, ranks in owners.items():
         if row not in wanted:
             return [f"row {row} of {_ranks(ranks)} is not in the global batch"]

@@ -45,6 +45,8 @@ class StreamedRows:
     max_steps: int
     bad_rows: Path
     """Rows that were skipped are appended to this file."""
+    counts: bool = True
+    """False on a rank that shares its rows with another, which counts tokens and writes bad rows."""
     states: dict[int, LaneState] = field(default_factory=dict[int, LaneState])
     """State of each lane of this rank, after the last row that was given."""
     given: int = 0
@@ -108,7 +110,7 @@ class StreamedRows:
     def restore(self, state: Any, step: int) -> None:
         every = {lane: LaneState.from_list(stored) for lane, stored in state["lanes"].items()}
         self.states = {lane: every[lane] for lane in self.states}
-        self.tokens = list(state["tokens"]) if self.data_rank == 0 else [0] * len(self.tokens)
+        self.tokens = list(state["tokens"]) if self.data_rank == 0 and self.counts else [0] * len(self.tokens)
         self.given = sum(each.emitted + each.next for each in self.states.values())
         self.first_row, self.first_step = sum(each.emitted + each.next for each in every.values()), step
 
@@ -116,6 +118,8 @@ class StreamedRows:
         """Note that a row is given to the trainer."""
         self.states[row.row_id % self.stream.lanes] = row.after
         self.given += 1
+        if not self.counts:
+            return row
         for source, tokens in row.sources:
             self.tokens[source] += tokens
         if row.bad:

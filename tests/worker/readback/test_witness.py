@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.readback.witness import checksums, copy_differences, generator_differences, row_differences
 from tests.conftest import REPOSITORY
@@ -43,12 +44,21 @@ def test_generators_are_compared_on_host_and_device() -> None:
 
 def test_ranks_read_each_row_of_global_batch_once() -> None:
     def found(*rows: list[int]) -> list[str]:
-        return row_differences([facts(rows=each) for each in rows], [4, 7, 2, 9])
+        return row_differences([facts(rows=each) for each in rows], [4, 7, 2, 9], Topology(shard=2))
 
     assert found([9, 2], [7, 4]) == found([4, 7, 2, 9], []) == []
     assert found([9, 2], [2, 4]) == ["row 2 is read 2 times, by ranks 0 and 1"]
     assert found([9, 2], [7, 5]) == ["row 5 of rank 1 is not in the global batch"]
     assert found([9, 2], [4]) == ["row 7 of the global batch is read by no rank"]
+
+
+def test_ranks_of_sequence_group_read_the_same_rows() -> None:
+    def found(*rows: list[int]) -> list[str]:
+        return row_differences([facts(rows=each) for each in rows], [4, 7], Topology(shard=2, sequence=2))
+
+    assert found([7], [7], [4], [4]) == []
+    assert found([7], [4], [4], [7]) == ["rank 1 reads other rows than rank 0, and they share their rows"]
+    assert found([7], [7], [7], [7]) == ["row 7 is read 2 times, by ranks 0 and 2"]
 
 
 def test_replicas_are_compared_among_their_ranks() -> None:

@@ -1,0 +1,239 @@
+"""Sequence parallelism by all-to-all over attention heads (Ulysses, arXiv:2309.14509): several ranks share each row.
+
+Each rank of a sequence group has T / size neighbouring tokens of every row. Only attention looks across tokens, so only attention is
+changed: queries, keys and values go from (all heads, own tokens) to (own heads, all tokens) in one all-to-all, the model's kernel runs
+unchanged, and its output returns in another. Masks are made for complete rows. The kernel and the mask function are replaced under their
+own names and only inside `rows_known`, so forwards outside of it (generation) compute complete rows on each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.model import packed
+from fsdp_tune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The rows of a micro-batch that a sequence group shares, as attention needs them."""
+
+    group: dist.ProcessGroup
+    position_ids: torch.Tensor
+    """[rows, tokens], of complete rows."""
+    examples: torch.Tensor | None
+    """[rows, tokens]: index of each token's example in its row; None if every row is one example."""
+
+    def own_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor [rows, tokens]."""
+        parts, rest = divmod(tensor.shape[1], self.group.size())
+        assert rest == 0, "rows are padded to a multiple of `sp_size`"
+        return tensor.narrow(1, self.group.rank() * parts, parts).contiguous()
+
+    def all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """Return [rows, tokens, ...] from this rank's part, without gradients. Collective."""
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
+
+_shared: SharedRows | None = None
+"""The rows of the current forward and backward. A global: CUDA's backward, which recomputes layers, runs in another thread."""
+
+
+def shared_rows() -> SharedRows | None:
+    """Return the rows of the current forward if a sequence group shares them."""
+    return _shared
+
+
+def set_sequence_group(model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
+    """Let the ranks of `group` share the rows of forwards in `rows_known`; with None each rank has its own."""
+    model.sequence_group = group  # type: ignore[assignment]  # nn.Module declares its attributes as tensors and modules
+
+
+def sequence_group_of(wrapped: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group of ranks that share rows, of a (wrapped) model; None if each rank has its own."""
+    group: dist.ProcessGroup | None = vars(_bare(wrapped)).get("sequence_group")
+    return group
+
+
+def _bare(wrapped: nn.Module) -> nn.Module:
+    return wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
+
+
+@contextlib.contextmanager
+def rows_known(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within the context, which must hold the backward too, `wrapped` computes the rows of `batch`; a sequence group shares them."""
+    group = sequence_group_of(wrapped)
+    if group is None:
+        with packed.packing_known(is_packed="position_ids" in batch):
+            yield
+        return
+    positions, ids = batch.get("position_ids"), batch["input_ids"]
+    examples = None if positions is None else packed.example_numbers(positions)
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    config: Any = _bare(wrapped).config
+    # transformers must not look for packed examples itself: it would see this rank's tokens only.
+    with packed.packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), str(config._attn_implementation)):
+        yield
+
+
+@contextlib.contextmanager
+def _sharing(rows: SharedRows, kernel: str) -> Iterator[None]:
+    global _shared
+    attention = _over_ranks(ALL_ATTENTION_FUNCTIONS.get(kernel), rows)
+    mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(kernel)
+    # FlashAttention looks up its code by the name in the configuration, so names stay. Entries of the objects hide those of the classes.
+    ALL_ATTENTION_FUNCTIONS[kernel], _shared = attention, rows
+    if mask_function is not None:
+        ALL_MASK_ATTENTION_FUNCTIONS[kernel] = _of_complete_rows(mask_function, rows)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[kernel]
+        if mask_function is not None:
+            del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
+        _shared = None
+
+
+def _of_complete_rows(make_mask: Callable[..., Any], rows: SharedRows) -> Callable[..., Any]:
+    """Return a mask function for complete rows. transformers passes the lengths of this rank's tokens, and patterns as functions of
+    indices."""
+
+    def mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+        if rows.examples is not None:
+            mask_function = packed_sequence_compatibility_function(mask_function, rows.position_ids, rows.examples)
+            allow_is_causal_skip = False
+        kwargs["q_length"] = kwargs["kv_length"] = rows.position_ids.shape[1]
+        return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+
+    return mask
+
+
+# ---- The exchange
+
+
+class _Exchange(torch.autograd.Function):
+    """Send part i of dimension 0 to rank i. It is its own transpose, so the backward is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()  # `empty_like` keeps strides, and the collective ignores them
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    received: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+def to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Exchange each [rows, heads, own tokens, width] for [rows, own heads, tokens, width], all of them at once."""
+    # [rank, own tokens, rows, own heads × width]
+    parts = [tensor.unflatten(1, (group.size(), -1)).permute(1, 3, 0, 2, 4).flatten(3) for tensor in tensors]
+    received = _exchange(torch.cat(parts, -1), group).flatten(0, 1)  # ranks have neighbouring tokens
+    found = received.split([part.shape[-1] for part in parts], -1)
+    return [part.unflatten(-1, (-1, tensor.shape[-1])).permute(1, 2, 0, 3) for part, tensor in zip(found, tensors, strict=True)]
+
+
+def to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange the output of a kernel, [rows, tokens, own heads, width], for [rows, own tokens, heads, width]."""
+    parts = output.unflatten(1, (group.size(), -1)).permute(1, 2, 0, 3, 4)  # [rank, own tokens, rows, own heads, width]
+    return _exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
+
+
+class _ModuleView:
+    """An attention module as a kernel sees it, with some attributes replaced."""
+
+    def __init__(self, module: nn.Module, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable[..., Any]:
+    """Return the kernel for queries, keys and values of this rank's tokens. None stands for `eager`, which each model defines itself."""
+    group, size = rows.group, rows.group.size()
+
+    def attention(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        inner = kernel or sys.modules[type(module).__module__].eager_attention_forward
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if heads % size:
+            raise _heads_do_not_divide(heads, size)
+        copies = size // math.gcd(size, kv_heads)  # of fewer kv heads than ranks, each goes to several
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        replaced: dict[str, Any] = {"num_key_value_groups": heads // (kv_heads * copies)}
+        if (sinks := kwargs.get("s_aux")) is not None:  # one number a head; gpt-oss's eager kernel reads it from the module
+            kwargs["s_aux"] = replaced["sinks"] = sinks.chunk(size)[group.rank()]
+        kwargs["position_ids"] = rows.position_ids
+        query, key, value = to_heads([query, key, value], group)
+        output, _ = inner(_ModuleView(module, **replaced), query, key, value, attention_mask, **kwargs)
+        return to_tokens(output, group), None
+
+    return attention
+
+
+# ---- Models that it does not suit
+
+
+def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Check what the configuration shows before weights are loaded; `worker.readback.isolation` compares logits. Raises: usage error."""
+    size = recipe.parallelism.sp_size
+    if size == 1:
+        return
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        raise _heads_do_not_divide(heads, size)
+    dropout = {name: value for name, value in config.to_dict().items() if _is_dropout(name, value)}
+    if dropout:
+        hint = " ".join(f"--set model.config_overrides.{name}=0" for name in dropout)
+        raise _not_shareable(
+            f"it has dropout ({', '.join(dropout)}), and a token's mask would depend on the rank that holds the token", hint
+        )
+
+
+def _is_dropout(name: str, value: Any) -> bool:
+    is_rate = isinstance(value, float) and value > 0
+    words = ("dropout", "pdrop", "layerdrop", "jitter")
+    return is_rate and any(word in name for word in words) and not name.startswith(("classifier", "summary"))
+
+
+def _heads_do_not_divide(heads: int, size: int) -> FsdpTuneError:
+    divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+    return _not_shareable(f"its {heads} attention heads do not divide by {size}", f"write a divisor of {heads}: {divisors}")
+
+
+def _not_shareable(reason: str, hint: str | None = None) -> FsdpTuneError:
+    return usage_error("rows-not-shareable", f"`parallelism.sp_size` does not support this model: {reason}", hint=hint)
