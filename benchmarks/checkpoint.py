@@ -48,6 +48,7 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[flo
     from fsdp_tune.run.directory import RunDir
     from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
     from fsdp_tune.worker.checkpoint.state import Live
+    from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
     model, optimizer = sharded_model(layers)
     batch = torch.randn(8, WIDTH)
@@ -68,12 +69,15 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[flo
     saved: list[Saved] = []
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
     folder.mkdir(exist_ok=True)
-    checkpointer = Checkpointer(RunDir(folder), Live(model, optimizer, full=False), "cpu", False, 1, facts, saved.append)
+    run = RunDir(folder)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    heartbeat = HeartbeatWriter(run, dist.get_rank())
+    checkpointer = Checkpointer(run, Live(model, optimizer, full=False), "cpu", False, 1, facts, saved.append, heartbeat)
     stalls: dict[bool, list[float]] = {True: [], False: []}
     for number in range(1, 2 * rounds + 3):  # the first of each kind finds cold caches and is left out
         checkpointer.asynchronous = number % 2 == 1
         dist.barrier()
-        checkpointer.save(number, "{}", {"sums": [0.0, 0.0, 0.0], "loss_scale": None})
+        checkpointer.save(number, "{}", {"sums": [0.0, 0.0, 0.0], "loss_scale": None}, best_step=None)
         while is_saving():  # the next save must not wait for this one
             step()
         checkpointer.wait()
