@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.models import DRY, KERNELS, LLAMA, gpt2
+from tests.gpu.models import DRY, IN_HALF_PRECISION, KERNELS, LLAMA, gpt2
 
 if TYPE_CHECKING:
     from gpu_bench import Bench
@@ -82,12 +82,15 @@ def dropout_rows(bench: Bench) -> Iterator[Row]:
 
 def isolation_rows(bench: Bench) -> Iterator[Row]:
     for kernel in KERNELS:
-        precision = "bf16" if kernel == "flash_attention_2" else "no"
+        precision = "bf16" if kernel in IN_HALF_PRECISION else "no"
         row: Row = {"name": kernel, "precision": {"no": "fp32", "bf16": "bf16"}[precision]}
         if kernel == "flex_attention" and bench.tiny:
             yield {**row, "reason": "not available: torch has no backward pass of it on the CPU"}
             continue
-        if kernel == "flash_attention_2" and (bench.tiny or importlib.util.find_spec("flash_attn") is None):
+        if kernel in IN_HALF_PRECISION and bench.tiny:
+            yield {**row, "reason": "not available: it needs CUDA"}
+            continue
+        if kernel == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
             yield {**row, "reason": "not available: flash-attn is not installed"}
             continue
         model = {"from_config": LLAMA, "attn_implementation": kernel}

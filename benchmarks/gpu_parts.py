@@ -244,6 +244,21 @@ def adapters(bench: Bench) -> Iterator[Row]:
     yield {"name": "LoRA, the loop by hand", **by_hand(bench, base, lora=LORA)}
 
 
+# ---- Long packed rows
+
+
+def long_rows(bench: Bench) -> Iterator[Row]:
+    """One packed row of four examples a step by each attention kernel. The mask of 128k tokens comes last, since it may not fit."""
+    lengths = (64,) if bench.tiny else (4096, 8192, 32768, 131072)
+    for kernel in ("torch_varlen", "flash_attention_2", "sdpa"):
+        for tokens in lengths:
+            case = plan_gpu.Case("1B", tokens, 1, recomputation="full", loss="chunked")
+            tree = bench.shrunk(case, steps=4)
+            tree = bench.changed(tree, {"model": tree["model"] | {"attn_implementation": kernel}})
+            found = plan_gpu.outcome(bench.run(tree, examples=4, rows=8))
+            yield {"name": f"{kernel}, {tokens:,} tokens", **bench.planned(tree), **found}
+
+
 # ---- plan against runs
 
 
@@ -332,6 +347,14 @@ PARTS = (
         150,
         adapters,
         (*_NAME, ("fits", "plan: fits", ""), *_TIME, ("compile_seconds", "compiling, s", ".0f"), *_MEMORY),
+    ),
+    Part(
+        "long rows",
+        "1B Llama, one packed row of four examples a step, every layer recomputed, loss in slices: sdpa with a mask, torch's "
+        "variable-length attention, flash-attn.",
+        150,
+        long_rows,
+        (*_NAME, ("fits", "plan: fits", ""), *_TIME, *_MEMORY),
     ),
     Part(
         "memory",

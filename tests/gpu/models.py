@@ -14,7 +14,9 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-KERNELS = ["sdpa", "eager", "flex_attention", "flash_attention_2"]
+KERNELS = ["sdpa", "eager", "flex_attention", "flash_attention_2", "torch_varlen"]
+IN_HALF_PRECISION = ("flash_attention_2", "torch_varlen")
+"""Kernels for CUDA alone, which compute in bf16 and fp16."""
 
 
 def gpt2(*, small: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import DEVICE, IS_SMALL, Train, loss_lines, readback
-from tests.gpu.models import DRY, KERNELS, LLAMA, gpt2
+from tests.gpu.models import DRY, IN_HALF_PRECISION, KERNELS, LLAMA, gpt2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
 
@@ -63,9 +63,11 @@ def test_packed_examples_are_isolated(kernel: str, train: Train) -> None:
     """The run changes the first example of a packed row and compares the second, in its training kernel."""
     if kernel == "flex_attention" and IS_SMALL:
         pytest.skip("torch has no backward pass of it on the CPU")
-    if kernel == "flash_attention_2" and (IS_SMALL or importlib.util.find_spec("flash_attn") is None):
+    if kernel in IN_HALF_PRECISION and IS_SMALL:
+        pytest.skip("it needs CUDA")
+    if kernel == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
-    precision = "bf16" if kernel == "flash_attention_2" else "no"
+    precision = "bf16" if kernel in IN_HALF_PRECISION else "no"
     run = train(
         model={"from_config": LLAMA, "attn_implementation": kernel}, data={"packing": True}, precision={"mixed_precision": precision}
     )
