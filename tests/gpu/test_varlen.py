@@ -56,7 +56,7 @@ def test_gradients_in_bf16_are_as_close_to_fp32_as_with_the_mask(family: str, tm
 
 @pytest.mark.skipif(IS_SMALL, reason="it needs CUDA")
 def test_packed_rows_without_a_mask_take_less_memory(train: Train) -> None:
-    """A bool mask of 8,192² tokens is 64 MiB, and each of four layers saves a copy of 128 MiB in bf16."""
+    """The data are one row of 6,686 tokens: the bool mask is 43 MiB, and each of four layers saves a copy of 85 MiB in bf16."""
     peaks = []
     for kernel in ("sdpa", TORCH_VARLEN):
         run = train(
@@ -66,7 +66,7 @@ def test_packed_rows_without_a_mask_take_less_memory(train: Train) -> None:
         )
         assert readback(run)["attention"] == kernel
         peaks.append(max(line["peak_allocated_gib"] for line in loss_lines(run)))
-    assert peaks[0] - peaks[1] > 0.5
+    assert peaks[0] - peaks[1] > 0.3
 
 
 @pytest.mark.skipif(IS_SMALL, reason="it needs CUDA")
