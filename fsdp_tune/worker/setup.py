@@ -41,6 +41,7 @@ from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.observe import trackers
+from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.samples import Samples
@@ -70,13 +71,7 @@ def build_trainer(
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
     share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
-    collator = Collator(
-        prepared.pad_token_id,
-        recipe.data.pad_to_multiple_of,
-        recipe.data.max_length,
-        variable_lengths=recipe.data.packing and has_variable_lengths(loaded.model.config._attn_implementation),
-        names_examples=auxiliary_loss_weight(loaded.model) > 0,
-    )
+    collator = _collator(recipe, prepared, loaded)
     parts = Parts(
         recipe=recipe,
         loaded=loaded,
@@ -94,10 +89,14 @@ def build_trainer(
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     sampling = [Samples(recipe)] if recipe.training.sample is not None else []
     shares = StepShares(loaded.wrapped, device)
+    loads = [] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]  # hooks inside compiled layers are not called
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
-    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback, *sampling])
+    trainer = FsdpTrainer(
+        parts, arguments, [*_extra_callbacks(recipe), shares, *loads, *profiling, *compiling, witness, callback, *sampling]
+    )
     trainer.lines.shares = shares.take
+    trainer.line_facts += [each.facts for each in loads]
     for each in (callback, witness, *compiling, *profiling, *sampling):
         each.trainer = trainer
     _set_up_trackers(trainer, run, recipe, say)
@@ -114,6 +113,16 @@ def build_trainer(
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume
+
+
+def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:
+    return Collator(
+        prepared.pad_token_id,
+        recipe.data.pad_to_multiple_of,
+        recipe.data.max_length,
+        variable_lengths=recipe.data.packing and has_variable_lengths(loaded.model.config._attn_implementation),
+        names_examples=auxiliary_loss_weight(loaded.model) > 0,
+    )
 
 
 def _live(recipe: Recipe, trainer: FsdpTrainer) -> Live:

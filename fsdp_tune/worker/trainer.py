@@ -7,7 +7,7 @@ wrapped), the batches, the loss, the gradient norm, evaluation, logging, and che
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class FsdpTrainer(Trainer):
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
+        self.line_facts: list[Callable[[], dict[str, Any]]] = [self.gate.facts, parts.rows.facts]
         self._watch = CurveWatch(parts.loaded.model.config.get_text_config().vocab_size if parts.recipe.model.from_config is None else None)
         self.batches: list[Batch] = []
         self._batches_done = 0
@@ -247,7 +248,9 @@ class FsdpTrainer(Trainer):
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         line = self.lines.line(step, grad_norm, learning_rate)
         self.state.num_input_tokens_seen = self.lines.tokens
-        self.log(line | self.gate.facts() | self.parts.rows.facts())
+        for facts in self.line_facts:
+            line |= facts()
+        self.log(line)
         for event, message in self._watch.events(line["loss"], grad_norm):
             self.parts.metrics.event(event, step, message=message)
 
