@@ -1,12 +1,13 @@
 """Step time: every published measurement that a recipe can express, predicted, against what was measured.
 
-Constants were fitted on `TUNED_ON` alone; the figures that a plan quotes are those of the other sources. Not used, and why, is
-printed too.
+Sources are divided by a hash of their names (`is_held_out`). Constants may be fitted on one part only; the figures that a plan quotes
+are those of the held-out part. Rows that are not used are printed with the reason.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 import re
@@ -28,7 +29,8 @@ from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
-TUNED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
+CONSTANTS_FITTED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
+"""The sources of today's constants. They were chosen before the division by hash, so neither can be held out."""
 PER_MACHINE = 8
 # The program holds the bf16 weights that it trains beside fp32 ones, or says nothing: the recipe's default.
 _STORED = {"fp32": "fp32", "bf16": "bf16", "unknown": "fp32", "bf16 + fp32 master": "fp32"}
@@ -45,19 +47,32 @@ class Row:
     hardware: Hardware
     recipe: Recipe
 
+    @property
+    def part(self) -> str:
+        return "held out" if is_held_out(self.source) else "fitted"
+
+    @property
+    def kind(self) -> str:
+        return "compiled" if self.recipe.kernels.compile else "eager"
+
+
+def is_held_out(source: str) -> bool:
+    """Return whether constants must not be fitted on a source: an odd SHA-256 of its name, unless today's were."""
+    is_odd = hashlib.sha256(source.encode()).digest()[-1] % 2 == 1
+    return is_odd and source not in CONSTANTS_FITTED_ON
+
 
 def source_of(row: dict[str, str]) -> str:
     return re.split(r"[:@#]", row["source"])[0]
 
 
 def why_not(row: dict[str, str]) -> str | None:
-    """What a recipe of this release cannot say."""
+    """Return the reason why no recipe of this release expresses a row."""
     reasons = {
         "not full fine-tuning": row["method"] != "full",
         "DeepSpeed or Gemini": row["sharding"] == "ZERO3" or "DeepSpeed" in row["notes"],
-        "float8": "float8" in row["mixed_precision"],
-        "compiled": row["compile"] == "yes",
-        "a fused loss or fused kernels": row["fused_ce_or_liger"] == "yes",
+        "a compiler of its own": "graph_trainer" in row["notes"],
+        "a fused loss or fused kernels": row["fused_ce_or_liger"] == "yes" and not is_loss_chunked(row),
         "recomputation is not stated": row["activation_checkpointing"] == "unknown",
         "fairscale": row["fsdp_version"] == "fairscale",
         "the profiler was on": "pytorch-distributed" in row["source"],
@@ -67,6 +82,10 @@ def why_not(row: dict[str, str]) -> str | None:
         "the card is not in the table": card(row["gpu"]) is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_loss_chunked(row: dict[str, str]) -> bool:
+    return "chunked cross-entropy" in row["notes"]
 
 
 def card(name: str) -> Hardware | None:
@@ -83,7 +102,6 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
     steps = int(accumulation[1]) if accumulation else 1
     strategy = {"none": "FULL_SHARD", "unknown": "FULL_SHARD"}.get(row["sharding"], row["sharding"])
-    mixed = row["mixed_precision"]
     data: dict[str, Any] = {
         "name": row["id"],
         "model": {
@@ -91,10 +109,10 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
             "tokenizer": "builtin:arithmetic",
             "dtype": _STORED[row["dtype_params"]],
         },
-        "kernels": {"loss": "full"},
+        "kernels": {"loss": "chunked" if is_loss_chunked(row) else "full", "compile": row["compile"] == "yes"},
         "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": length},
         "fsdp": {"sharding_strategy": strategy, "activation_checkpointing": row["activation_checkpointing"]},
-        "precision": {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduce_dtype(row)},
+        "precision": precision_of(row),
         "training": {
             "per_device_train_batch_size": int(row["micro_batch"]),
             "gradient_accumulation_steps": min(MOST_NARROW_SUMS, steps),
@@ -106,8 +124,13 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     return found.model_copy(update={"training": found.training.model_copy(update={"gradient_accumulation_steps": steps})})
 
 
-def reduce_dtype(row: dict[str, str]) -> str:
-    return "bf16" if "reduce in bf16" in row["notes"] or row["dtype_params"] == "bf16" else "fp32"
+def precision_of(row: dict[str, str]) -> dict[str, str]:
+    """torchtitan scales whole tensors, and gathers them in fp8, unless it says `rowwise`."""
+    mixed = row["mixed_precision"]
+    reduced = "bf16" if "reduce in bf16" in row["notes"] or row["dtype_params"] == "bf16" else "fp32"
+    if "float8" in mixed:
+        return {"mixed_precision": "fp8", "fp8_recipe": "rowwise" if "rowwise" in mixed else "tensorwise", "reduce_dtype": reduced}
+    return {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduced}
 
 
 def causal_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
@@ -183,27 +206,38 @@ def summary(errors: Iterable[float]) -> dict[str, Any]:
 
 
 def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
+    """Print the errors by part, layout and source, and those of eager and compiled rows; return the figures that a plan quotes."""
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in rows:
         if row.id in errors:
-            where = "over machines" if row.recipe.launch.num_machines > 1 else "one machine"
-            part = "tuned" if row.source in TUNED_ON else "checked"
-            groups[part, where, row.source].append(errors[row.id])
+            groups[row.part, layout(row), row.source].append(errors[row.id])
     quoted: dict[str, Any] = {}
     for where, key in (("one machine", "step_seconds_on_one_machine"), ("over machines", "step_seconds_over_machines")):
-        for part in ("tuned", "checked"):
+        for part in ("fitted", "held out"):
             matching = {source: found for (p, w, source), found in groups.items() if (p, w) == (part, where)}
             for source, found in matching.items():
-                print(f"  {part:8}{where:14}{source:44}{summary(found)}  bias {statistics.median(found):+.1f} %")
-            total = summary(error for found in matching.values() for error in found)
-            print(f"  {part:8}{where:14}{'ALL':44}{total}")
-            if part == "checked":
-                quoted[key] = total
+                print(f"  {part:10}{where:15}{source:44}{_described(found)}")
+            total = [error for found in matching.values() for error in found]
+            print(f"  {part:10}{where:15}{'ALL':44}{_described(total)}")
+            if part == "held out":
+                quoted[key] = summary(total)
+    for part in ("fitted", "held out"):
+        for kind in ("eager", "compiled"):
+            found = [errors[row.id] for row in rows if (row.part, row.kind) == (part, kind) and row.id in errors]
+            print(f"  {part:10}{kind:15}{'ALL':44}{_described(found)}")
     return quoted
 
 
+def layout(row: Row) -> str:
+    return "over machines" if row.recipe.launch.num_machines > 1 else "one machine"
+
+
+def _described(errors: Sequence[float]) -> str:
+    return f"{summary(errors)}  bias {statistics.median(errors):+.1f} %" if errors else "no row"
+
+
 def bench(measurements: Path, architectures: Path, cache: Path) -> dict[str, Any]:
-    """Prints every row, and the errors by part and source; returns what a plan quotes."""
+    """Print every row, and the errors by part and source; return the figures that a plan quotes."""
     rows, left_out = read_rows(measurements, architectures)
     traces = traced(rows, cache)
     errors: dict[str, float] = {}
@@ -213,8 +247,9 @@ def bench(measurements: Path, architectures: Path, cache: Path) -> dict[str, Any
         value = predicted(row, traces[row.id])
         errors[row.id] = error_percent(row, value)
         shape = f"{row.recipe.world_size:4} × {row.hardware.name:10}"
-        print(f"{row.id} {row.source:42} {shape} {row.metric:22} {value:12.4g} {row.measured:12.4g} {errors[row.id]:+7.1f} %")
-    print(f"constants fitted: {len(FITTED)} ({', '.join(FITTED)}), on {', '.join(TUNED_ON)}")
+        figures = f"{value:12.4g} {row.measured:12.4g} {errors[row.id]:+7.1f} %"
+        print(f"{row.id} {row.source:42} {row.part:8} {row.kind:8} {shape} {row.metric:22} {figures}")
+    print(f"constants fitted: {len(FITTED)} ({', '.join(FITTED)}), on {', '.join(CONSTANTS_FITTED_ON)}")
     quoted = report(rows, errors)
     print_left_out(left_out)
     return quoted
