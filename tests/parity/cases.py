@@ -157,6 +157,18 @@ COMPILED = [
 ]
 """Layers traced and differentiated as the compiler does it, and then run operation by operation."""
 
+_SLICED = (("mlp_slice_tokens", 5),)
+SLICED = [
+    Case(packed=True, recomputation="full", kernels=_SLICED),
+    Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_SLICED),
+    Case("gemma", ranks=4, strategy="HYBRID_SHARD", accumulation=4, kernels=(*_SLICED, *_IN_SLICES)),
+    Case("qwen3", strategy="SHARD_GRAD_OP", fsdp=(("sync_each_batch", False),), accumulation=4, kernels=_SLICED),
+    Case(offload=True, kernels=_SLICED),
+    Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),), kernels=_SLICED),
+    Case(wrap="none", resumed="same", kernels=_SLICED),
+]
+"""MLPs in slices of five tokens."""
+
 BY_TOKENS = [
     Case(tokens=64, fsdp=(("sync_each_batch", False),)),
     Case("gpt2", ranks=1, tokens=96),
@@ -207,6 +219,7 @@ def singles() -> list[Case]:
         Case(ranks=4, fsdp=(("reshard_after_forward", 2),)),
         *CHUNKED,
         *COMPILED,
+        *SLICED,
         *BY_TOKENS,
     ]
     return cases
@@ -233,6 +246,7 @@ FAST = frozenset(
         Case(resumed="other"),
         *CHUNKED[:5],
         *COMPILED[:2],
+        SLICED[0],
         BY_TOKENS[0],
     ]
 )

@@ -35,6 +35,18 @@ def test_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib:
     assert found.recipe.model_copy(update={"fsdp": OPEN.fsdp}) == OPEN, "nothing else is decided"
 
 
+def test_recomputation_that_contradicts_another_key_is_not_tried() -> None:
+    tracer, seen = ModelTracer(240), list[str]()
+
+    def trace(recipe: Recipe) -> Trace:
+        seen.append(recipe.fsdp.activation_checkpointing)
+        return tracer.trace(recipe)
+
+    sliced = resolved(fsdp={"activation_checkpointing": "auto"}, kernels={"mlp_slice_tokens": 512})
+    assert decide(sliced, A100, trace).recipe.fsdp.activation_checkpointing == "full"
+    assert seen == ["none", "full"]
+
+
 def test_smallest_option_is_chosen_with_notice_if_nothing_fits() -> None:
     found = decide(OPEN, A100, ModelTracer(1000).trace)
     assert found.recipe.fsdp.activation_checkpointing == "full"

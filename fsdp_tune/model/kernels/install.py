@@ -15,6 +15,7 @@ from fsdp_tune.model.kernels.head import OpaqueHead, install_loss_in_head, logit
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_installed
 from fsdp_tune.model.kernels.linear_loss import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
+from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, install_mlp_slices
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.recipe.schema import Recipe
 
@@ -68,6 +69,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
         "kernels.loss": choose_loss(recipe, model),
         "kernels.liger": choose_liger(recipe, model, device_type),
         "kernels.compile": choose_compile(recipe),
+        "kernels.mlp_slice_tokens": choose_mlp_slices(recipe, model),
     }
 
 
@@ -79,6 +81,8 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
     chosen = choose_kernels(recipe, model, device_type)
     if chosen["kernels.liger"].value == "true":
         apply_liger(model)
+    if recipe.kernels.mlp_slice_tokens is not None:
+        install_mlp_slices(recipe, model)
     loss = chosen["kernels.loss"].value
     if loss != "full":
         install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)

@@ -47,13 +47,18 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         # A plan assumes rows of `max_length`, so a token budget has no effect.
         data["training"]["per_device_train_batch_tokens"] = None
     wanted = Recipe.model_validate(data)
-    if refused(wanted) or any(found.code not in INPUTS for rule in RULES for found in rule(wanted)):
+    if is_refused(wanted):
         return None
     machine = Machine(wanted.launch.device, wanted.world_size, 1, None)
     try:
         return resolve(wanted, machine, cwd=Path.cwd(), assume=wanted.launch.device).recipe
     except FsdpTuneError:
         return None  # a mesh or a batch that does not divide
+
+
+def is_refused(recipe: Recipe) -> bool:
+    """Return whether the recipe is contradictory or unsupported, other than by inputs that only a run needs."""
+    return bool(refused(recipe)) or any(found.code not in INPUTS for rule in RULES for found in rule(recipe))
 
 
 def differences(recipe: Recipe, other: Recipe) -> Changes:

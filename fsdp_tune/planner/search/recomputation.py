@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.planner.predict.fits import Fit, fit_into, workspace_bytes
-from fsdp_tune.planner.search.candidates import CHECKPOINTING
+from fsdp_tune.planner.search.candidates import CHECKPOINTING, is_refused
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 
@@ -60,9 +60,12 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe]
 
 
 def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Return the first of none, selective and full that fits, or else the one with least memory. Later kinds are not traced."""
+    """Return the first of none, selective and full that fits, or else the one with least memory. Later kinds are not traced, nor
+    those that contradict another key."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:
+        if is_refused(with_recomputation(recipe, kind)):
+            continue
         found = fit_into(trace(with_recomputation(recipe, kind)), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
         if found.answer == "yes":
             without = f"; {tried[-1][0]} would take {tried[-1][1].because}" if tried else ""

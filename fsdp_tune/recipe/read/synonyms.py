@@ -21,6 +21,7 @@ _MICRO_BATCH = "training.per_device_train_batch_size"
 _ALL_LINEAR = "lora: {target_modules: all-linear}"
 _SMALL_SCALES = "quantization: {load: nf4, scales: bf16}"
 _NF4 = "quantization: {load: nf4}"
+_SLICED_MLP = "kernels: {mlp_slice_tokens: 16384}"
 _YARN = "model: {rope_scaling: {rope_type: yarn, factor: 4.0}}"
 _PROMPTS = "data: {loss_on: completion}"
 
@@ -43,6 +44,8 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "lr_scheduler": ("training.lr_scheduler_type", None),
         "flash_attention": ("model.attn_implementation", "model: {attn_implementation: flash_attention_2}"),
         "sdp_attention": ("model.attn_implementation", "model: {attn_implementation: sdpa}"),
+        "tiled_mlp": ("kernels.mlp_slice_tokens", _SLICED_MLP),
+        "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP),
         "special_tokens": ("model.tokens", "model: {tokens: {pad: …, eos: …}}"),
         "overrides_of_model_config": ("model.config_overrides", None),
         "revision_of_model": ("model.revision", None),

@@ -102,6 +102,9 @@ def fsdp_version(recipe: Recipe) -> Iterator[Finding]:
     needs_2 = {
         "fsdp.forward_prefetch": type(fsdp.forward_prefetch) is int and f"`fsdp.forward_prefetch: {fsdp.forward_prefetch}` (units ahead)",
         "kernels.compile": recipe.kernels.compile and "`kernels.compile: true`",
+        # FSDP1's gathered parameters are views, which autograd does not take as inputs.
+        "kernels.mlp_slice_tokens": recipe.kernels.mlp_slice_tokens is not None
+        and f"`kernels.mlp_slice_tokens: {recipe.kernels.mlp_slice_tokens}`",
         "fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload and "`fsdp.activation_checkpointing_offload: true`",
         # After the forward that locates the value, FSDP1's ranks wait forever.
         "training.on_nonfinite": recipe.training.on_nonfinite == "skip" and "`training.on_nonfinite: skip`",
@@ -230,9 +233,25 @@ def kernels(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", keys, message, "write `full`, or leave `activation_checkpointing_offload` out")
 
 
+def mlp_slices(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.kernels.mlp_slice_tokens is None:
+        return
+    refused = (
+        ("kernels.compile", recipe.kernels.compile, True, "the compiler would put all slices into one graph", "false"),
+        ("precision.mixed_precision", recipe.precision.mixed_precision, "fp8", "weights' gradients have one scale for all tokens", "bf16"),
+        ("fsdp.activation_checkpointing", recipe.fsdp.activation_checkpointing, "selective", "it keeps products of all slices", "full"),
+    )
+    for key, value, without, why, instead in refused:
+        if value == without:
+            message = f"`{key}: {str(value).lower()}` contradicts `kernels.mlp_slice_tokens`: {why}"
+            yield Finding(
+                "contradiction", (key, "kernels.mlp_slice_tokens"), message, f"write `{instead}`, or leave `mlp_slice_tokens` out"
+            )
+
+
 RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
-    *(no_shell_variables_in_paths, written_paths, rope_scaling, attention_kernel, device_limits, kernels),
+    *(no_shell_variables_in_paths, written_paths, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
     *SEQUENCE_RULES,
 )

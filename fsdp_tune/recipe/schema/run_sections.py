@@ -21,6 +21,8 @@ class Kernels(Section):
     """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
     """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
+    mlp_slice_tokens: Whole | None = None
+    """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations are small; null = all."""
 
 
 class Extensions(Section):

@@ -23,6 +23,7 @@ from fsdp_tune.model.kernels.attention import choose_attention, stands_for
 from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.kernels.liger import modules_of_liger
+from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.muon import ORTHOGONAL
@@ -80,6 +81,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in loaded.kernels.items()}
     report["loss_kernel"] = loss_kernel_of(wrapped)
     report["liger_modules"] = modules_of_liger(loaded.model)
+    report["mlp_slice_tokens"] = sorted(set(mlp_slices_of(loaded.model).values()))
     report["compiled_layers"] = sum(is_compiled(module) for module in loaded.model.modules())
     report["fp8"] = read_fp8(loaded)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
@@ -367,6 +369,9 @@ def structure_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]
     wanted_liger = loaded.kernels["kernels.liger"].value == "true"
     if wanted_liger != bool(report["liger_modules"]):
         found.append(f"liger: the recipe means {wanted_liger}, the run has {report['liger_modules']} modules of Liger's")
+    wanted_slices = [recipe.kernels.mlp_slice_tokens] if recipe.kernels.mlp_slice_tokens is not None else []
+    if report["mlp_slice_tokens"] != wanted_slices:
+        found.append(f"mlp_slice_tokens: the recipe means {wanted_slices}, the run has {report['mlp_slice_tokens']}")
     wanted_compiled = len(layers) if recipe.kernels.compile else 0
     if report["compiled_layers"] != wanted_compiled:
         found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report['compiled_layers']}")

@@ -28,6 +28,7 @@ CASES = {
     "llama, 8-bit state": Case("llama-64", training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))),
     "llama, fp8": Case("llama-16", precision="fp8 rowwise"),
     "llama, gathered in fp8": Case("llama-16", precision="fp8 tensorwise"),
+    "llama, MLP in slices": Case(recomputation="full", kernels=(("mlp_slice_tokens", 5),)),
     "llama, bf16 state": Case(training=(("optim_args", "state_dtype=bf16"),)),
 }
 FAST = [*list(CASES)[:2], "llama, 8-bit state"]

@@ -202,6 +202,19 @@ def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str,
     _same_peaks(one, at_micro_batch(family, 1, 2))
 
 
+@pytest.mark.slow
+def test_mlp_in_slices_has_a_lower_peak_and_follows_from_one_trace_at_a_prime() -> None:
+    model = {"from_config": FAMILIES["llama"] | {"intermediate_size": 4096}}
+
+    def sliced(micro_batch: int, slice_tokens: int | None = 16) -> Trace:
+        fsdp, data = {"activation_checkpointing": "full"}, {"train": [{"path": "x"}], "max_length": 96}
+        return trace_of(recipe_of(model, training=_batches(micro_batch), data=data, fsdp=fsdp, kernels={"mlp_slice_tokens": slice_tokens}))
+
+    three = sliced(3)
+    _same_peaks(three, at_micro_batch(sliced(prime_for(three)), 3, 2))
+    assert peak(three) < peak(sliced(3, slice_tokens=None)) - 3 * 96 * 4096 * 4, "less by an inner activation, at the least"
+
+
 def short_slices() -> None:
     """So that a few sequences make several slices."""
     from fsdp_tune.model.kernels import linear_loss
