@@ -172,3 +172,17 @@ def test_stage_whose_sources_ended_is_the_end_of_the_stream(tmp_path: Path) -> N
     stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 80, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
     with pytest.raises(FsdpTuneError, match="no row left for step 1"):
         rows_of_run(stream, 200)
+
+
+def test_truncated_rows_are_counted_through_a_resume(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (40 if number % 3 == 0 else 5)} for number in range(60)])
+    entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
+    stream = stream_of(tmp_path, entry, lanes=1, shuffle=False, shuffle_buffer_size=16, max_length=16, overlong="truncate")
+    found = list(islice(Lane(stream, 0, stream.first_state()), 60))
+    assert max(len(row.input_ids) for row in found) == 16
+    assert found[-1].after.rows_truncated == 20
+    assert sorted({row.after.rows_truncated for row in found}) != [0, 20], "counted window by window"
+    resumed = list(islice(Lane(stream, 0, LaneState.from_list(found[30].after.as_list())), 29))
+    assert resumed[-1].after.rows_truncated == 20
+    *older, _ = found[30].after.as_list()
+    assert LaneState.from_list(older).rows_truncated == 0, "a checkpoint from before the count"

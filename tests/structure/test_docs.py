@@ -202,6 +202,7 @@ def test_every_field_of_a_training_line_is_documented() -> None:
         | dictionary_keys("worker/observe/shares.py", "take")
         | dictionary_keys("worker/gradients.py", "facts")
         | dictionary_keys("worker/observe/expert_loads.py", "facts")
+        | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time"}
     )
     assert table_of("metrics.md", "Training lines").keys() == written

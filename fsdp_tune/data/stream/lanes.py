@@ -63,11 +63,13 @@ class LaneState:
     """Rows of the window that were given already."""
     rows_read: int = 0
     rows_bad: int = 0
+    rows_truncated: int = 0
+    """Of the windows before this one."""
 
     def as_list(self) -> list[Any]:
         """Return the state in plain values, for a checkpoint."""
         cursors = [[cursor.passes, cursor.unit, cursor.row] for cursor in self.cursors]
-        return [cursors, list(self.owed), self.window, self.emitted, self.next, self.rows_read, self.rows_bad]
+        return [cursors, list(self.owed), self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated]
 
     @classmethod
     def from_list(cls, stored: Sequence[Any]) -> LaneState:
@@ -230,10 +232,6 @@ class _Window:
         """Whether no source has rows left."""
         found, tokens, trained, owed = self._read(readers)
         self.rows_read = found.counts["rows"]
-        cursors = tuple(reader.cursor for reader in readers)
-        self.after = LaneState(
-            cursors, owed, state.window + 1, 0, 0, state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad)
-        )
         self.bad = (*bad, *((stream.names[file], row) for file, row in found.bad))
         self._untrained = found.untrained[:1]
         self._tokens, self._trained = np.concatenate([*tokens, np.zeros(0, np.int32)]), np.concatenate([*trained, np.zeros(0, np.uint8)])
@@ -241,6 +239,8 @@ class _Window:
         examples = self._examples.take(self._shuffled(len(self._examples), EXAMPLES))
         overlong = [source.opened.overlong for source in stream.sources]
         pieces = cut(examples, overlong, stream.max_length, self._trained, stream.names)
+        counts = (state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad), state.rows_truncated + len(pieces.truncated))
+        self.after = LaneState(tuple(reader.cursor for reader in readers), owed, state.window + 1, 0, 0, *counts)
         packing = stream.packing is not None and len(pieces.segments) > 0
         _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
         self.order = self._shuffled(len(self._rows.rows) - 1, ROWS)

@@ -91,14 +91,15 @@ class StreamedRows:
         return loader_died(error, lambda: "the stream", step)
 
     def facts(self) -> dict[str, int]:
-        """Return tokens and complete passes of each source, over all ranks. Collective."""
+        """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
         passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
-        every = gather((self.tokens, passes))
-        facts: dict[str, int] = {}
+        truncated = sum(state.rows_truncated for state in self.states.values())
+        every = gather((self.tokens, passes, truncated))
+        facts = {"rows_truncated": sum(count for *_, count in every)}
         for index, source in enumerate(self.stream.sources):
             name = source.opened.entry.label or str(index)
-            facts[f"source_{name}_tokens"] = sum(tokens[index] for tokens, _ in every)
-            facts[f"source_{name}_passes"] = min(passes[index] for _, passes in every)
+            facts[f"source_{name}_tokens"] = sum(tokens[index] for tokens, *_ in every)
+            facts[f"source_{name}_passes"] = min(passes[index] for _, passes, _ in every)
         return facts
 
     def state(self) -> Any:
