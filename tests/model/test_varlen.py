@@ -18,6 +18,7 @@ from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.dataset import Collator
 from tests.model.families import FAMILIES
@@ -154,6 +155,28 @@ def test_sharded_and_recomputed_gradients_are_those_of_the_mask(pool: RankPool, 
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert float((gradient - expected).norm() / expected.norm()) <= 1e-5
         assert operators == ["_varlen_attn_backward"]  # the forward is not repeated
+
+
+def gradients_of_shared_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """On each rank: summed gradients of rows that two ranks share (Ulysses), and those of the complete rows on one."""
+    import torch.distributed as dist
+
+    batch, model = batch_of(store, (0, 5)), model_of(FAMILIES["qwen3"])
+    _, expected = loss_and_gradients(model, batch)
+    model.zero_grad()
+    set_sequence_group(model, dist.group.WORLD)
+    with rows_known(model, batch):
+        loss, _ = micro_batch_loss(model, batch)
+        loss.backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(found)
+    return expected, found
+
+
+@pytest.mark.ranks
+def test_rows_shared_by_a_sequence_group_have_the_gradients_of_complete_rows(pool: RankPool, store: Path) -> None:
+    for expected, found in pool.run(2, gradients_of_shared_rows, store):
+        assert float((found - expected).norm() / expected.norm()) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
