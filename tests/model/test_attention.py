@@ -16,6 +16,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.dataset import Collator
 from tests.model.families import FAMILIES
@@ -136,6 +137,15 @@ def test_large_masks_are_reported_with_the_longest_row(tokens: int, fsdp: dict[s
         shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
         assert large_mask_notices(shorter, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout")) == []
     assert large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("torch_varlen", "")) == []
+
+
+def test_inspection_reports_large_masks() -> None:
+    data = {"train": [{"path": "x"}], "packing": True, "max_length": 32768}
+    base = recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": "sdpa"}, data=data, precision={"mixed_precision": "bf16"})
+    recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": "cuda"})})
+    [notice] = [notice for notice in facts(recipe)["notices"] if notice["code"] == "attention-mask-large"]
+    assert "5.00 GiB on each GPU, with a float copy in 2 of 2 layers" in notice["message"]
+    assert "leave `model.attn_implementation` at auto" in notice["hint"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -44,7 +44,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
 
 
 def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, exact: bool) -> Trace:
-    is_masked = recipe.data.packing and not has_variable_lengths(attention(recipe, config))
+    has_masks = not has_variable_lengths(attention(recipe, config))
     recipe, model = build_traced(recipe, config, vocabulary)
     groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
     counts, units = count(recipe, config, model), unit_list(recipe, model, tuple(groups))
@@ -56,7 +56,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
             recipe = shallow_recipe(recipe, container, repeated, model, groups)
             model = without_dropped(model, container, repeated)
     with fake_world(recipe.world_size):
-        run = run_step(recipe, model, is_masked=is_masked)
+        run = run_step(recipe, model, has_masks=has_masks)
         return assemble(recipe, config, run, counts, units, repeated)
 
 

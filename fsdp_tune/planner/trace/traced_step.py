@@ -18,9 +18,8 @@ import torch.optim.optimizer as optimizer_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 
-from fsdp_tune.model import packed
 from fsdp_tune.model.kernels.float8 import convert_to_fp8
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
@@ -62,17 +61,17 @@ def traced_micro_batches(recipe: Recipe) -> int:
     return min(2, recipe.training.gradient_accumulation_steps or 1)
 
 
-def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
+def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
     """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
 
-    `is_masked`: whether packed examples are separated by a mask.
+    `has_masks`: whether the attention kernel takes masks for packed examples and sliding windows.
     """
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
     mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
     set_sequence_group(model, sequence_group)
-    with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
+    with FakeTensorMode(allow_non_fake_inputs=True), _masks(has_masks=has_masks), _no_garbage(), attention.installed():
         recorder = Recorder(device.restart(), _groups(mesh, sequence_group), recipe.training.per_device_train_batch_size)
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
@@ -101,9 +100,17 @@ def _groups(mesh: Any, sequence_group: dist.ProcessGroup | None) -> dict[str, in
     return found
 
 
-def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
-    """Suppress the mask for kernels that use the lengths of packed examples."""
-    return contextlib.nullcontext() if is_masked else replaced(packed, "example_numbers", nothing)
+@contextlib.contextmanager
+def _masks(*, has_masks: bool) -> Iterator[None]:
+    """Make no masks for packed examples and sliding windows if the kernel has none. The model is traced with sdpa in its place."""
+    functions = AttentionMaskInterface._global_mapping
+    kept = functions["sdpa"]
+    if not has_masks:
+        functions["sdpa"] = nothing
+    try:
+        yield
+    finally:
+        functions["sdpa"] = kept
 
 
 @contextlib.contextmanager
