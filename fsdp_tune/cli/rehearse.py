@@ -21,7 +21,13 @@ from fsdp_tune.core.errors import failed_error
 
 RanksOption = Annotated[
     int | None,
-    typer.Option("--num-processes", metavar="N", min=1, help="Ranks; 2, or 4 if the recipe shards in groups.", show_default=False),
+    typer.Option(
+        "--num-processes",
+        metavar="N",
+        min=1,
+        help="Ranks; 2, or 4 if the recipe shards in groups or its ranks share rows.",
+        show_default=False,
+    ),
 ]
 ParityOption = Annotated[
     bool, typer.Option("--parity", help="Compare every switch (strategy, checkpointing, offload …) with one device instead.")

@@ -21,7 +21,7 @@ from fsdp_tune.verify.rehearsal.parity_checks import make_comparable, parity_che
 from fsdp_tune.verify.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 
 STEPS = 24
-HYBRID_RANKS = 4
+RANKS_IN_GROUPS = 4
 RANKS = 2
 
 
@@ -58,8 +58,9 @@ def rehearse(
 ) -> RehearsalResult:
     """Train a scaled-down recipe, kill a rank, resume, merge, reload and compare; stop at the first check that fails.
 
-    `num_processes`: 2, or 4 if the recipe shards in groups. `parity` compares a run for each switch with a plain loop on one device.
-    Runs on the CPU unless `--set` (an override) gives `launch.device`. Raises: FsdpTuneError if model or data cannot be used.
+    `num_processes`: 2, or 4 if the recipe shards in groups or its ranks share rows. `parity` compares a run for each switch with a plain
+    loop on one device. Runs on the CPU unless `--set` (an override) gives `launch.device`. Raises: FsdpTuneError if model or data cannot
+    be used.
     """
     with session(recipe):
         resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True)
@@ -67,7 +68,7 @@ def rehearse(
         wanted = resolution.recipe
         position = recipe.positions.get("launch.device")
         device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
-        ranks = num_processes or (HYBRID_RANKS if wanted.is_hybrid else RANKS)
+        ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.sp_size > 1 else RANKS)
         folder, checks = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-")), list[Check]()
         try:
             compared = wanted.model_copy(update={"lora": None}) if parity else wanted

@@ -207,16 +207,34 @@ def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable
 # ---- Models that it does not suit
 
 
+@contextlib.contextmanager
+def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
+    """Within the context each token sees only itself in attention, so that a token that still sees others sees them elsewhere."""
+
+    def own_value(_module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+    config: Any = _bare(wrapped).config
+    kernel = str(config._attn_implementation)
+    ALL_ATTENTION_FUNCTIONS[kernel] = own_value
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[kernel]
+
+
 def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
     """Check what the configuration shows before weights are loaded; `worker.readback.isolation` compares logits. Raises: usage error."""
     size = recipe.parallelism.sp_size
     if size == 1:
         return
+    if not model._supports_attention_backend:
+        raise _not_shareable(f"{type(model).__name__} does not use transformers' attention interface in every layer")
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads % size:
         raise _heads_do_not_divide(heads, size)
-    dropout = {name: value for name, value in config.to_dict().items() if _is_dropout(name, value)}
+    dropout = sorted(name for name, value in config.to_dict().items() if _is_dropout(name, value))
     if dropout:
         hint = " ".join(f"--set model.config_overrides.{name}=0" for name in dropout)
         raise _not_shareable(

@@ -21,7 +21,6 @@ from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference
 from fsdp_tune.worker.readback.isolation import (
-    ALLOWED_WHEN_SHARED,
     Deviations,
     allowed_deviation,
     deviations,
@@ -87,8 +86,9 @@ class RunCallback(TrainerCallback):
             raise not_causal(later, name, model.config)
         if (packed := max(each.packed or 0.0 for each in every)) > allowed:
             raise not_isolated(packed, name, str(model.config._attn_implementation))
-        if (shared := max(each.shared or 0.0 for each in every)) > ALLOWED_WHEN_SHARED[recipe.compute_dtype]:
-            raise not_shareable(shared, name, recipe.parallelism.sp_size)
+        errors = [error for each in every if (error := not_shareable(each, recipe, model)) is not None]
+        if errors:
+            raise errors[0]
         return found
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run with `model.rope_scaling`: resumed, refused with another factor, merged, and evaluated by transformers with the same loss."""
+"""Runs whose ranks share rows (`parallelism.sp_size`), as users start them: prepared rows, streams, and a rehearsal."""
 
 from __future__ import annotations
 
@@ -8,49 +8,67 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import Cli, document
-from tests.model.families import FAMILIES
+from tests.cli.test_streamed_run import RECIPE, lines_of
 
-RECIPE: dict[str, Any] = {
-    "model": {
-        "from_config": FAMILIES["llama"] | {"vocab_size": 328, "max_position_embeddings": 16},
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-        "tokenizer": "builtin:arithmetic",
-    },
-    "data": {"train": [{"path": "builtin:arithmetic", "max_rows": 64}], "eval": {"rows": 8}, "max_length": 64, "packing": True},
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
+SHARED = ("--set", "parallelism.sp_size=2")
+PREPARED: dict[str, Any] = RECIPE | {
     "precision": {"mixed_precision": "no"},
-    "training": {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "report_to": []},
-    "merge": {"dtype": "fp32"},
-    "launch": {"device": "cpu", "num_processes": 2},
-    "output_dir": "run",
+    "data": {
+        "train": [{"path": "rows.jsonl"}],
+        "eval": [{"path": "rows.jsonl", "max_rows": 40, "label": "few"}, {"path": "rows.jsonl", "max_rows": 90, "label": "many"}],
+        "packing": True,
+        "max_length": 128,
+    },
+    "training": RECIPE["training"] | {"sample": {"every": 3, "prompts": ["1 plus 1 is"], "max_new_tokens": 4}},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.ranks
-def test_merged_model_has_the_scaling_and_the_loss_of_the_run(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
-    trained = cli("train", "--config", "recipe.yaml", "--json")
-    assert trained.returncode == 0, trained.stderr
-    assert "positions-never-trained" not in trained.stdout
-    merged = Path(document(trained)["merged"]) / "config.json"
-    config = json.loads(merged.read_text())
-    assert config["max_position_embeddings"] == 64
-    assert (
-        config["rope_parameters"] | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-        == config["rope_parameters"]
-    )
+def train(cli: Cli, folder: Path, recipe: dict[str, Any], name: str, *options: str) -> list[dict[str, Any]]:
+    """Train, and return the lines of metrics.jsonl."""
+    if not (folder / "rows.jsonl").exists():  # a stream is resumed only if its file is unchanged
+        (folder / "rows.jsonl").write_text("\n".join(lines_of(600)) + "\n")
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    done = cli("train", "--config", "recipe.yaml", "--set", f"output_dir={name}", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    return list(read_metrics(RunDir(folder / name)))
 
-    changed = cli("train", "--config", "recipe.yaml", "--resume", "auto", "--set", "model.rope_scaling.factor=8", "--json")
-    assert (changed.returncode, [error["code"] for error in document(changed)["errors"]]) == (2, ["resume-refused"])
 
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
-    (found,) = document(cli("evaluate", "run", "--json"))["sets"].values()
-    assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
+def values(lines: list[dict[str, Any]], *keys: str) -> dict[str, list[Any]]:
+    return {key: [line[key] for line in lines if key in line] for key in keys}
 
-    del config["rope_parameters"]
-    merged.write_text(json.dumps(config))
-    (other,) = document(cli("evaluate", "run", "--json"))["sets"].values()
-    assert other["loss"]["value"] != pytest.approx(expected, rel=1e-6), "a config.json without the scaling is another model"
+
+def test_run_with_shared_rows_has_the_losses_of_one_without(cli: Cli, tmp_path: Path) -> None:
+    alone, shared = train(cli, tmp_path, PREPARED, "alone"), train(cli, tmp_path, PREPARED, "shared", *SHARED)
+    losses = ("loss", "eval_few_loss", "eval_many_loss", "grad_norm")
+    for key, expected in values(alone, *losses).items():
+        assert len(expected) >= 2
+        assert values(shared, key)[key] == pytest.approx(expected, rel=1e-5), key
+    counts = ("tokens", "supervised_tokens", "epoch", "samples")
+    assert values(shared, *counts) == values(alone, *counts)
+    report = json.loads((tmp_path / "shared/readback.json").read_text())
+    assert report["sequence_group"] == 2
+
+
+def test_stream_of_shared_rows_continues_with_rows_of_each_rank(cli: Cli, tmp_path: Path) -> None:
+    recipe = RECIPE | {"precision": {"mixed_precision": "no"}}
+    alone = train(cli, tmp_path, recipe, "alone")
+    train(cli, tmp_path, recipe, "shared", *SHARED, "--set", "launch.num_processes=4", "--set", "training.max_steps=3")
+    shared = train(cli, tmp_path, recipe, "shared", "--resume", "auto")
+    counts = [key for key in alone[-1] if key.startswith("source_")]
+    assert counts or any("source_0_tokens" in line for line in alone)
+    expected, found = (values(lines, "loss", "tokens", "source_0_tokens") for lines in (alone, shared))
+    assert found.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-5)
+    assert found == expected
+
+
+def test_recipe_with_shared_rows_is_rehearsed_on_four_ranks(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(json.dumps(PREPARED | {"parallelism": {"sp_size": 4}, "launch": {"num_processes": 8}}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines_of(600)) + "\n")
+    done = cli("rehearse", "--config", "recipe.yaml", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parallelism.sp_size: 2 instead of 4" in document(done)["changes"]
+    assert "on 4 ranks" in document(done)["checks"][0]["detail"]

@@ -247,6 +247,74 @@ def cast_bytes_of_4_bits() -> Iterator[None]:
         yield
 
 
+# ---- Ranks that share rows
+
+
+@contextmanager
+def number_positions_of_each_rank_from_zero() -> Iterator[None]:
+    import torch
+
+    from fsdp_tune.model import loss
+
+    original = loss.model_inputs
+
+    def local(batch: Any) -> Any:
+        inputs = original(batch)
+        ids = inputs["input_ids"]
+        return inputs | {"position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
+
+    with patch.object(loss, "model_inputs", local):
+        yield
+
+
+@contextmanager
+def shift_labels_of_each_rank() -> Iterator[None]:
+    """Shift labels after rows are divided: the last token of a rank has no target."""
+    import torch
+
+    from fsdp_tune.model import loss
+
+    original = loss.shift_labels
+
+    def shift(labels: Any) -> Any:
+        return torch.cat([original(part) for part in labels.chunk(2, 1)], 1)
+
+    with patch.object(loss, "shift_labels", shift):
+        yield
+
+
+@contextmanager
+def exchange_into_other_strides() -> Iterator[None]:
+    """Receive into a tensor with the strides of the one that is sent, as `empty_like` makes it."""
+    import torch
+    import torch.distributed as dist
+
+    def exchanged(parts: Any, group: Any) -> Any:
+        received = torch.empty_like(parts)
+        flat = received.as_strided((received.numel(),), (1,))
+        dist.all_to_all_single(flat, parts.contiguous().view(-1), group=group)
+        return received
+
+    with patch("fsdp_tune.model.sequence_parallel._exchanged", exchanged):
+        yield
+
+
+@contextmanager
+def average_over_data_ranks_alone() -> Iterator[None]:
+    from fsdp_tune.core.topology import Topology
+
+    with patch.object(Topology, "gradient_size", property(lambda self: self.data_size)):
+        yield
+
+
+@contextmanager
+def count_shared_rows_on_each_rank() -> Iterator[None]:
+    from fsdp_tune.core.topology import Topology
+
+    with patch.object(Topology, "counts_rows", lambda self, rank: True):
+        yield
+
+
 def _replaced(target: str, value: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
     return functools.partial(patch, target, value)
 
@@ -286,5 +354,10 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bytes of 4 bits cast": cast_bytes_of_4_bits,
     "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.muon.sharding_of", lambda parameter: None),
     "means over the shard": _replaced("fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None),
+    "positions of each rank from zero": number_positions_of_each_rank_from_zero,
+    "labels shifted after rows are divided": shift_labels_of_each_rank,
+    "tokens exchanged into other strides": exchange_into_other_strides,
+    "loss averaged over data ranks alone": average_over_data_ranks_alone,
+    "shared rows counted on each rank": count_shared_rows_on_each_rank,
     "dropout of adapters equal on all ranks": _replaced("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed),
 }

@@ -69,7 +69,7 @@ def deviation(run: RunDir, reference: Trajectory) -> Deviation:
     """Reads metrics.jsonl and the last checkpoint of a finished run; AssertionError where steps are missing or double."""
     lines = runs.loss_lines(run)
     assert [line["step"] for line in lines] == list(range(1, len(reference.losses) + 1))
-    assert [line["supervised_tokens"] for line in lines] == reference.supervised_tokens
+    assert [line["supervised_tokens"] for line in lines] == reference.supervised_tokens, "supervised tokens of the steps"
     for line, rate in zip(lines, reference.learning_rates, strict=True):
         assert math.isclose(line["learning_rate"], rate, rel_tol=1e-12, abs_tol=1e-18), (line["step"], line["learning_rate"], rate)
     losses = [relative(float(line["loss"]), true) for line, true in zip(lines, reference.losses, strict=True)]

@@ -23,6 +23,7 @@ from tests.parity.test_optimizers import ADAFACTOR, MUON, is_as_one_device
 from tests.ranks import RanksFailed
 
 ADAPTED = Case(lora=(("r", 4), ("lora_alpha", 8)), training=(("witness", "off"),))
+SHARED = Case("llama-16", sequence=2, training=(("witness", "off"),))
 SEEN_BY: dict[str, Case] = {
     "loss averaged per rank": Case(),
     "loss averaged per micro-batch": Case(accumulation=4),
@@ -47,6 +48,11 @@ SEEN_BY: dict[str, Case] = {
     "bytes of 4 bits cast": replace(ADAPTED, architecture="llama-blocks", nf4="fp32"),
     "matrices orthogonalised on the shard": MUON,
     "means over the shard": ADAFACTOR,
+    "positions of each rank from zero": SHARED,
+    "labels shifted after rows are divided": SHARED,
+    "tokens exchanged into other strides": SHARED,
+    "loss averaged over data ranks alone": SHARED,
+    "shared rows counted on each rank": SHARED,
     "dropout of adapters equal on all ranks": replace(ADAPTED, lora=(*ADAPTED.lora, ("lora_dropout", 0.1))),
 }
 SLOW = [name for name, case in SEEN_BY.items() if case.lora or case.training]
@@ -62,7 +68,7 @@ def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> No
         true = runs.trajectory(bench.run(DROPOUT))
     else:
         optimizer = dict(case.training).get("optim", "adamw")
-        true = bench.reference(packed=case.packed, model=base, adapter=adapter, optimizer=optimizer)
+        true = bench.reference(case.architecture, packed=case.packed, model=base, adapter=adapter, optimizer=optimizer)
     try:
         found = deviation(bench.fresh_run(case, functools.partial(run_broken, name=name)), true)
     except RanksFailed:

@@ -135,6 +135,14 @@ def test_volume_counts_every_micro_batch_and_splits_by_link() -> None:
     assert over.machine_link_bytes + over.network_bytes == 2 * 15_000
 
 
+def test_exchange_of_shared_rows_uses_the_links_of_their_ranks() -> None:
+    hand = Hand().collective("all_gather", 16_000).collective("all_to_all", 16_000, group="sequence", stream=0)
+    one = timed(hand.trace(sequence_size=2)).volume
+    assert (one.machine_link_bytes, one.network_bytes) == (14_000 + 8_000, 0)
+    over = timed(hand.trace(world_size=16, shard_size=16, sequence_size=16), machines=2).volume
+    assert one.machine_link_bytes < over.machine_link_bytes + over.network_bytes == 15_000 + 15_000
+
+
 def test_deleting_the_optimizer_from_the_step_makes_it_shorter() -> None:
     """The prediction follows the trace: nothing about a step is known to the planner."""
     whole = Hand().op("mm", flops=FLOPS).op("_fused_adamw_", moved=10**12, phase="optimizer")

@@ -39,6 +39,14 @@ def test_each_switch_changes_one_setting() -> None:
     ]
 
 
+def test_shared_rows_are_compared_with_one_rank_that_shares_none() -> None:
+    shared = WRITTEN | {"parallelism": {"sp_size": 2}, "launch": {"num_processes": 4, "device": "cpu"}}
+    found = {switch.name: switch.changes for switch in switches(make_comparable(ScaledRecipe(shared)).document)}
+    assert found["1 × 2 groups of 2 ranks × 4 accumulation"]["training"]["gradient_accumulation_steps"] == 4
+    alone = found["2 × 1 rank × 4 accumulation"]
+    assert (alone["parallelism"], alone["launch"]) == ({"sp_size": 1}, {"num_processes": 1})
+
+
 def test_incomparable_settings_are_replaced_and_listed() -> None:
     small = make_comparable(ScaledRecipe(WRITTEN))
     assert small.document["model"] == {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.0, "n_layer": 2}}

@@ -90,6 +90,15 @@ def test_token_budget_is_kept(tmp_path: Path) -> None:
     assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
 
 
+def test_ranks_that_share_rows_are_two_at_most(tmp_path: Path) -> None:
+    recipe = resolved({"parallelism": {"sp_size": 8}, "launch": {"num_processes": 16}})
+    small = shrunk(recipe, tmp_path, ranks=4)
+    assert small.document["parallelism"]["sp_size"] == 2
+    assert "parallelism.sp_size: 2 instead of 8" in small.changes
+    assert any("2 sequences (1 × 2 groups of 2 ranks × 1 accumulation)" in line for line in small.changes)
+    assert "parallelism" not in shrunk(recipe, tmp_path, ranks=1).document
+
+
 def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(900)))

@@ -105,6 +105,17 @@ def test_error_of_a_loader_process_keeps_its_place(tmp_path: Path, workers: int)
     assert caught.value.problems[0].where.line == 61
 
 
+def test_ranks_that_share_rows_count_them_once(stream: RowStream, tmp_path: Path) -> None:
+    alone, first = ranks_of(stream, 1, tmp_path)[0], ranks_of(stream, 1, tmp_path)[0]
+    second = replace(first, counts=False)
+    assert steps_of([first], 0, 3) == steps_of([second], 0, 3) == steps_of([alone], 0, 3)
+    assert states_of([first, second]) == states_of([alone])
+    state = states_of([alone])
+    for rank in (first, second):
+        rank.restore(state, 3)
+    assert (first.tokens, second.tokens) == (alone.tokens, [0])
+
+
 def test_skipped_rows_are_written_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}

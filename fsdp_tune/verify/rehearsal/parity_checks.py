@@ -102,16 +102,20 @@ def switches(document: dict[str, Any]) -> list[Switch]:
 
 def _batches(document: dict[str, Any]) -> list[Switch]:
     """Return other splits of the same global batch."""
-    training, ranks = document["training"], document["launch"]["num_processes"]
+    training, sequence = document["training"], document.get("parallelism", {}).get("sp_size", 1)
+    ranks = document["launch"]["num_processes"] // sequence
     micro_batch = training.get("per_device_train_batch_size", 1)
     accumulation = training.get("gradient_accumulation_steps", 1)
     found: list[Switch] = []
     if micro_batch % 2 == 0:
-        name = f"{micro_batch // 2} × {ranks} ranks × {accumulation * 2} accumulation"
+        readers = f"{ranks} ranks" if sequence == 1 else f"{ranks} groups of {sequence} ranks"
+        name = f"{micro_batch // 2} × {readers} × {accumulation * 2} accumulation"
         halved = {"per_device_train_batch_size": micro_batch // 2, "gradient_accumulation_steps": accumulation * 2}
         found.append(Switch(name, {"training": halved}))
-    if ranks > 1 and not document.get("fsdp", {}).get("sharding_strategy", "").startswith("HYBRID"):
-        alone = {"training": {"gradient_accumulation_steps": accumulation * ranks}, "launch": {"num_processes": 1}}
+    if ranks * sequence > 1 and not document.get("fsdp", {}).get("sharding_strategy", "").startswith("HYBRID"):
+        alone: Changes = {"training": {"gradient_accumulation_steps": accumulation * ranks}, "launch": {"num_processes": 1}}
+        if sequence > 1:
+            alone["parallelism"] = {"sp_size": 1}
         found.append(Switch(f"{micro_batch} × 1 rank × {accumulation * ranks} accumulation", alone))
     return found
 

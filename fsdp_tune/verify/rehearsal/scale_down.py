@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ ROWS = 400
 EVAL_ROWS = 16
 MICRO_BATCH_SIZE = 2
 SMALL_RANK = 4
+MOST_SHARING_RANKS = 2
+"""Largest `parallelism.sp_size`: it divides the four heads, also where they are fewer in a layer."""
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
@@ -157,8 +160,9 @@ def scale_down_recipe(
     if device == "cpu":
         _kernels(small)
     _data(small, recipe, folder, inputs)
-    _training(small, recipe, ranks, steps)
-    _sharding(small, recipe, device)
+    sequence = math.gcd(min(recipe.parallelism.sp_size, MOST_SHARING_RANKS), ranks)
+    _training(small, recipe, ranks, sequence, steps)
+    _sharding(small, recipe, device, sequence)
     _merge(small)
     document["launch"] |= {
         "num_machines": 1,
@@ -306,7 +310,7 @@ _LISTED_TRAINING = (
 """Keys that a rehearsal sets itself and that its line on the batch does not show."""
 
 
-def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, steps: int) -> None:
+def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sequence: int, steps: int) -> None:
     training = small.document["training"]
     training.pop("num_train_epochs", None)
     micro_batch = min(recipe.training.per_device_train_batch_size, MICRO_BATCH_SIZE)
@@ -330,19 +334,22 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, steps: int) -> No
         "report_to": [],
         "push_to_hub": False,
     }
-    batch = micro_batch * ranks * accumulation
+    batch = micro_batch * ranks // sequence * accumulation
+    readers = f"{ranks} ranks" if sequence == 1 else f"{ranks // sequence} groups of {sequence} ranks"
     if recipe.training.per_device_train_batch_tokens is not None:
         training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
-    small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {ranks} ranks × {accumulation} accumulation)")
+    small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {readers} × {accumulation} accumulation)")
     written = recipe.model_dump(mode="json")["training"]
     for name in _LISTED_TRAINING:
         if name in written and written[name] != training[name]:
             small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
 
 
-def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
+def _sharding(small: ScaledRecipe, recipe: Recipe, device: str, sequence: int) -> None:
     fsdp = small.document["fsdp"]
-    small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto"}
+    small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto", "sp_size": sequence}
+    if sequence != recipe.parallelism.sp_size:
+        small.changes.append(f"parallelism.sp_size: {sequence} instead of {recipe.parallelism.sp_size}")
     if recipe.fsdp.activation_checkpointing == "auto":
         small.changes.append("fsdp.activation_checkpointing: auto is resolved for the small model, which usually recomputes nothing")
     given = recipe.fsdp.reshard_after_forward

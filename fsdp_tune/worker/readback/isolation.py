@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.packed import packing_known
-from fsdp_tune.model.sequence_parallel import rows_known, sequence_group_of, shared_rows
+from fsdp_tune.model.sequence_parallel import attention_disabled, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathering import outside_step
+from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.model.step import compute_context
+from fsdp_tune.planner.predict.mfu import expert_count
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.rows.dataset import Collator
@@ -49,6 +51,8 @@ class Deviations:
     """The change when other examples of the batch change; None if every row is one example."""
     shared: float | None = None
     """The change when a sequence group shares the rows, at the first tokens of each rank; None if each rank has its own rows."""
+    elsewhere: float | None = None
+    """The change of any later token when the first token changes and attention is disabled; None as for `shared`."""
 
 
 def allowed_deviation(recipe: Recipe) -> float:
@@ -107,13 +111,22 @@ def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator
     before = logits(rows)
     after_later = moved(middle, ends, [slice(0, each) for each in middle])
     of_first = moved([0] * len(rows), first, [slice(*span) for span in zip(first, ends, strict=True)]) if all(is_packed) else []
-    group = sequence_group_of(wrapped)
-    shared = None if group is None else _moved_at_borders(before, logits(rows, complete=True), group.size(), ends)
+    shared = elsewhere = None
+    if (group := sequence_group_of(wrapped)) is not None:
+        shared = _moved_at_borders(before, logits(rows, complete=True), group.size(), ends)
+        with attention_disabled(wrapped):
+            one, other = logits(rows, complete=True), logits([_replaced(row, ids, 0, 1) for row in rows], complete=True)
+        elsewhere = max(_most_moved(one[index, 1:end], other[index, 1:end]) for index, end in enumerate(ends))
     wrapped.train(was_training)
     if not of_first:
-        return Deviations(max(after_later), None, shared)
+        return Deviations(max(after_later), None, shared, elsewhere)
     # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none before it.
-    return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared)
+    return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared, elsewhere)
+
+
+def _most_moved(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest deviation of a token. `one` and `other`: logits [tokens, vocabulary]."""
+    return float(((one - other).float().norm(dim=-1) / one.float().norm(dim=-1)).max())
 
 
 def _moved_at_borders(shared: torch.Tensor, complete: torch.Tensor, ranks: int, ends: Sequence[int]) -> float:
@@ -143,13 +156,20 @@ def _replaced(row: Row, ids: np.ndarray[Any, Any], start: int, end: int) -> Row:
 ALLOWED_WHEN_SHARED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 
-def not_shareable(deviation: float, model_name: str, ranks: int) -> FailedError:
-    return failed_error(
-        "model-not-shareable",
-        f"`parallelism.sp_size: {ranks}` changes the logits of {model_name} by {deviation:.2%}: something besides transformers' attention "
-        "interface looks across tokens (a recurrent or convolutional layer, attention of its own), or it ignores position ids",
-        hint="--set parallelism.sp_size=1",
-    )
+def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> FailedError | None:
+    """Return the error for a model whose rows cannot be shared; None if they can, or need not be."""
+    name, why = bare_class(model).__name__, None
+    # Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
+    experts = expert_count(model.config.get_text_config().to_dict()) > 1
+    if (found.elsewhere or 0.0) > (ALLOWED[recipe.compute_dtype] if experts else 0.0):
+        why = f"{name} has layers besides attention that look across tokens (a convolution or a recurrence): with attention disabled, "
+        why += f"later logits move by {found.elsewhere:.2%} when the first token changes"
+    elif (found.shared or 0.0) > ALLOWED_WHEN_SHARED[recipe.compute_dtype]:
+        why = f"shared rows change the logits of {name} by {found.shared:.2%}, so it has positions or masks of its own"
+    if why is None:
+        return None
+    message = f"`parallelism.sp_size: {recipe.parallelism.sp_size}` does not support this model: {why}"
+    return failed_error("model-not-shareable", message, hint="--set parallelism.sp_size=1")
 
 
 _KNOWN_UPSTREAM = {"GptOssForCausalLM": "https://github.com/huggingface/transformers/pull/39997"}
