@@ -67,7 +67,12 @@ _REFUSED_OPTIMIZERS = (
 _SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
 
 NOT_YET = (
-    NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
+    NotYet(
+        "parallelism.tp_size",
+        (1,),
+        "tensor parallelism (FSDP is faster with a row for each GPU: docs/evidence/tensor-parallelism.md)",
+        "leave it at 1; with fewer rows than GPUs write `sp_size`",
+    ),
     NotYet(
         "parallelism.cp_size",
         (1,),
