@@ -116,11 +116,12 @@ def build_trainer(
 
 
 def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:
+    packs = recipe.data.packing or bool(recipe.data.eval_packing)
     return Collator(
         prepared.pad_token_id,
         recipe.data.pad_to_multiple_of,
         recipe.data.max_length,
-        variable_lengths=recipe.data.packing and has_variable_lengths(loaded.model.config._attn_implementation),
+        variable_lengths=packs and has_variable_lengths(loaded.model.config._attn_implementation),
         names_examples=auxiliary_loss_weight(loaded.model) > 0,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.dataset import Collator
+from fsdp_tune.worker.setup import _collator
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
@@ -185,6 +187,16 @@ def test_every_batch_of_a_kernel_with_variable_lengths_has_lengths(tmp_path: Any
         assert batch["cu_seq_lens"].tolist()[1 : len(row.lengths) + 1] == list(itertools.accumulate(row.lengths))
         assert batch["cu_seq_lens"][-1] == batch["input_ids"].shape[1]
     assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([packed]).tensors
+
+
+@pytest.mark.parametrize(("packing", "eval_packing"), [(True, None), (True, False), (False, True), (False, None)], ids=str)
+def test_batches_have_lengths_if_training_or_evaluation_is_packed(packing: bool, eval_packing: bool | None) -> None:
+    data = {"train": [{"path": "x"}], "eval": {"fraction": 0.1}, "packing": packing, "eval_packing": eval_packing}
+    recipe = recipe_of("llama", data=data)
+    loaded: Any = SimpleNamespace(model=build_empty(recipe))
+    loaded.model.config._attn_implementation = "torch_varlen"
+    prepared: Any = SimpleNamespace(pad_token_id=0)
+    assert _collator(recipe, prepared, loaded).variable_lengths is bool(packing or eval_packing)
 
 
 @pytest.mark.parametrize(
