@@ -49,6 +49,7 @@ SHARED = [
     replace(_BASE, ranks=4, sequence=4, resumed="shared", kernels=_IN_SLICES),
     replace(_BASE, sequence=1, packed=True, resumed="shared"),
     replace(_BASE, ranks=4, fsdp=(("reshard_after_forward", 2),)),
+    replace(_BASE, packed=True, kernels=(("mlp_slice_tokens", 5),)),
     Case("mixtral", sequence=2, packed=True, kernels=_IN_SLICES),
     Case("mixtral-balanced", sequence=2, packed=True, recomputation="full"),
     Case("mixtral-balanced", ranks=4, sequence=2, accumulation=2),
