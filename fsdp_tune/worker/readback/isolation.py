@@ -161,7 +161,7 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
     name, why = bare_class(model).__name__, None
     # Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
     experts = expert_count(model.config.get_text_config().to_dict()) > 1
-    if (found.elsewhere or 0.0) > (ALLOWED[recipe.compute_dtype] if experts else 0.0):
+    if (found.elsewhere or 0.0) > ALLOWED[recipe.compute_dtype if experts else "fp32"]:
         why = f"{name} has layers besides attention that look across tokens (a convolution or a recurrence): with attention disabled, "
         why += f"later logits move by {found.elsewhere:.2%} when the first token changes"
     elif (found.shared or 0.0) > ALLOWED_WHEN_SHARED[recipe.compute_dtype]:
