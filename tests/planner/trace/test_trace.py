@@ -19,7 +19,7 @@ from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
 from fsdp_tune.planner.predict.totals import disk
-from fsdp_tune.planner.trace_format import COLLECTIVES, KINDS, PHASES, Trace
+from fsdp_tune.planner.trace_format import COLLECTIVES, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import state_bytes
 from tests.model.families import FAMILIES
@@ -200,6 +200,23 @@ def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str,
         for column in columns:
             assert np.array_equal(getattr(three, table)[column], getattr(made, table)[column]), f"{table}.{column}"
     _same_peaks(one, at_micro_batch(family, 1, 2))
+
+
+@pytest.mark.slow
+def test_shared_rows_divide_activations_and_exchange_heads() -> None:
+    def traced(size: int, micro_batch: int = 3) -> Trace:
+        sections: dict[str, Any] = {"fsdp": {"activation_checkpointing": "full"}, "kernels": {"loss": "chunked"}}
+        return trace_of(deep(2, parallelism={"sp_size": size}, training=_batches(micro_batch), **sections))
+
+    alone, shared = traced(1), traced(2)
+    exchanges = shared.collectives[shared.collectives["kind"] == COLLECTIVES.index("all_to_all")]
+    of_step = exchanges[(exchanges["step"] == 1) & (exchanges["micro"] == 0)]
+    counts = {phase: int((of_step["phase"] == PHASES.index(phase)).sum()) for phase in ("forward", "backward")}
+    assert counts == {"forward": 2 * 2, "backward": 2 * (2 + 2)}, "two a layer, and two more when it is recomputed"
+    assert {GROUPS[group] for group in exchanges["group"]} == {"sequence"}
+    kept = [size(alive(trace, "activations", until=before(trace, "loss"))) for trace in (alone, shared)]
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.05)
+    _same_peaks(shared, at_micro_batch(traced(2, prime_for(shared)), 3, 2))
 
 
 @pytest.mark.slow
