@@ -15,7 +15,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ _BEFORE_EXPANDABLE = ("#165", "@40f8fd0")
 _LOSS_COMPILED = ("@d66b72a",)
 _REPEAT_KEYS = ("pytorch/torchtitan", "Lightning-AI/litgpt", "pytorch/torchtune")
 _SHIFT_LOGITS = ("foundation-model-stack/fms-acceleration", "LambdaLabsML/distributed-training-guide")
-_BIGGER_H100_GIB = 95.04
-"""H100 with 96 GB: `total capacity` of torchtitan's runs."""
 
 
 def changes_of(row: dict[str, str]) -> tuple[Change, ...]:
@@ -188,8 +186,6 @@ def read_rows(measurements: Path, architectures: Path, method: str) -> tuple[lis
             if reason is not None or hardware is None or config is None:
                 left_out[reason or "the card or the model's shape is not known"].append(row["id"])
                 continue
-            if row["gpu"].startswith(("H100-95GiB", "H100-96GB")):
-                hardware = replace(hardware, usable_gib=_BIGGER_H100_GIB)
             titan = source_of(row) == "pytorch/torchtitan" and not any(sign in row["source"] for sign in _BEFORE_EXPANDABLE)
             segments: Segments = "expandable" if titan else "plain"
             measured = float(row["value_gib"])

@@ -14,7 +14,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 CONSTANTS_FITTED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
 """The sources of today's constants. They were chosen before the division by hash, so neither can be held out."""
 PER_MACHINE = 8
+H100_96GB_USABLE_GIB = 95.04
+"""`total capacity` of torchtitan's runs."""
+H100_96GB_GB_S = 2400
+"""HBM2e: "Hardware" in torchtitan's benchmarks/llama3_h100_202412_torchtitan.md. Their power limit of 500 W is not modelled."""
 # The program holds the bf16 weights that it trains beside fp32 ones, or says nothing: the recipe's default.
 _STORED = {"fp32": "fp32", "bf16": "bf16", "unknown": "fp32", "bf16 + fp32 master": "fp32"}
 
@@ -89,7 +93,9 @@ def is_loss_chunked(row: dict[str, str]) -> bool:
 
 
 def card(name: str) -> Hardware | None:
-    """H100 of 95 GiB and 500 W are H100 SXM to the datasheet."""
+    """Return the GPU of a row; None if it is not in the table."""
+    if name.startswith(("H100-95GiB", "H100-96GB")):
+        return replace(find_hardware("H100-SXM"), usable_gib=H100_96GB_USABLE_GIB, bandwidth_gb_s=H100_96GB_GB_S)
     for known in ("A100-40GB", "A100-80GB", "H200", "H100-SXM", "RTX3090", "RTX4090"):
         if name.startswith(known.removesuffix("-SXM")):
             return find_hardware(known)
