@@ -143,7 +143,7 @@ def plan(
         tokens_per_step=row_tokens * recipe.data_size,
         errors=accuracy(recipe.launch.num_machines),
         unknown=unknown,
-        assumptions=_assumptions(trace, hardware, efficiency, segments),
+        assumptions=_assumptions(recipe, trace, hardware, efficiency, segments),
         recipe_changes=recipe_changes or {},
     )
 
@@ -236,7 +236,7 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
     return {"steps": steps, "seconds": seconds, "dollars": cost}
 
 
-def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
+def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
     attention: list[str] = trace.facts.get("attention") or ["unknown"]
     found = [
         f"attention kernels: {', '.join(attention)}",
@@ -251,9 +251,11 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
         found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
     if any(name.startswith("host ") for name in trace.op_names):
         found.append(f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
-    if "_scaled_mm" in trace.op_names:
+    if recipe.kernels.compile:
+        found.append("a compiled layer runs one kernel between two matrix products, and uses as much memory as an eager one")
+    elif "_scaled_mm" in trace.op_names:
         found.append(
-            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
+            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with `kernels.compile` a step is shorter",
         )
     if hardware.name == CPU:
         found.append("allocator and attention kernel of the host use as much memory as CUDA's")

@@ -56,6 +56,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     shard = max(1, shapes.shard_size // sequence)
     topology = Topology(replicate=shapes.replicate_size, shard=shard, sequence=sequence, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
+    ops = ops[ops["kernels"] > 0]
     collectives = in_buckets(trace, collectives)
     durations = op_seconds(trace, ops, hardware, efficiency, topology.local_world_size)
     transfers = _transfer_seconds(collectives, topology, hardware)

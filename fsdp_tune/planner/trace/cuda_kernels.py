@@ -60,6 +60,42 @@ class Work:
     scratch_bytes: tuple[int, ...]
 
 
+# Elementwise or reducing operators without torch's tag, of which Inductor makes loops.
+_LOOPS = {
+    "_to_copy",
+    "cat",
+    "constant_pad_nd",
+    "copy_",
+    "fill_",
+    "full",
+    "native_dropout",
+    "native_dropout_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "new_zeros",
+    "select_backward",
+    "slice_backward",
+    "zero_",
+    "zeros",
+    "zeros_like",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+    "_softmax",
+    "_softmax_backward_data",
+}
+
+
+def can_fuse(func: Any) -> bool:
+    """Return whether Inductor fuses an operator with others."""
+    tags = func.tags
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or func._schema.name.split("::")[-1] in _LOOPS
+
+
+def is_separate(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Return whether an operator reduces other dimensions than the last one, which needs a pass of its own over the inputs."""
+    return torch.Tag.reduction in func.tags and outputs[0].numel() * inputs[0].shape[-1] != inputs[0].numel()
+
+
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
     """Return whether tensors of this class wrap others (DTensor, torchao's blocks), on which each operation is then dispatched."""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_tune.model.kernels.float8_weights import plain
 from fsdp_tune.planner.predict.blend import slice_for
+from fsdp_tune.planner.predict.fusion import Call
 from fsdp_tune.planner.trace import cuda_kernels as kernels
 from fsdp_tune.planner.trace.device import DEVICE, Clock
 from fsdp_tune.planner.trace.substitute import nothing, replaced
@@ -62,7 +63,7 @@ _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
 class Recorder(TorchDispatchMode):
     """Enter inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
 
-    def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int) -> None:
+    def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool) -> None:
         super().__init__()
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.slice_tokens = slice_for(micro_batch)
@@ -70,6 +71,9 @@ class Recorder(TorchDispatchMode):
         self.place = Place()
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
+        self.compiles = compiles
+        self.calls: list[Call] = []
+        """The data flow, recorded if layers are compiled."""
         self.collectives: list[tuple[Any, ...]] = []
         self.kinds: list[int] = []  # kind of each block; may change until the end
         self.modules: dict[str, int] = {"": 0}
@@ -205,6 +209,7 @@ class Recorder(TorchDispatchMode):
             with self._at_layer(layer):
                 self._seen(tensor)
         if func.namespace == "c10d":
+            self._note_call(func, -1, inputs, outputs)
             self._collective(func, args, inputs)
         elif not func.is_view:
             self._operation(func, args, kwargs or {}, out, inputs, outputs)
@@ -245,6 +250,7 @@ class Recorder(TorchDispatchMode):
         if work is None:
             return
         name = self.op_names.setdefault(work.name, len(self.op_names))
+        self._note_call(func, len(self.ops), inputs, outputs)
         for layer, share in self._shares(inputs):
             self.ops.append(
                 (
@@ -262,6 +268,28 @@ class Recorder(TorchDispatchMode):
         scratch = [self._allocate(size) for size in work.scratch_bytes]
         for allocation in scratch:
             self._event(allocation, -allocation.size)
+
+    def _note_call(self, func: Any, row: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Record the blocks that an operation reads and writes. FSDP's own operations are outside of the compiled code."""
+        if not self.compiles:
+            return
+        place = self.place
+        is_inside = place.layer >= 0 and place.phase not in _OWNED and self.clock.streams[-1] == 0 and func.namespace == "aten"
+        is_loop = is_inside and kernels.can_fuse(func)
+        call = Call(
+            row=row,
+            graph=(place.step, place.micro, place.layer) if is_inside and not func.__name__.startswith("_foreach") else None,
+            phase=place.phase,
+            can_fuse=is_loop,
+            is_separate=is_loop and kernels.is_separate(func, inputs, outputs),
+            reads=self._blocks(inputs[1:] if func._schema.name == "aten::copy_" else inputs),
+            writes=self._blocks(outputs),
+        )
+        self.calls.append(call)
+
+    def _blocks(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+        found = ((self._live.get(tensor.untyped_storage()._cdata), tensor) for tensor in tensors)
+        return tuple((known.block, tensor.numel() * tensor.element_size()) for known, tensor in found if known is not None)
 
     def _where(self, layer: int) -> tuple[int, ...]:
         place = self.place

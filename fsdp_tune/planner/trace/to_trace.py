@@ -18,8 +18,10 @@ from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.planner.predict.depth import Repeated
+from fsdp_tune.planner.predict.fusion import fuse
 from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.loss_slices import most_tokens
+from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.traced_step import STEPS, Run
 from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
 from fsdp_tune.recipe.rules.precision import gathers_in_fp8
@@ -37,7 +39,7 @@ def assemble(
     clock = recorder.clock
     return Trace(
         events=events,
-        ops=np.array(recorder.ops, OP),
+        ops=_ops(recorder, events),
         collectives=np.array(recorder.collectives, COLLECTIVE),
         waits=_waits(clock.waits, events),
         streams=STREAMS,
@@ -69,6 +71,16 @@ def assemble(
             "max_positions": positions_of_run(recipe, config),
         },
     )
+
+
+def _ops(recorder: Recorder, events: Any) -> Any:
+    """Return the table of operations, with those of compiled layers fused."""
+    ops = np.array(recorder.ops, OP)
+    if not recorder.compiles:
+        return ops
+    allocated = events[events["bytes"] > 0]
+    sizes = dict(zip(allocated["block"].tolist(), allocated["bytes"].tolist(), strict=True))
+    return fuse(ops, recorder.calls, sizes, recorder.micro_batch, recorder.slice_tokens)
 
 
 def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:

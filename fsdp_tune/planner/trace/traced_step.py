@@ -72,7 +72,8 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
     mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
     set_sequence_group(model, sequence_group)
     with FakeTensorMode(allow_non_fake_inputs=True), _masks(has_masks=has_masks), _no_garbage(), attention.installed():
-        recorder = Recorder(device.restart(), _groups(mesh, sequence_group), recipe.training.per_device_train_batch_size)
+        micro_batch = recipe.training.per_device_train_batch_size
+        recorder = Recorder(device.restart(), _groups(mesh, sequence_group), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)

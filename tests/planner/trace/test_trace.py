@@ -283,6 +283,18 @@ def test_trace_round_trips_through_file() -> None:
     assert (again.units, again.counts, again.shapes, again.facts) == (whole().units, whole().counts, whole().shapes, whole().facts)
 
 
+def test_compiled_layers_multiply_the_same_and_move_less_in_fewer_kernels() -> None:
+    eager, compiled = whole(), trace_of(wide().model_copy(update={"kernels": wide().kernels.model_copy(update={"compile": True})}))
+    before, after = (trace.steady(trace.ops) for trace in (eager, compiled))
+    assert np.array_equal(before["flops"], after["flops"])
+    in_layers = (before["layer"] >= 0) & np.isin(before["phase"], [PHASES.index("forward"), PHASES.index("backward")])
+    assert np.array_equal(before[~in_layers], after[~in_layers])
+    assert after[in_layers]["kernels"].sum() < 0.6 * before[in_layers]["kernels"].sum()
+    loops = in_layers & (before["flops"] == 0) & (before["stream"] == 0)
+    assert after[loops]["moved_bytes"].sum() < 0.6 * before[loops]["moved_bytes"].sum()
+    assert np.array_equal(eager.events, compiled.events), "memory is that of eager layers"
+
+
 def test_components_add_up_to_the_peak() -> None:
     memory = peak_memory(whole())
     assert sum(memory.components.values()) == memory.peak_allocated_bytes
