@@ -93,4 +93,4 @@ def test_open_file_limit_is_raised_for_many_ranks(monkeypatch: pytest.MonkeyPatc
     for limits in ((1024, 1 << 20), (1024, 2048), (1024, resource.RLIM_INFINITY), (1 << 19, 1 << 20)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         raise_open_file_limit(512)
-    assert asked == [(6656, 1 << 20), (2048, 2048), (6656, resource.RLIM_INFINITY)]
+    assert asked == [(7680, 1 << 20), (2048, 2048), (7680, resource.RLIM_INFINITY)]
