@@ -103,6 +103,7 @@ def test_kernel_choices_have_reasons() -> None:
         "kernels.loss": "full",
         "kernels.liger": "false",
         "kernels.compile": "false",
+        "kernels.mlp_slice_tokens": "null",
     }
     assert chosen["kernels.loss"].reason == "set in the recipe"
     assert chosen["kernels.liger"].reason == "Liger's kernels are for GPUs, and the device is cpu"
