@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,9 @@ from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
 from fsdp_tune.core.errors import ExitCode, Problem
+
+INTERRUPT_AGAIN_SECONDS = 0.01
+"""After the finaliser has returned."""
 
 
 class Commands(TyperGroup):
@@ -106,4 +111,14 @@ def main() -> None:
     # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
     # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
+    sys.unraisablehook = _interrupt_again
     app()
+
+
+def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that arrived while Python ran a finaliser, whose exceptions are dropped."""
+    if dropped.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident
+        threading.Timer(INTERRUPT_AGAIN_SECONDS, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)

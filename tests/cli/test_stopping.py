@@ -19,9 +19,37 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, and so do its children
 from fsdp_tune.jobs import inspection as checks
 checks.INSPECT = (sys.executable, "-c", "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}'); time.sleep(99)", sys.argv[1])
-from fsdp_tune.cli.app import app
-app(sys.argv[2:])
+from fsdp_tune.cli.app import main
+sys.argv[1:] = sys.argv[2:]
+main()
 """
+
+WITH_A_FINALISER_THAT_IS_INTERRUPTED = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fsdp_tune.cli import app
+
+class Finalised:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def app_of_minutes():
+    Finalised()
+    try:
+        time.sleep(99)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+app.app = app_of_minutes
+app.main()
+"""
+
+
+def test_interrupt_during_a_finaliser_is_not_lost() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_FINALISER_THAT_IS_INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -44,6 +44,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(RunDir(run)) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_stopped_run_continues_on_other_ranks_until_its_file_changes(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, lines_of(600))
     stopped = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=3", "--json")
@@ -78,7 +79,6 @@ def test_bad_row_far_into_the_stream_ends_the_run_with_its_line(cli: Cli, tmp_pa
     assert (Path(problem["file"]).name, problem["line"]) == ("rows.jsonl", 1201)
 
 
-@pytest.mark.slow
 def test_stream_that_ends_is_one_line_with_the_step(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
