@@ -57,8 +57,8 @@ def resolve(
         work.mesh(world)
         work.fsdp()
         work.training(world)
-        if recipe.data.streaming and recipe.data.stream_lanes == "auto":
-            work.decide("data.stream_lanes", lanes_of(recipe, world), f"at least 16, and a multiple of {data_ranks(recipe, world)} ranks")
+        if recipe.data.streaming:
+            work.stream(world)
         work.evaluation()
     work.model()
     work.rest()
@@ -216,6 +216,13 @@ class _Resolver:
             self.decide("training.data_seed", training.seed, "training.seed")
         if training.save_total_limit == 0:
             self.decide("training.save_total_limit", None, "0 keeps all")
+
+    def stream(self, world: World) -> None:
+        if self.recipe.data.stream_lanes == "auto":
+            reason = f"at least 16, and a multiple of {data_ranks(self.recipe, world)} ranks"
+            self.decide("data.stream_lanes", lanes_of(self.recipe, world), reason)
+        if "dataloader_num_workers" not in (self.recipe.training.model_extra or {}):
+            self.decide("training.dataloader_num_workers", 1, "a stream is read ahead of the steps")
 
     def evaluation(self) -> None:
         training, save = self.recipe.training, training_value(self.recipe.training, "save_strategy")

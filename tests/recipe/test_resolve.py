@@ -244,3 +244,10 @@ def test_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert resolved("").recipe.data.cache_dir == str(tmp_path / "fsdp-tune")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert resolved("").recipe.data.cache_dir == str(Path.home() / ".cache" / "fsdp-tune")
+
+
+def test_stream_is_read_ahead_unless_the_recipe_sets_a_number() -> None:
+    text = "model: {name_or_path: a}\ndata: {train: [{path: b}], streaming: true}\ntraining: {max_steps: 4%s}"
+    for extra, workers in (("", 1), (", dataloader_num_workers: 0", 0)):
+        training = resolved("", text=text % extra).recipe.training
+        assert training_value(training, "dataloader_num_workers") == workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,12 +14,20 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.stream.lanes import RowStream
 from fsdp_tune.worker.rows.dataset import Collator
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
+from fsdp_tune.worker.signals import end_loader_processes
 from tests.data.support import write_jsonl
 from tests.data.test_lanes import stream_of
 
 STEPS = 6
 Step = list[tuple[int, str]]
 """(row, place) of every row that the ranks read in a step, sorted."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_loader_processes() -> Iterator[None]:
+    """Loader processes ignore SIGTERM, and the interpreter would wait for those of an unfinished iterator for ever."""
+    yield
+    end_loader_processes()
 
 
 @pytest.fixture
@@ -116,10 +125,15 @@ def test_ranks_that_share_rows_count_them_once(stream: RowStream, tmp_path: Path
     assert (first.tokens, second.tokens) == (alone.tokens, [0])
 
 
-def test_skipped_rows_are_written_once(tmp_path: Path) -> None:
+def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
     rows = ranks_of(stream_of(tmp_path, entry, lanes=2, shuffle_buffer_size=8, on_bad_row="skip"), 1, tmp_path)[0]
     with pytest.raises(FsdpTuneError, match="no row left"):
         list(iter(rows.batches(workers=0, pin_memory=False, prefetch=None)))
+    assert len((tmp_path / "bad-0").read_text().splitlines()) == 1
+    restarted = ranks_of(rows.stream, 1, tmp_path)[0]
+    restarted.restore({"lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)}, "tokens": [0]}, 0)
+    with pytest.raises(FsdpTuneError, match="no row left"):
+        list(iter(restarted.batches(workers=0, pin_memory=False, prefetch=None)))
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
 from fsdp_tune.worker.rows.training_rows import described
 from fsdp_tune.worker.signals import ignore_stop_signals
+
+STEPS_AHEAD = 2
+"""Steps whose rows a loader process prepares in advance, unless the recipe sets `training.dataloader_prefetch_factor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class StreamedRows:
     """Rows that this rank was given since the run began."""
     tokens: list[int] = field(default_factory=list[int])
     """Tokens of each source in the rows that this rank was given, since the run began."""
+    listed: set[str] = field(default_factory=set[str])
+    """Lines in the files of skipped rows: a row is listed once, however often it is read."""
     first_row: int = 0
     """Number of the first row of this attempt, and below its step: an earlier one may have had another global batch."""
     first_step: int = 0
@@ -112,6 +118,7 @@ class StreamedRows:
         every = {lane: LaneState.from_list(stored) for lane, stored in state["lanes"].items()}
         self.states = {lane: every[lane] for lane in self.states}
         self.tokens = list(state["tokens"]) if self.data_rank == 0 and self.counts else [0] * len(self.tokens)
+        self.listed = self._listed()
         self.given = sum(each.emitted + each.next for each in self.states.values())
         self.first_row, self.first_step = sum(each.emitted + each.next for each in every.values()), step
 
@@ -125,9 +132,16 @@ class StreamedRows:
             self.tokens[source] += tokens
         if row.bad:
             lines = [json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason}) for name, bad in row.bad]
+            new = [line for line in dict.fromkeys(lines) if line not in self.listed]
+            self.listed.update(new)
             with open(self.bad_rows, "a", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
+                file.writelines(f"{line}\n" for line in new)
         return row
+
+    def _listed(self) -> set[str]:
+        """Return the lines that all ranks of earlier attempts wrote: steps that are repeated after a checkpoint read their rows again."""
+        files = self.bad_rows.parent.glob(f"{self.bad_rows.stem.rpartition('-')[0]}-*{self.bad_rows.suffix}")
+        return {line for file in files for line in file.read_text(encoding="utf-8").splitlines()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,39 +171,44 @@ class _Batches:
         """Return iterators over the lanes: number k has every lane whose index is k modulo their number."""
         rows = self.rows
         count = min(max(1, self.workers), len(rows.states))
-        parts = [_Part(rows.stream, rows.states, rows.given, count, number) for number in range(count)]
+        # A message for each row would cost a small model more than its step: a process sends its rows of a step together.
+        at_once = -(-rows.micro_batch * rows.accumulation // count) if self.workers else 1
+        parts = [_Part(rows.stream, rows.states, rows.given, count, number, at_once) for number in range(count)]
         if not self.workers:
-            return [iter(parts[0])]
-        # About two steps of rows over all processes.
-        ahead = -(-(self.prefetch or 2) * rows.micro_batch * rows.accumulation // count)
-        make = partial(DataLoader, batch_size=None, num_workers=1, collate_fn=_same, prefetch_factor=ahead, worker_init_fn=_start_worker)
-        return [iter(cast("Any", make(part, generator=torch.Generator()))) for part in parts]
+            return [chain.from_iterable(parts[0])]
+        options = {"batch_size": None, "num_workers": 1, "collate_fn": _same, "worker_init_fn": _start_worker}
+        make = partial(DataLoader, prefetch_factor=self.prefetch or STEPS_AHEAD, **options)
+        return [chain.from_iterable(cast("Any", make(part, generator=torch.Generator()))) for part in parts]
 
 
-class _Part(IterableDataset["StreamRow | ReaderFailure"]):
-    """The rows of some lanes of a rank, in the order in which the rank takes them."""
+class _Part(IterableDataset["list[StreamRow | ReaderFailure]"]):
+    """The rows of some lanes of a rank, in the order in which the rank takes them, `at_once` together."""
 
-    def __init__(self, stream: RowStream, states: dict[int, LaneState], given: int, parts: int, number: int) -> None:
-        self._stream, self._states, self._given, self._parts, self._number = stream, dict(states), given, parts, number
+    def __init__(self, stream: RowStream, states: dict[int, LaneState], given: int, parts: int, number: int, at_once: int) -> None:
+        self._stream, self._states, self._given = stream, dict(states), given
+        self._parts, self._number, self._at_once = parts, number, at_once
 
-    def __iter__(self) -> Iterator[StreamRow | ReaderFailure]:
+    def __iter__(self) -> Iterator[list[StreamRow | ReaderFailure]]:
         lanes = sorted(self._states)
         opened: dict[int, Iterator[StreamRow]] = {}
-        at = self._given
+        at, rows = self._given, list[StreamRow | ReaderFailure]()
         try:
             while True:
                 index = at % len(lanes)
                 if index % self._parts == self._number:
                     if index not in opened:
                         opened[index] = iter(Lane(self._stream, lanes[index], self._states[lanes[index]]))
-                    yield next(opened[index])
+                    rows.append(next(opened[index]))
+                    if len(rows) == self._at_once:
+                        yield rows
+                        rows = []
                 at += 1
         except FsdpTuneError as error:
-            yield ReaderFailure(error.problems, error.exit_code)
+            yield [*rows, ReaderFailure(error.problems, error.exit_code)]
         except Exception as error:  # noqa: BLE001  the process would only pass on the text of its traceback
             row = at // len(lanes) * self._stream.lanes + lanes[at % len(lanes)]
             message = f"row {row} of the stream cannot be read: {type(error).__name__}: {error}"
-            yield ReaderFailure((Problem("row-unreadable", message),), ExitCode.FAILED)
+            yield [*rows, ReaderFailure((Problem("row-unreadable", message),), ExitCode.FAILED)]
 
 
 def _same(item: Any) -> Any:
