@@ -35,6 +35,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
             "`precision` takes `mixed_precision`, `reduce_dtype` and `fp8_recipe`",
         ),
         ("bf16: true", "3:1", "unknown key `bf16`", "write `precision.mixed_precision: bf16`"),
+        ("kernels: {mlp: 1}", "3:11", "unknown key `kernels.mlp`", "did you mean `kernels.mlp_slice_tokens`?"),
         ("model_: {}", "3:1", "unknown key `model_`", "did you mean `model`?"),
     ],
 )

@@ -185,6 +185,7 @@ COMPLETE = [
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: [{path: c, label: x}, {path: d, label: x}]}",
         "two evaluation sets",
     ),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b, label: x, weight: 1}, {path: c, label: x, weight: 1}]}", "two training sources"),
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
         "bf16 weights",

@@ -7,7 +7,7 @@ without effect in `inactive.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
@@ -21,7 +21,7 @@ from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import closest
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, needs_cuda
-from fsdp_tune.recipe.schema.model_and_data import BUILDERS
+from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})
@@ -54,12 +54,17 @@ def data_sources(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("missing-key", (f"{key}.path",), f"`path: {source.path}` reads files: `{key}.data_files` is missing")
     if recipe.data.eval == []:
         yield Finding("no-data", ("data.eval",), "`data.eval` is an empty list", "remove it, or name a set")
-    seen: dict[str | None, int] = {None: -1}
-    for index, source in enumerate(recipe.data.eval if isinstance(recipe.data.eval, list) else []):
-        if source.label in seen and source.label is not None:
-            keys = (f"data.eval[{index}].label", f"data.eval[{seen[source.label]}].label")
-            yield Finding("contradiction", keys, f"two evaluation sets have the label `{source.label}`")
-        seen[source.label] = index
+    yield from _repeated_labels("data.train", recipe.data.train, "training sources")
+    yield from _repeated_labels("data.eval", recipe.data.eval if isinstance(recipe.data.eval, list) else [], "evaluation sets")
+
+
+def _repeated_labels(key: str, sources: Sequence[DataSource], kind: str) -> Iterator[Finding]:
+    """Metrics are named by label, so that two sources with one label would have one line."""
+    seen: dict[str, int] = {}
+    for index, source in enumerate(sources):
+        if source.label is not None and seen.setdefault(source.label, index) != index:
+            keys = (f"{key}[{index}].label", f"{key}[{seen[source.label]}].label")
+            yield Finding("contradiction", keys, f"two {kind} have the label `{source.label}`", "give each a label of its own")
 
 
 def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:

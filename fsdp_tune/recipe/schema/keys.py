@@ -29,6 +29,8 @@ _SCALAR_WORDS: dict[object, str] = {
 }
 CLOSE = 0.72
 AS_CLOSE = 0.03
+LONGER = 3
+"""Names that begin with an unknown one, at most: more of them would be a list and not a correction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,11 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
-    """Return the closest names, several if they are equally close: `per_device_batch_size` resembles those of training and evaluation."""
+    """Return the names that begin with this one (`rename`: `rename_columns`), else the closest, several if they are equally close:
+    `per_device_batch_size` resembles those of training and evaluation."""
+    longer = sorted(one for one in candidates if one.startswith(f"{name.lower()}_"))
+    if 0 < len(longer) <= LONGER:
+        return longer
     near = difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=CLOSE)
     ratios = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
     return sorted(one for one, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - AS_CLOSE)
