@@ -96,6 +96,20 @@ def test_sources_have_their_shares(tmp_path: Path, weight_by: str) -> None:
     assert amounts[0] / amounts.total() == pytest.approx(0.75, abs=0.02), "a lane draws 16 rows of one source at a time"
 
 
+@pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
+def test_shares_of_tokens_are_of_those_that_overlong_rows_keep(tmp_path: Path, overlong: str) -> None:
+    """Every other row of `b` is five times as long as a row may be."""
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 400, 30))
+    write_jsonl(tmp_path / "b.jsonl", [row for pair in zip(texts("b", 200, 320), texts("c", 200, 30), strict=True) for row in pair])
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
+    options: dict[str, Any] = {"shuffle_buffer_size": 400, "mixture": {"weight_by": "tokens"}, "overlong": overlong}
+    amounts: Counter[int] = Counter()
+    for row in rows_of_run(stream_of(tmp_path, *entries, **options), 8000):
+        for source, tokens in row.sources:
+            amounts[source] += tokens
+    assert amounts[0] / amounts.total() == pytest.approx(0.5, abs=0.03)
+
+
 def test_curriculum_changes_shares_at_its_steps(tmp_path: Path) -> None:
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 200))

@@ -18,13 +18,13 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.build import TokenisedRows
 from fsdp_tune.data.format.inputs import Input, kept_columns, open_inputs
 from fsdp_tune.data.order.permutation import shuffled
-from fsdp_tune.data.pack.sets import cut, packed
+from fsdp_tune.data.pack.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError
 from fsdp_tune.data.read.stream_units import StreamUnit, stream_stamps, stream_units
 from fsdp_tune.data.review import refuse_bad_share
-from fsdp_tune.data.store import Int64, Row, row_of
+from fsdp_tune.data.store import Int64, Mask, Row, row_of
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
+from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
 from fsdp_tune.recipe.schema import Recipe
 
 CHUNK_ROWS = 16
@@ -237,8 +237,7 @@ class _Window:
         self._tokens, self._trained = np.concatenate([*tokens, np.zeros(0, np.int32)]), np.concatenate([*trained, np.zeros(0, np.uint8)])
         self._examples = found.examples()
         examples = self._examples.take(self._shuffled(len(self._examples), EXAMPLES))
-        overlong = [source.opened.overlong for source in stream.sources]
-        pieces = cut(examples, overlong, stream.max_length, self._trained, stream.names)
+        pieces = self._cut(examples, self._trained)
         counts = (state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad), state.rows_truncated + len(pieces.truncated))
         self.after = LaneState(tuple(reader.cursor for reader in readers), owed, state.window + 1, 0, 0, *counts)
         packing = stream.packing is not None and len(pieces.segments) > 0
@@ -285,13 +284,25 @@ class _Window:
             refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
             tokens.append(chunk.tokens)
             trained.append(chunk.trained)
-            length = int(np.minimum(chunk.lengths, stream.max_length).sum())
+            length = self._kept_tokens(chunk)
             kept += length
             useful = found.counts["rows"] if length else useful
             drawn = length if stream.weighs_tokens else len(rows)
             for each in live:
                 owed[each] += drawn * shares[each] / sum(shares[every] for every in live) - (drawn if each == source else 0)
         return found, tokens, trained, tuple(owed)
+
+    def _kept_tokens(self, chunk: Tokenised) -> int:
+        """Return the tokens of a chunk that `overlong` leaves in rows: all pieces of a row that is split, none of one that is dropped."""
+        if not (chunk.lengths > self._stream.max_length).any():
+            return int(chunk.lengths.sum())
+        found = TokenisedRows()
+        found.add(chunk)
+        return int(self._cut(found.examples(), chunk.trained).segments[:, 1].sum())
+
+    def _cut(self, examples: Examples, trained: Mask) -> Cut:
+        stream = self._stream
+        return cut(examples, [source.opened.overlong for source in stream.sources], stream.max_length, trained, stream.names)
 
     def _refuse(self, bad: Sequence[tuple[int, BadRow]]) -> None:
         if bad and not self._stream.skips_bad_rows:
