@@ -31,7 +31,8 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt, up to and including the first of `end_ids`. Call it without gradients.
 
-    Prompts are padded on the left. Models that return a cache of keys and values run one token a forward, others the full text again.
+    A text also ends at the model's last position, whatever the other prompts of the batch. Prompts are padded on the left. Models that
+    return a cache of keys and values run one token a forward, others the full text again.
     `all_finished` turns "every row of this rank is finished" into the same of all ranks, so that sharded models run as many forwards
     on each.
     """
@@ -43,7 +44,9 @@ def generate(
     options: dict[str, Any] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
     ids, mask = _padded(prompts, pad_id, device)
     ends = torch.tensor(sorted(end_ids), device=device)
-    finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    rooms = [room(plain, len(prompt), max_new_tokens) for prompt in prompts]
+    limits = torch.tensor(rooms, device=device)
+    finished = limits <= 0
     cache: Any = None
     new: list[torch.Tensor] = []
     while len(new) < max_new_tokens and not all_finished(bool(finished.all())):
@@ -57,12 +60,19 @@ def generate(
             outputs = model(input_ids=inputs, attention_mask=mask, use_cache=True, **options)
         cache = getattr(outputs, "past_key_values", None)
         token = torch.where(finished, pad_id, outputs.logits[:, -1].argmax(-1))
-        finished = finished | torch.isin(token, ends)
         new.append(token)
+        finished = finished | torch.isin(token, ends) | (len(new) >= limits)
         ids = torch.cat([ids, token[:, None]], dim=1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        mask = torch.cat([mask, (~finished).to(mask.dtype)[:, None]], dim=1)  # positions of finished rows stay below the model's last
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
-    return [_until_end(row, end_ids) for row in rows]
+    return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
+
+
+def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:
+    """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
+    plain: Any = model
+    positions = getattr(plain.config, "max_position_embeddings", None)
+    return min(max_new_tokens, positions - prompt_tokens) if isinstance(positions, int) else max_new_tokens
 
 
 def _generate_without_cache(
@@ -77,7 +87,8 @@ def _generate_without_cache(
     """Run the full texts again for each token, padded on the right, where no causal layer sees the padding."""
     plain: Any = getattr(model, "module", model)
     texts = [list(prompt) for prompt in prompts]
-    finished = [False] * len(texts)
+    most = [len(prompt) + room(plain, len(prompt), max_new_tokens) for prompt in prompts]
+    finished = [len(text) >= longest for text, longest in zip(texts, most, strict=True)]
     steps = 0
     while steps < max_new_tokens and not all_finished(all(finished)):
         width = max(map(len, texts))
@@ -88,7 +99,7 @@ def _generate_without_cache(
         for row, text in enumerate(texts):
             if not finished[row]:
                 text.append(int(logits[row, len(text) - 1].argmax()))
-                finished[row] = text[-1] in end_ids
+                finished[row] = text[-1] in end_ids or len(text) >= most[row]
         steps += 1
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 

@@ -135,6 +135,18 @@ def test_answers_are_extracted_from_both_texts(here: Path, models: Path) -> None
     assert (failed["code"], failed["line"]) == ("answer-pattern", 1)  # a match without its group
 
 
+def test_answers_do_not_depend_on_the_batch(here: Path, models: Path) -> None:
+    """The second prompt leaves few of the model's 64 positions, which must not end the answers of the others."""
+    rows = [{"prompt": "one plus two is " * count, "completion": " three"} for count in (1, 15, 4)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predictions: list[list[str]] = []
+    for size in (1, 3):
+        exact = ("--metric", "exact_match", "--max-new-tokens", "40", "--batch-size", size, "--out", "out.jsonl")
+        invoke(models / "tuned", "--data", "rows.jsonl", *exact)
+        predictions.append([json.loads(line)["prediction"] for line in (here / "out.jsonl").read_text().splitlines()])
+    assert predictions[0] == predictions[1]
+
+
 def test_extension_metric_gets_each_row_without_padding(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_tune.recipe.extensions import Extension
 

@@ -19,10 +19,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(kind: str) -> Any:
-    config = AutoConfig.for_model(
-        kind, vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, pad_token_id=0, eos_token_id=2, **SIZES[kind]
-    )
+def tiny(kind: str, **options: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **SIZES[kind], **options}
+    config = AutoConfig.for_model(kind, vocab_size=97, pad_token_id=0, eos_token_id=2, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
@@ -41,6 +40,18 @@ def test_padded_batch_equals_transformers_row_by_row(kind: str) -> None:
     with torch.no_grad():
         found = generate(model, PROMPTS, max_new_tokens=8, end_ids={2}, pad_id=0, device=torch.device("cpu"))
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SIZES if kind not in ("mamba", "rwkv")])
+def test_text_ends_at_the_last_position_in_any_batch(kind: str) -> None:
+    """The longest prompt leaves two positions; the others must not end after two tokens."""
+    model = tiny(kind, max_position_embeddings=9)
+    options: dict[str, Any] = {"max_new_tokens": 20, "end_ids": (), "pad_id": 0, "device": torch.device("cpu")}
+    with torch.no_grad():
+        together = generate(model, PROMPTS, **options)
+        alone = [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
+    assert together == alone
+    assert [len(tokens) for tokens in together] == [5, 7, 2]
 
 
 def test_rows_end_at_first_end_token_and_loop_stops_by_agreement() -> None:

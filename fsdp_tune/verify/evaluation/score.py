@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem,
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.data.order.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.generate import end_ids_of, generate
+from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import shift_labels
 from fsdp_tune.recipe.extensions import Extension
@@ -79,8 +79,7 @@ class Scorer:
         prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
         ends = {*(request.end_ids or ()), *end_ids_of(self.model)}
         device = torch.device(request.device)
-        most = self._room(max(map(len, prompts)))
-        new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)
+        new = generate(self.model, prompts, max_new_tokens=request.max_new_tokens, end_ids=ends, pad_id=request.pad_id, device=device)
         return [{"ids": [token for token in tokens if token not in ends], "is_cut": not ends.intersection(tokens)} for tokens in new]
 
     def _loss(self, examples: Sequence[EvaluatedExample]) -> Rows:
@@ -121,15 +120,9 @@ class Scorer:
 
     def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
         longest = max(examples, key=lambda example: example.answer[0])
-        if self._room(longest.answer[0]) < 1:
+        if room(self.model, longest.answer[0], self.request.max_new_tokens) < 1:
             message = f"a prompt of {longest.answer[0]:,} tokens fills all positions of the model"
             raise usage_error("beyond-positions", message, where=longest.where, hint="lower `data.max_length`")
-
-    def _room(self, prompt: int) -> int:
-        """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        wanted = self.request.max_new_tokens
-        return min(wanted, positions - prompt) if isinstance(positions, int) else wanted
 
 
 def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:

@@ -58,14 +58,12 @@ class Samples(TrainerCallback):
         prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
         model = self.trainer.parts.loaded.model
         ends = {self._encoder.eos_id, *end_ids_of(model)}
-        positions = getattr(model.config, "max_position_embeddings", None)
-        room = positions - max(map(len, self._prompts)) if isinstance(positions, int) else self._sample.max_new_tokens
         wrapped.eval()
         with outside_step(wrapped, device), compute_context(self._recipe, device.type), self._uncompiled():
             new = generate(
                 wrapped,
                 prompts,
-                max_new_tokens=min(self._sample.max_new_tokens, room),
+                max_new_tokens=self._sample.max_new_tokens,
                 end_ids=ends,
                 pad_id=self._encoder.pad_id,
                 device=device,
