@@ -173,6 +173,8 @@ def _data_values(run: RunDir) -> list[tuple[str, str]]:
     """Return size and digest of the training data; nothing if their account cannot be read."""
     try:
         data = json.loads(run.data_json.read_bytes())
+        if "stream_sample_rows" in data["report"]:  # the account is of the first rows of each source
+            return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]
         account = data["report"]["sets"]["train"]
         size = f"{account['rows']:,} rows of {account['examples']:,} examples, {account['tokens']:,} tokens an epoch"
         return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]

@@ -119,6 +119,15 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
         assert text not in card, text
 
 
+def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
+    run = make_run(tmp_path / "run", {7: STATE})
+    train = {"rows": 991, "examples": 1000, "tokens": 4321}
+    for sample, expected in (({}, "991 rows of 1,000 examples, 4,321 tokens an epoch"), ({"stream_sample_rows": 1000}, "a stream")):
+        (run / "data.json").write_text(json.dumps({"key": "k", "report": {"sets": {"train": train}, **sample}}))
+        card = (merge_checkpoint(run, MergeOptions(output=tmp_path / expected[:5])).output / "README.md").read_text()
+        assert f"| Size of the data | {expected} |" in card
+
+
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
