@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.model import packed
+from fsdp_tune.model.heads import heads_by_layer
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -230,11 +231,9 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
         return
     if not model._supports_attention_backend:
         raise _not_shareable(f"{type(model).__name__} does not use transformers' attention interface in every layer")
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % size:
-        raise _heads_do_not_divide(heads, size)
-    dropout = sorted(name for name, value in config.to_dict().items() if _is_dropout(name, value))
+    if indivisible := next((heads for heads, _ in heads_by_layer(model.config) if heads % size), None):
+        raise _heads_do_not_divide(indivisible, size)
+    dropout = sorted(name for name, value in model.config.get_text_config().to_dict().items() if _is_dropout(name, value))
     if dropout:
         hint = " ".join(f"--set model.config_overrides.{name}=0" for name in dropout)
         raise _not_shareable(

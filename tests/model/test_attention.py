@@ -14,6 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.heads import mean_heads, widest_head
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
@@ -105,6 +106,35 @@ def test_written_variable_length_attention_is_refused_with_the_reason(given: dic
     with pytest.raises(FsdpTuneError, match=reason) as raised:
         choice(asked="torch_varlen", **given)
     assert raised.value.problems[0].code == "model-refused"
+
+
+GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kernel", "widest", "mean"),
+    [
+        ({}, "sdpa", 512, (4, 299)),  # five layers of 256, one of 512
+        ({"head_dim": 16, "global_head_dim": 16}, "torch_varlen", 16, (4, 16)),
+    ],
+    ids=["published", "narrow"],
+)
+def test_model_whose_layers_differ_in_the_width_of_heads_gets_a_kernel_for_the_widest(
+    fields: dict[str, int], kernel: str, widest: int, mean: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "gemma4", GEMMA4)
+    found = choice("gemma4", **fields)
+    assert found.value == kernel
+    assert kernel != "sdpa" or "the model's have 512" in found.reason
+    config = AutoConfig.for_model(**GEMMA4, **fields)
+    assert (widest_head(config), mean_heads(config)) == (widest, mean)
+
+
+def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "gemma3", {"model_type": "gemma3"})
+    text = {"head_dim": 512, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    assert "the model's have 512" in choice("gemma3", text_config=text).reason
+    assert choice("gemma3", text_config=text | {"head_dim": 16, "attn_logit_softcapping": 30.0}).value == "sdpa"
 
 
 def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:

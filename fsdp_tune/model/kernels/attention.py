@@ -12,6 +12,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model.heads import widest_head
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.varlen import against_torch_varlen, has_attention_dropout
 from fsdp_tune.recipe.schema import Recipe
@@ -69,8 +70,7 @@ def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -
         return f"{model_class.__name__} does not support FlashAttention"
     if getattr(model_class, "_compatible_flash_implementations", None):
         return f"{model_class.__name__} declares its own flash kernels, which auto does not choose"
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if width > _MAX_HEAD_WIDTH:
+    if (width := widest_head(config)) > _MAX_HEAD_WIDTH:
         return f"FlashAttention takes heads of width {_MAX_HEAD_WIDTH} at most, and the model's have {width}"
     return None
 

@@ -26,7 +26,8 @@ _WIDTH_MULTIPLE = 8
 
 
 def has_attention_dropout(config: PreTrainedConfig) -> bool:
-    return any(getattr(config, field, 0.0) for field in _DROPOUT_FIELDS)
+    text = config.get_text_config()
+    return any(getattr(text, field, 0.0) for field in _DROPOUT_FIELDS)
 
 
 def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | None:
@@ -41,7 +42,7 @@ def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | No
         return "torch's variable-length attention needs an Ampere GPU or a newer one"
     if has_attention_dropout(config):
         return "torch's variable-length attention has no dropout, and the model's attention uses it"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return f"torch's variable-length attention has no soft-cap, and {name} uses one"
     if not model_class._supports_sdpa:
         return f"torch's variable-length attention has no sinks and no bias, and {name}, without support for sdpa, may use them"

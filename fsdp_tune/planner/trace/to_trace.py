@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.model.adapters.nf4 import count_elements
+from fsdp_tune.model.heads import mean_heads
 from fsdp_tune.model.kernels.float8 import plan_fp8
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loading.experts import active_parameters
@@ -98,7 +99,7 @@ def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:
 def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
     """Return the counts of the full model, which is on the meta device."""
     parameters = list(model.parameters())
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    heads, width = mean_heads(config)
     hidden = int(getattr(config, "hidden_size", 0) or 0)
     head = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
@@ -110,7 +111,7 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
         layers=len(decoder_layers(model, recipe.layer_classes)),
         hidden_size=hidden,
         attention_heads=heads,
-        head_dim=int(getattr(config, "head_dim", None) or (hidden // heads if heads else 0)),
+        head_dim=width,
         vocabulary=int(embedding.weight.shape[0]),
         tied_embeddings=head is not None and head.weight is embedding.weight,
     )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.units import GIB, KIB
+from fsdp_tune.model.heads import mean_heads
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
@@ -93,12 +94,12 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 def model_size(loaded: Loaded) -> ModelDimensions | None:
     """Return the model's numbers for the MFU formula; None if its config lacks them."""
-    config: Any = loaded.model.config
-    layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    active = loaded.size.active_parameters
-    if not layers or not heads or not hidden or active is None:
+    config: Any = loaded.model.config.get_text_config()
+    layers, active = getattr(config, "num_hidden_layers", None), loaded.size.active_parameters
+    heads, width = mean_heads(config)
+    if not layers or not heads or not width or active is None:
         return None
-    return ModelDimensions(active, loaded.size.trained_parameters, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+    return ModelDimensions(active, loaded.size.trained_parameters, layers, heads, width)
 
 
 class Lines:
