@@ -101,9 +101,13 @@ def inspect_model(recipe: Recipe, *, offline: bool = False) -> Inspection:
             )
         else:
             found.problems.append(problem)
-    for notice in map(Problem.from_dict, document.pop("notices")):
-        found.notices.append(Notice(notice.code, notice.message, notice.where, notice.hint))
+    found.notices.extend(notices_from(document.pop("notices")))
     return found
+
+
+def notices_from(raw: list[dict[str, Any]]) -> list[Notice]:
+    """Return the notices of a document."""
+    return [Notice(each.code, each.message, each.where, each.hint) for each in map(Problem.from_dict, raw)]
 
 
 def _crashed(exit_code: int, errors: str) -> Problem:

@@ -21,7 +21,7 @@ from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
-from fsdp_tune.jobs.inspection import inspect_model
+from fsdp_tune.jobs.kept_inspection import inspect_model_once
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
@@ -236,7 +236,7 @@ class _Job:
         """Inspect the model and plan in child processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
         recipe, observer = self.recipe, self.observer
         with children.threads(2) as pool:
-            inspecting, planning = pool.submit(inspect_model, recipe), pool.submit(plan_here, recipe)
+            inspecting, planning = pool.submit(inspect_model_once, recipe), pool.submit(plan_here, recipe)
             try:
                 encoder = load_encoder(recipe)
                 observer.notices(encoder.notices)
