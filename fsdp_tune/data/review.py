@@ -75,7 +75,8 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
     notices = [
         *_row_notices(report, bad_rows_name),
         *_split_notices(report),
-        *_source_notices(report),
+        *_repeat_notices(recipe, report),
+        *_eval_notices(report),
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
         *_text_notices(report),
@@ -108,7 +109,9 @@ def _split_notices(report: dict[str, Any]) -> Iterator[Notice]:
         )
 
 
-def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:
+def _repeat_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+    if recipe.data.streaming:  # only the first rows are known here, so that their repeats say nothing
+        return
     for account in report["inputs"]:
         if account["repeats"] > MANY_REPEATS:
             yield Notice(
@@ -117,6 +120,9 @@ def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:
                 f"the source makes up {account['share']:.0%} of the training tokens",
                 hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or `data.mixture.weight_by: tokens`",
             )
+
+
+def _eval_notices(report: dict[str, Any]) -> Iterator[Notice]:
     for name, account in report["sets"].items():
         if "also_trained" in account and account["also_trained"]["rows"]:
             yield Notice(

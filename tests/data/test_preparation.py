@@ -419,6 +419,8 @@ def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path
     assert told(found)["source-repeated"] == (
         f"`{long}`: each of its 3 rows is drawn 7.7 times an epoch; the source makes up 98% of the training tokens"
     )
+    streamed = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, streaming=True, stream_lanes=1)
+    assert "source-repeated" not in told(streamed), "only the first rows of a stream are known"
     by_tokens = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, mixture={"weight_by": "tokens"})
     assert by_tokens.report["inputs"][0]["share"] == pytest.approx(0.7, abs=0.02)
     assert by_tokens.key != found.key
