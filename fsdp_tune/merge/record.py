@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +152,14 @@ def model_card(
             rows.append(("Data", ", ".join(sources)))
     if run is not None and steps:
         rows.extend([*_data_values(run), *_last_values(run, max(steps)), *_versions(run)])
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", "", f"# {name}", ""]
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
+        "---",
+        "",
+        f"# {escape(name)}",
+        "",
+    ]
     lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in rows), ""]
     lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
     if recipe is not None:
@@ -204,4 +213,5 @@ def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
 
 
 def _cell(value: str) -> str:
-    return value.replace("|", "\\|").replace("\n", " ")
+    """Return a value as plain text: a name of data that is HTML or a link must not be one on a published page."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", escape(value, quote=False)).replace("\n", " ")

@@ -243,26 +243,33 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
 
 
 def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """Return the trainer's best checkpoint (`metric_for_best_model`), else the one with the lowest `eval_loss`."""
+    """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""
     by_step = {checkpoint.step: checkpoint for checkpoint in complete}
     state = _read_object(complete[0].path / "trainer_state.json")
     step, metric = state.get("best_global_step"), state.get("best_metric")
     if isinstance(step, int) and step in by_step:
         return by_step[step], f"the best by the trainer's metric ({metric}) among {len(complete)} complete checkpoints"
-    losses = {line["step"]: line["eval_loss"] for line in _eval_lines(run) if line.get("step") in by_step}
-    if not losses:
+    name, is_greater = _best_metric(run)
+    values = {
+        line["step"]: line[name] for line in read_metrics(run) if line.get("step") in by_step and isinstance(line.get(name), (int, float))
+    }
+    if not values:
         raise usage_error(
             "merge-no-best",
             "no evaluation of a saved step is recorded, so no checkpoint is the best",
             where=Where(str(run.metrics_jsonl)),
             hint="choose one with `--step N`",
         )
-    chosen = min(losses, key=lambda step: losses[step])
-    return by_step[chosen], f"the lowest eval_loss ({losses[chosen]:.6g}) among {len(complete)} complete checkpoints"
+    chosen = (max if is_greater else min)(values, key=lambda step: values[step])
+    kind = "highest" if is_greater else "lowest"
+    return by_step[chosen], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
 
 
-def _eval_lines(run: RunDir) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run) if isinstance(line.get("eval_loss"), (int, float))]
+def _best_metric(run: RunDir) -> tuple[str, bool]:
+    """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and whether greater is better."""
+    training = _read_object(run.recipe_json).get("training") or {}
+    name = str(training.get("metric_for_best_model") or "loss")
+    return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

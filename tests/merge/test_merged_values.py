@@ -102,6 +102,20 @@ def test_best_selects_lowest_eval_loss_of_saved_steps(tmp_path, merge):
     assert "1.5" in result.reason
 
 
+def test_best_of_saved_steps_is_by_the_recipe_metric_if_the_best_step_has_no_checkpoint(tmp_path, merge):
+    recipe = Recipe.model_validate({"training": {"metric_for_best_model": "accuracy", "greater_is_better": True}})
+    run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (2, 4)}, recipe=recipe)
+    (run / "checkpoint-4" / "manifest.json").unlink()
+    (run / "checkpoint-4" / "trainer_state.json").write_text(json.dumps({"best_global_step": 3, "best_metric": 0.9}))
+    finish_checkpoint(run / "checkpoint-4", 4)
+    values = {2: (1.5, 0.4), 3: (1.4, 0.9), 4: (1.75, 0.8)}
+    lines = [{"step": step, "eval_loss": loss, "eval_accuracy": accuracy} for step, (loss, accuracy) in values.items()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = merge(run, best=True)
+    assert result.step == 4
+    assert "the highest eval_accuracy (0.8)" in result.reason
+
+
 def test_best_follows_metric_for_best_model(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2)})
     (run / "checkpoint-2" / "manifest.json").unlink()

@@ -119,6 +119,17 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
         assert text not in card, text
 
 
+def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
+    from fsdp_tune.recipe.schema import Data, DataSource, Recipe
+
+    names = ("<img src=x onerror=alert(1)>.jsonl", "[free](https://example.org/a|b).jsonl")
+    recipe = Recipe(data=Data(train=[DataSource(path=name) for name in names]))
+    run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
+    card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
+    (row,) = [line for line in card.splitlines() if line.startswith("| Data |")]
+    assert row == r"| Data | &lt;img src=x onerror=alert(1)&gt;.jsonl, \[free\](https://example.org/a\|b).jsonl |"
+
+
 def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
     run = make_run(tmp_path / "run", {7: STATE})
     train = {"rows": 991, "examples": 1000, "tokens": 4321}
