@@ -241,9 +241,22 @@ class FsdpTrainer(Trainer):
             is_best = self._determine_best_metric(metrics=self._evaluate(trial, None), trial=trial)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
+            if self.control.should_training_stop:  # by early stopping: a run that is stopped otherwise does not evaluate
+                self._end_early(step, grad_norm, kwargs.get("learning_rate"))
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _end_early(self, step: int, grad_norm: Any, learning_rate: float | None) -> None:
+        """Write the line of the last steps, which no later one would count, and why the run ends here."""
+        if step > self._globalstep_last_logged:
+            self._globalstep_last_logged = step
+            self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
+        stopping = self.parts.recipe.training.early_stopping
+        evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
+        best, at = self.state.best_metric, self.state.best_global_step
+        message = f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is {best:.6g} of step {at}"
+        self.parts.metrics.event("early_stopped", step, message=message)
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         line = self.lines.line(step, grad_norm, learning_rate)
