@@ -238,10 +238,11 @@ class FsdpTrainer(Trainer):
             self._globalstep_last_logged = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
         if self.control.should_evaluate:
+            was_ending = self.control.should_training_stop
             is_best = self._determine_best_metric(metrics=self._evaluate(trial, None), trial=trial)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-            if self.control.should_training_stop:  # by early stopping: a run that is stopped otherwise does not evaluate
+            if self.control.should_training_stop and not was_ending:
                 self._end_early(step, grad_norm, kwargs.get("learning_rate"))
         if self.control.should_save:
             self._save_checkpoint(model, trial)

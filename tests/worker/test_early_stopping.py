@@ -31,3 +31,11 @@ def test_run_that_does_not_improve_ends_with_line_checkpoint_and_reason(bench: B
     assert ended["step"] == 6
     assert ended["message"].startswith(f"{metric or 'loss'} has not improved in 2 evaluations; the best is ")
     assert run.checkpoint(6).is_dir()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("patience", [None, 2])
+def test_run_that_evaluates_at_its_last_step_is_not_ended_early(bench: Bench, patience: int | None) -> None:
+    run = run_of(bench, max_steps=4, early_stopping=patience and {"patience": patience, "threshold": 1e6})
+    assert [line["step"] for line in runs.lines(run) if "eval_loss" in line] == [2, 4]
+    assert not [line for line in runs.lines(run) if line.get("event") == "early_stopped"]
