@@ -114,14 +114,29 @@ def test_error_of_a_loader_process_keeps_its_place(tmp_path: Path, workers: int)
     assert caught.value.problems[0].where.line == 61
 
 
-def test_ranks_that_share_rows_count_them_once(stream: RowStream, tmp_path: Path) -> None:
+def facts_of(ranks: list[StreamedRows]) -> dict[str, int]:
+    """Return the metrics that `ranks` gather."""
+    own: list[object] = []
+    with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda value: own.append(value) or [value]):
+        for rank in ranks:
+            rank.facts()
+    with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda _: own):
+        return ranks[0].facts()
+
+
+def test_ranks_that_share_rows_count_them_once(tmp_path: Path) -> None:
+    rows = [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(500)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    stream = stream_of(tmp_path, source, lanes=8, shuffle_buffer_size=8, max_length=24, overlong="truncate")
     alone, first = ranks_of(stream, 1, tmp_path)[0], ranks_of(stream, 1, tmp_path)[0]
     second = replace(first, counts=False)
-    assert steps_of([first], 0, 3) == steps_of([second], 0, 3) == steps_of([alone], 0, 3)
+    assert steps_of([first], 0, 40) == steps_of([second], 0, 40) == steps_of([alone], 0, 40)
     assert states_of([first, second]) == states_of([alone])
+    assert facts_of([first, second]) == facts_of([alone])
+    assert facts_of([alone])["rows_truncated"] > 0
     state = states_of([alone])
     for rank in (first, second):
-        rank.restore(state, 3)
+        rank.restore(state, 40)
     assert (first.tokens, second.tokens) == (alone.tokens, [0])
 
 

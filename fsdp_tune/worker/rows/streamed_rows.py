@@ -99,7 +99,7 @@ class StreamedRows:
     def facts(self) -> dict[str, int]:
         """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
         passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
-        truncated = sum(state.rows_truncated for state in self.states.values())
+        truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0
         every = gather((self.tokens, passes, truncated))
         facts = {"rows_truncated": sum(count for *_, count in every)}
         for index, source in enumerate(self.stream.sources):
