@@ -112,6 +112,18 @@ def test_another_scaling_of_the_model_is_replaced_only_on_request() -> None:
     assert model_config(scaled(YARN, OWN, max_length=ORIGINAL)).rope_parameters == OWN["rope_parameters"]
 
 
+def test_replacing_a_linear_scaling_needs_the_original_positions() -> None:
+    """64 positions may be those before scaling by 4 or after it; yarn's frequencies and the length that is allowed depend on them."""
+    linear = LLAMA | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 4.0}}
+    for other in (YARN, {"rope_type": "linear", "factor": 8.0}):
+        code, message = problem_of(scaled(other | {"replace_existing": True}, linear))
+        assert (code, "does not declare its original number of positions" in message) == ("rope-scaling-contradicts", True)
+    config = model_config(scaled({**YARN, "factor": 16.0, "original_max_position_embeddings": 16, "replace_existing": True}, linear))
+    assert config.max_position_embeddings == 4 * ORIGINAL
+    same = {"rope_type": "linear", "factor": 4.0, "replace_existing": True}
+    assert model_config(scaled(same, linear)).rope_parameters == linear["rope_parameters"]
+
+
 @pytest.mark.parametrize(
     ("scaling", "model", "code"),
     [

@@ -32,7 +32,7 @@ def scale_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     own = _parameters_by_layer_type(scaling, text)
     positions = max_positions(text)
-    original = scaling.original_max_position_embeddings or _original_positions(own, positions)
+    original = scaling.original_max_position_embeddings or _original_positions(scaling, own, positions)
     new = {layer_type: _scaled(scaling, parameters, original) for layer_type, parameters in own.items()}
     _check_lengths(recipe, scaling, original, positions, is_own=new == own)
     if new == own:
@@ -65,10 +65,18 @@ def _parameters_by_layer_type(scaling: RopeScaling, config: PreTrainedConfig) ->
     return {name: by_type[name] for name in names}
 
 
-def _original_positions(own: dict[str | None, dict[str, Any]], positions: int | None) -> int:
-    found = next(iter(own.values())).get("original_max_position_embeddings") or positions
+def _original_positions(scaling: RopeScaling, own: dict[str | None, dict[str, Any]], positions: int | None) -> int:
+    """Return the positions before scaling that the configuration declares. Raises: usage error if it declares none.
+
+    Next to `rope_type: linear`, `max_position_embeddings` is their number in some models (Vicuna), that after scaling in others (Gemma 3).
+    """
+    parameters = next(iter(own.values()))
+    found, message = parameters.get("original_max_position_embeddings") or positions, "the model's configuration does not declare its"
+    is_replaced = scaling.replace_existing and (scaling.rope_type, scaling.factor) != ("linear", parameters.get("factor"))
+    if parameters.get("rope_type") == "linear" and is_replaced:
+        found, message = None, "the model's configuration, which has `rope_type: linear`, does not declare its original"
     if found is None:
-        message = "the model's configuration does not declare its number of positions"
+        message += " number of positions"
         raise usage_error("rope-scaling-contradicts", message, where=_WHERE, hint="write `original_max_position_embeddings`")
     return int(found)
 
