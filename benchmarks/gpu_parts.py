@@ -119,7 +119,7 @@ def of_the_best(bench: Bench, name: str, dtype: str, tree: dict[str, Any], ranki
 
 def searching(bench: Bench) -> Any:
     from fsdp_tune.core.errors import FsdpTuneError
-    from fsdp_tune.planner.search.search import Search
+    from fsdp_tune.planner.search.pricing import Search
 
     def traced(recipes: Any) -> Iterator[Any]:
         found = [bench.tracing.result(key) for key in bench.tracing.ask(recipes)]

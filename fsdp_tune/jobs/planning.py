@@ -21,10 +21,11 @@ from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
 from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
+from fsdp_tune.planner.search.pricing import PlannedRecipe, Search
 from fsdp_tune.planner.search.recomputation import Decided, MemoryBudget, is_undecided, least_recomputation
 from fsdp_tune.planner.search.recomputation import decide as decide_recomputation
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Target, other_trainings, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import Ranking, Target, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of

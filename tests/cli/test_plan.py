@@ -176,6 +176,20 @@ def test_target_changes_the_first_recipe(recipe: str, tmp_path: Path, target: st
     assert f"{key.split('.')[1]}: {first['recipe_changes'][key]}" in best.read_text()
 
 
+def test_written_recipe_of_long_shared_rows_validates(recipe: str, tmp_path: Path) -> None:
+    data = json.loads(Path(recipe).read_text())
+    data["data"]["pad_to_multiple_of"] = 2  # contradicts rows that four ranks share
+    Path(recipe).write_text(json.dumps(data))
+    best = tmp_path / "best.yaml"
+    first = json.loads(planned(recipe, "--json", "--target", "largest-context", "--write", str(best)).stdout)["alternatives"][0]
+    loaded = load_recipe(str(best), []).recipe
+    assert loaded.parallelism.sp_size == first["recipe_changes"]["parallelism.sp_size"] == 4
+    assert loaded.kernels.mlp_slice_tokens == first["recipe_changes"]["kernels.mlp_slice_tokens"]
+    assert loaded.data.max_length == first["recipe_changes"]["data.max_length"]
+    again = json.loads(planned(str(best), "--json", "--no-search").stdout)
+    assert again["step_seconds"] == pytest.approx(first["step_seconds"])
+
+
 def test_plan_names_the_smallest_hardware_if_nothing_fits(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even offload helps: the activations of one sequence are too many."""
     monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})

@@ -9,8 +9,10 @@ import pytest
 
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
+from fsdp_tune.planner.search.candidates import MLP_SLICES
+from fsdp_tune.planner.search.pricing import Search
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import Ranking, Search, Target, other_trainings, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import Ranking, Target, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.planner.hand_trace import Hand
@@ -40,13 +42,23 @@ class ModelTracer:
         copies = recipe.parallelism.dp_replicate_size
         assert isinstance(copies, int)
         hand = Hand()
-        hand.hold(0, self.state_bytes // (shards if recipe.is_sharded else 1), kind="parameters", host=fsdp.offload_params)
+        hand.hold(
+            0,
+            self.state_bytes // (shards * recipe.parallelism.sp_size if recipe.is_sharded else 1),
+            kind="parameters",
+            host=fsdp.offload_params,
+        )
         gib = KEPT["inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing]
-        kept = int(gib * micro * GIB) * recipe.data.max_length // 128
+        sequence, sliced = recipe.parallelism.sp_size, recipe.kernels.mlp_slice_tokens is not None
+        kept = int(gib * micro * GIB) * recipe.data.max_length // 128 // sequence // (2 if sliced else 1)
         hand.hold(1, kept)
         for index in range(min(2, accumulation)):
             attention = (recipe.data.max_length / 128) ** 2
-            hand.op("mm", flops=1e13 * micro * attention * (1 + RECOMPUTED[fsdp.activation_checkpointing]), micro=index)
+            hand.op(
+                "mm",
+                flops=1e13 * micro / sequence * attention * (1.1 if sliced else 1) * (1 + RECOMPUTED[fsdp.activation_checkpointing]),
+                micro=index,
+            )
             if fsdp.offload_params:
                 hand.op("copy_to_device", moved=10**10, micro=index)
             talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
@@ -59,7 +71,8 @@ class ModelTracer:
             accumulation=accumulation,
             traced_micro_batches=min(2, accumulation),
             world_size=recipe.world_size,
-            shard_size=shards if recipe.is_sharded else 1,
+            shard_size=shards * sequence if recipe.is_sharded else 1,
+            sequence_size=sequence,
             replicate_size=copies if recipe.is_sharded else recipe.world_size,
         )
 
@@ -168,14 +181,63 @@ def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
 
 
 def test_largest_context_doubles_the_rows_while_they_fit() -> None:
-    ranking, _ = ranked(80, "largest-context")
+    """24 GiB are free. 128 tokens keep a GiB, an eighth of it with the inputs on the host, and half of that with the MLP in slices."""
+    ranking, tracer = ranked(80, "largest-context")
     first = ranking.ranked[0]
-    assert first.recipe.data.max_length == 128 * 128, "24 GiB are free, and 128 tokens keep an eighth of one"
+    assert first.recipe.data.max_length == 128 * 256 * 4
     assert first.recipe.fsdp.activation_checkpointing_offload
-    assert first.plan.recipe_changes["data.max_length"] == 128 * 128
+    assert first.plan.recipe_changes["data.max_length"] == 128 * 256 * 4
+    assert first.plan.recipe_changes["parallelism.sp_size"] == 4, "the hand-written trace has four heads"
+    assert first.plan.recipe_changes["kernels.mlp_slice_tokens"] in MLP_SLICES
+    assert first.recipe.global_batch_size == 64
     assert "more time per token than the next layout" in (ranking.because or ""), "longer rows, more attention"
-    kept = next(each for each in ranking.ranked if not each.recipe.fsdp.activation_checkpointing_offload)
-    assert (kept.recipe.data.max_length, kept.recipe.fsdp.activation_checkpointing) == (128 * 16, "full"), "an input is one GiB"
+    assert ", MLP in slices of 4,096, 1 for 2 GPUs" in (ranking.because or "")
+    sizes = {each.parallelism.sp_size for each in tracer.seen}
+    lengths = {size: max(each.data.max_length for each in tracer.seen if each.parallelism.sp_size == size) for size in sizes}
+    assert lengths == {1: 128 * 512, 2: 128 * 1024, 4: 128 * 2048}, "one more than fits"
+    assert len(tracer.seen) < 30, "a trace takes seconds"
+
+
+def test_largest_context_slices_no_mlp_that_cannot_be_sliced() -> None:
+    class Unsliceable(ModelTracer):
+        def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
+            self.seen += recipes
+            return (None if recipe.kernels.mlp_slice_tokens else self.trace(recipe) for recipe in recipes)
+
+    recipe, tracer = resolved(), Unsliceable(80)
+    first = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context").ranked[0]
+    assert first.recipe.data.max_length == 128 * 128 * 4
+    assert first.recipe.kernels.mlp_slice_tokens is None
+    assert sum(each.kernels.mlp_slice_tokens is not None for each in tracer.seen) <= len(MLP_SLICES)
+
+
+@pytest.mark.parametrize(("sections", "length"), [({"kernels": {"compile": True}}, 128 * 128), ({"fsdp": {"version": 1}}, 128 * 16)])
+def test_largest_context_does_not_try_what_a_rule_refuses(sections: dict[str, dict[str, object]], length: int) -> None:
+    recipe, tracer = resolved(**sections), ModelTracer(80)
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")
+    assert ranking.ranked[0].plan.fits == "yes"
+    assert ranking.ranked[0].plan.recipe_changes["data.max_length"] == length, "FSDP1 refuses inputs on the host too"
+    changed = {key for each in ranking.ranked for key in each.plan.recipe_changes}
+    assert not changed & {"parallelism.sp_size", "kernels.mlp_slice_tokens"}
+
+
+def test_short_rows_are_not_shared() -> None:
+    """Nothing is recomputed, so that sharing rows could only add traffic."""
+    ranking, tracer = ranked(16, "cheapest")
+    assert ranking.ranked[0].recipe.fsdp.activation_checkpointing == "none"
+    assert {recipe.parallelism.sp_size for recipe in tracer.seen} == {1}
+
+
+def test_cheapest_shares_rows_that_would_be_recomputed() -> None:
+    """A row of 1,024 tokens keeps 64 GiB, or 8 with everything recomputed; each of four GPUs that share it keeps 16."""
+    recipe, tracer = resolved(data={"max_length": 128 * 8}), ModelTracer(80)
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "cheapest")
+    first = ranking.ranked[0]
+    assert first.plan.fits == "yes"
+    assert first.recipe.parallelism.sp_size > 1
+    assert first.recipe.fsdp.activation_checkpointing == "none"
+    assert first.recipe.global_batch_size == 64
+    assert first.plan.recipe_changes["parallelism.sp_size"] == first.recipe.parallelism.sp_size
 
 
 def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
@@ -290,7 +352,7 @@ def test_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> 
     assert (shards[0] > shards[-1]) == (strategy == "FULL_SHARD")
 
 
-@pytest.mark.parametrize(("positions", "longest"), [(512, 512), (None, 128 * 128)])
+@pytest.mark.parametrize(("positions", "longest"), [(512, 512), (None, 128 * 256 * 4)])
 def test_largest_context_ends_at_the_positions_that_the_model_declares(positions: int | None, longest: int) -> None:
     class Limited(ModelTracer):
         def trace(self, recipe: Recipe) -> Trace:

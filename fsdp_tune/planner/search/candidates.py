@@ -1,11 +1,13 @@
 """Generate alternatives to a recipe: the same training with another layout on the same GPUs.
 
 Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation,
-size of a copy (over machines), and decoder layers as units (if the recipe has coarser ones) vary.
+size of a copy (over machines), decoder layers as units (if the recipe has coarser ones), and, for some targets, the ranks that share a row
+and the slices of the MLP vary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +31,11 @@ CHECKPOINTING = ("none", "selective", "full")
 Offload = Literal["nothing", "inputs", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("nothing", "inputs", "parameters")
 """Offloaded tensors: inputs of recomputed layers, or all state. Slower, so only tried if memory is short, the cheaper one first."""
-_BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+SEQUENCE = "parallelism.sp_size"
+SLICES = "kernels.mlp_slice_tokens"
+MLP_SLICES = (16384, 4096)
+"""Tokens of a slice of the MLP. Smaller slices save nothing: other tensors are the peak (docs/guide/long-rows.md)."""
+BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
 def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
@@ -38,7 +44,9 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
     for key, value in changes.items():
         section, name = key.split(".")
         data[section] = (data[section] or {}) | {name: value}
-    if "fsdp.sharding_strategy" in changes or "launch.num_processes" in changes:
+    if SEQUENCE in changes:  # a rule would refuse the padding that was resolved for another number
+        data["data"]["pad_to_multiple_of"] = math.lcm(data["data"]["pad_to_multiple_of"], changes[SEQUENCE])
+    if changes.keys() & {"fsdp.sharding_strategy", "launch.num_processes", SEQUENCE}:
         for key in ("dp_replicate_size", "dp_shard_size"):
             data["parallelism"][key] = changes.get(f"parallelism.{key}", "auto")
         data["fsdp"]["reshard_after_forward"] = None
@@ -70,7 +78,9 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
         "fsdp.offload_params",
         "fsdp.auto_wrap_policy",
         "kernels.loss",
-        *_BATCH,
+        SLICES,
+        SEQUENCE,
+        *BATCH,
         "data.max_length",
         "launch.num_processes",
         "launch.num_machines",
@@ -80,7 +90,7 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
         found["parallelism.dp_shard_size"] = other.parallelism.dp_shard_size
     budget, slots = recipe.training.per_device_train_batch_tokens, other.training.per_device_train_batch_size * other.data.max_length
     if budget is not None:
-        found = {key: value for key, value in found.items() if key not in _BATCH}
+        found = {key: value for key, value in found.items() if key not in BATCH}
         return found | ({TOKENS_KEY: slots} if slots != budget else {})
     return found
 
@@ -91,19 +101,39 @@ def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
     names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
     if recipe.world_size == 1:
         names = [recipe.fsdp.sharding_strategy]
-    coarse = recipe.fsdp.auto_wrap_policy == "NO_WRAP"
     for strategy in names:
         if offload == "parameters" and not STRATEGIES[strategy].is_sharded:
             continue
         for checkpointing in ("full",) if offload == "inputs" else CHECKPOINTING:
-            changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
+            changes = layout(recipe, strategy, checkpointing) | {"fsdp.offload_params": offload == "parameters"}
             changes["fsdp.activation_checkpointing_offload"] = offload == "inputs"
-            changes["fsdp.offload_params"] = offload == "parameters"
-            if coarse:
-                changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
             # `auto` depends on the number of tokens, so both are tried; the chunked loss only with more than one slice.
             for loss in LOSSES if recipe.kernels.loss == "auto" else (recipe.kernels.loss,):
                 yield changes | {"kernels.loss": loss}
+
+
+def layout(recipe: Recipe, strategy: str, checkpointing: str) -> Changes:
+    """Return the changes to a strategy and a kind of recomputation, with nothing offloaded and decoder layers as units."""
+    changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
+    changes |= {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
+    return changes | ({"fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if recipe.fsdp.auto_wrap_policy == "NO_WRAP" else {})
+
+
+def sequence_sizes(recipe: Recipe, heads: int, ranks: int) -> list[int]:
+    """Return each number of neighbouring ranks that can share a row, of `ranks` at most: it divides the attention heads, and the global
+    batch has a row for every group."""
+    sizes = [size for size in range(1, ranks + 1) if recipe.world_size % size == 0 and heads % size == 0]
+    return [size for size in sizes if recipe.global_batch_size % (recipe.world_size // size) == 0]
+
+
+def with_shared_rows(recipe: Recipe, size: int) -> Recipe | None:
+    """Return the recipe with `size` ranks a row, one row a forward and the same global batch."""
+    return changed(recipe, {SEQUENCE: size, **same_global_batch(recipe)})
+
+
+def same_global_batch(recipe: Recipe) -> Changes:
+    """Return the changes that keep the global batch on other numbers of ranks with rows of their own, by other accumulation."""
+    return {"training.global_batch_size": recipe.global_batch_size, **batch_changes(1, None)}
 
 
 def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
@@ -113,7 +143,7 @@ def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
 
 
 def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
-    return {_BATCH[0]: micro_batch, _BATCH[1]: accumulation}
+    return {BATCH[0]: micro_batch, BATCH[1]: accumulation}
 
 
 def least_state_bytes(recipe: Recipe, counts: Counts) -> float:

@@ -11,7 +11,7 @@ from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.mfu import expert_count
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import batch_changes, changed, ranks_of_machine
-from fsdp_tune.planner.search.search import Search
+from fsdp_tune.planner.search.pricing import Search
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES

@@ -1,29 +1,25 @@
-"""Search the best recipe for given GPUs. Every layout is traced once, at a micro-batch from which all others are derived."""
+"""Search the best recipe for given GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import Hardware, known_hardware
-from fsdp_tune.planner.predict.blend import at_micro_batch, prime_for
-from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, fit
-from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.hardware.gpus import known_hardware
+from fsdp_tune.planner.predict.fits import fit
 from fsdp_tune.planner.search.candidates import (
     OFFLOADS,
     Changes,
-    Offload,
     batch_changes,
     changed,
     differences,
     layouts,
-    least_state_bytes,
-    micro_batches,
     ranks_of_machine,
+    same_global_batch,
 )
+from fsdp_tune.planner.search.long_rows import less_recomputed, longest
+from fsdp_tune.planner.search.pricing import PlannedRecipe, Search, any_fits, rank
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
@@ -32,75 +28,6 @@ Target = Literal["fastest", "cheapest", "largest-context"]
 SHOWN = 12
 """Number of alternatives in a plan."""
 MOST_DEVICES = 1024
-
-
-class Tracer(Protocol):
-    """Trace recipes in parallel in other processes, and yield the traces in order; None for a recipe that cannot be traced."""
-
-    def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRecipe:
-    """A recipe with its plan."""
-
-    recipe: Recipe
-    plan: Plan
-
-
-@dataclass(slots=True)
-class Search:
-    """Inputs of a search besides the recipe."""
-
-    hardware: Hardware
-    trace: Tracer
-    efficiency: Efficiency | None = None
-    rows: int | None = None
-    progress: Callable[[str], None] = lambda _text: None
-
-    def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> PlannedRecipe:
-        changes = differences(base, recipe)
-        made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
-        return PlannedRecipe(recipe, replace(made, memory=None))
-
-    def layouts(self, base: Recipe, trace: Trace, *, offload: Offload) -> list[PlannedRecipe]:
-        """Plan every layout that could fit, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
-        batches = micro_batches(base)
-        counts, prime = trace.counts, prime_for(trace)
-        possible: list[Changes] = []
-        traced: list[Recipe] = []
-        for changes in layouts(base, offload=offload):
-            lean = changed(base, changes | batch_changes(*batches[0]))
-            # With accumulation if any of the batches accumulates.
-            family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
-            if lean is None or family is None:
-                continue
-            if least_state_bytes(lean, counts) + CONTEXT_BYTES <= self.hardware.usable_bytes:
-                possible.append(changes)
-                traced.append(family)
-        found: list[PlannedRecipe] = []
-        for changes, at_prime in zip(possible, self.trace(traced), strict=True):
-            self.progress(_words(changes))
-            if at_prime is not None:
-                found += self._layout(base, changes, full_depth(at_prime), batches)
-        return found
-
-    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[PlannedRecipe]:
-        found: list[PlannedRecipe] = []
-        in_slices = base.kernels.loss == "auto" and at_prime.facts.get("slice_tokens")
-        for micro, accumulation in batches:
-            recipe = changed(base, changes | batch_changes(micro, accumulation))
-            if recipe is None or (in_slices and micro * base.data.max_length <= in_slices):
-                continue
-            found.append(self.price(recipe, at_micro_batch(at_prime, micro, accumulation), base))
-            if found[-1].plan.fits == "no":
-                break
-        return found
-
-
-def _words(changes: Changes) -> str:
-    words = {key: key.split(".")[1] if value is True else str(value) for key, value in changes.items() if value is not False}
-    return ", ".join(word for key, word in words.items() if key != "fsdp.auto_wrap_policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +39,7 @@ class Ranking:
 
 def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
     """Rank recipes for a target, including `base`; `trace` is that of `base`."""
-    search_for, order = {"fastest": (best_layouts, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[
-        target
-    ]
+    search_for, order = {"fastest": (fastest, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[target]
     others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
     found = sorted([search.price(base, trace, base), *others], key=order)
     placed = [PlannedRecipe(each.recipe, replace(each.plan, place=place)) for place, each in enumerate(found, 1)]
@@ -130,42 +55,30 @@ def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
     return not changes and loss in (None, "chunked" if trace.facts.get("slice_tokens") else "full")
 
 
-def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
+def fastest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
     """Plan all layouts; with offloading only if nothing fits without it."""
     found: list[PlannedRecipe] = []
     for offload in OFFLOADS:
-        found += search.layouts(base, trace, offload=offload)
-        if _any_fits(found):
+        found += search.layouts(base, trace, layouts(base, offload=offload))
+        if any_fits(found):
             break
     return found
 
 
-def _any_fits(found: Sequence[PlannedRecipe]) -> bool:
-    return any(each.plan.fits == "yes" for each in found)
-
-
-def rank(found: PlannedRecipe) -> tuple[int, float, float]:
-    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory."""
-    made = found.plan
-    order = ("yes", "tight", "no").index(made.fits)
-    if order == 2:
-        return order, made.device_gib, 0.0
-    seconds = made.step_seconds / made.tokens_per_step if made.step_seconds is not None else float("inf")
-    return order, seconds, made.device_gib
-
-
 def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """Plan layouts on all GPUs and on smaller powers of two of them."""
+    """Plan layouts on all GPUs and on smaller powers of two of them; where they recompute, also shared rows and slices of the MLP."""
     found: list[PlannedRecipe] = []
     size = base.world_size
     counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
     for number in counts:
         machines = max(1, -(-number // base.local_world_size))
-        other = base if number == size else changed(base, {"launch.num_processes": number, "launch.num_machines": machines, **_same(base)})
+        fewer = {"launch.num_processes": number, "launch.num_machines": machines, **same_global_batch(base)}
+        other = base if number == size else changed(base, fewer)
         if other is None or other.global_batch_size != base.global_batch_size:
             continue
         search.progress(f"{number} GPUs")
-        for each in best_layouts(search, other, trace):
+        planned = fastest(search, other, trace)
+        for each in [*planned, *less_recomputed(search, other, trace, planned)]:
             made = replace(each.plan, recipe_changes=differences(base, each.recipe))
             found.append(PlannedRecipe(each.recipe, made))
     return found
@@ -176,45 +89,10 @@ def _by_cost(found: PlannedRecipe) -> tuple[int, float]:
     return rank(found)[0], _device_seconds(found)
 
 
-def _same(base: Recipe) -> Changes:
-    """Return the changes that keep the global batch on fewer GPUs, by more accumulation."""
-    return {"training.global_batch_size": base.global_batch_size, **batch_changes(1, None)}
-
-
-def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """Plan one sequence per forward, doubling the length of rows while they fit and the model has positions for them."""
-    positions = trace.facts.get("max_positions")
-    found: list[PlannedRecipe] = []
-    for offload in OFFLOADS:
-        if offload == "parameters" and _any_fits(found):
-            break
-        for changes in layouts(base, offload=offload):
-            if changes["fsdp.sharding_strategy"] == "FULL_SHARD" or base.world_size == 1:
-                search.progress(_words(changes))
-                found += _lengths(search, base, changes, positions)
-    return found
-
-
 def _by_length(found: PlannedRecipe) -> tuple[int, int, float, float]:
     """Sort key: longest rows first."""
     order, *others = rank(found)
     return order, -found.recipe.data.max_length, others[0], others[1]
-
-
-def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[PlannedRecipe]:
-    found: list[PlannedRecipe] = []
-    length = base.data.max_length
-    each = base.global_batch_size // base.data_size
-    while positions is None or length <= positions:
-        recipe = changed(base, changes | batch_changes(1, each) | {"data.max_length": length})
-        traced = None if recipe is None else next(search.trace([recipe]))
-        if recipe is None or traced is None:
-            break
-        found.append(search.price(recipe, traced, base))
-        if found[-1].plan.fits == "no":
-            break
-        length *= 2
-    return found
 
 
 def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
@@ -260,7 +138,7 @@ def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
     found: list[PlannedRecipe] = []
     for offload in (False, True):
         found = list(_trainings(search, base, trainings, offload=offload))
-        if _any_fits(found):
+        if any_fits(found):
             break
     return found
 
@@ -320,15 +198,16 @@ def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
     return order[: order.index(recipe.fsdp.activation_checkpointing)] if recipe.fsdp.activation_checkpointing in order else ()
 
 
-def _layout_of(found: PlannedRecipe) -> tuple[str, str, bool, bool]:
-    fsdp = found.recipe.fsdp
-    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params
+def _layout_of(found: PlannedRecipe) -> tuple[Any, ...]:
+    fsdp, others = found.recipe.fsdp, (found.recipe.parallelism.sp_size, found.recipe.kernels.mlp_slice_tokens is None)
+    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params, *others
 
 
 def _name(recipe: Recipe) -> str:
     fsdp = recipe.fsdp
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
     inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
-    return (
-        f"{strategy}, activation checkpointing {fsdp.activation_checkpointing}{inputs}, {recipe.training.per_device_train_batch_size} a GPU"
-    )
+    slices = f", MLP in slices of {recipe.kernels.mlp_slice_tokens:,}" if recipe.kernels.mlp_slice_tokens is not None else ""
+    sharing = recipe.parallelism.sp_size
+    rows = f"{recipe.training.per_device_train_batch_size} {'a GPU' if sharing == 1 else f'for {sharing} GPUs'}"
+    return f"{strategy}, activation checkpointing {fsdp.activation_checkpointing}{inputs}{slices}, {rows}"
