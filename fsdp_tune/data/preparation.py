@@ -110,7 +110,9 @@ def prepare(
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and recipe.kernels.compile:
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
-    prepared = replace(_prepared(path, training_key, manifest, encoder, reused=reused), stamps=file_stamps)
+    # Names are no content: the data may have been prepared under others.
+    named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
+    prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps)
     if recipe.data.streaming:
         prepared = replace(prepared, report=prepared.report | {"stream_sample_rows": SAMPLE_ROWS})
     bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
@@ -121,10 +123,13 @@ def prepare(
     return prepared
 
 
-def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
+def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, Any]], *, reused: bool) -> Prepared:
+    """`named` are path and label of each source."""
     # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the recipe.
     folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
-    report = manifest.facts["report"] | {"sets": {name: manifest.facts["report"]["sets"][name] for name in folders}}
+    report: dict[str, Any] = manifest.facts["report"]
+    accounts = [account | names for account, names in zip(report["inputs"], named, strict=True)]
+    report = report | {"inputs": accounts, "sets": {name: report["sets"][name] for name in folders}}
     return Prepared(
         key=key,
         path=str(path),

@@ -111,6 +111,12 @@ class RowStore:
         examples = np.searchsorted(self._examples, starts, side="right") - 1
         return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
 
+    def files_of(self, rows: Sequence[int]) -> tuple[Int64, Int64]:
+        """Return the file (an index into `files`) and the number of tokens of each segment of some rows."""
+        segments = np.concatenate([self._segments[self._rows[row] : self._rows[row + 1]] for row in rows])
+        examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
+        return self._origins[examples, 0], segments[:, 1]
+
     def are_complete(self, index: int) -> list[bool]:
         """Return for each example in a row whether all its tokens are there: none were cut off at `data.max_length` or by packing."""
         segments = self._segments[self._rows[index] : self._rows[index + 1]]

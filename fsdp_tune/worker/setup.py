@@ -51,7 +51,7 @@ from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.rows.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
-from fsdp_tune.worker.rows.training_rows import PreparedRows, TrainingRows
+from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, TrainingRows
 from fsdp_tune.worker.signals import StopRequest
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
@@ -170,7 +170,7 @@ def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
 def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
     store = RowStore(prepared.train)
     if not recipe.data.streaming:
-        return PreparedRows(store, _sampler(recipe, store, rank), collator)
+        return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report["inputs"]))
     stream = open_stream(recipe, load_encoder(recipe))
     refuse_changed_files(prepared.stamps, stream.stamps())
     return StreamedRows(

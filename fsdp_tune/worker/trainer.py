@@ -151,6 +151,7 @@ class FsdpTrainer(Trainer):
         waited = time.monotonic() - started
         counted = batches if self.parts.recipe.topology.counts_rows(dist.get_rank()) else []
         mine, tokens = sum(batch.supervised_tokens for batch in counted), sum(batch.tokens for batch in counted)
+        self.parts.rows.count(counted)
         self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in counted))
         # On the host, where the batches are: the device and its queue are not involved.
         summed = torch.tensor([mine, tokens], dtype=torch.float64)

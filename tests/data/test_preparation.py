@@ -406,6 +406,14 @@ def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pair
     assert (account["cut_by_packing"] > 0) == (max_length < 1000)
 
 
+def test_data_that_are_reused_have_the_labels_of_the_recipe(tmp_path: Path, pairs: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", PAIRS[:2])
+    for label in ("sums", "facts"):
+        found = prepared(tmp_path, {"path": str(pairs), "label": label}, {"path": str(other)})
+        assert [account["label"] for account in found.report["inputs"]] == [label, None]
+    assert found.reused
+
+
 def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path) -> None:
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])

@@ -47,6 +47,11 @@ def test_store_returns_row_lengths_and_origins(store: Path) -> None:
         rows[2]
 
 
+def test_files_of_rows_are_those_of_their_segments(store: Path) -> None:
+    files, tokens = RowStore(store / "train").files_of([1, 0])
+    assert list(zip(files.tolist(), tokens.tolist(), strict=True)) == [(0, 2), (1, 4), (0, 3)]
+
+
 def test_store_pickles_as_its_path(store: Path) -> None:
     packed = pickle.dumps(RowStore(store / "train"))
     assert len(packed) < 500

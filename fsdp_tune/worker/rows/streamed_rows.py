@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -96,12 +96,15 @@ class StreamedRows:
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
         return loader_died(error, lambda: "the stream", step)
 
-    def facts(self) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> None:
+        """Nothing: a row is counted when it is taken."""
+
+    def facts(self) -> dict[str, int | float]:
         """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
         passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
         truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0
         every = gather((self.tokens, passes, truncated))
-        facts = {"rows_truncated": sum(count for *_, count in every)}
+        facts: dict[str, int | float] = {"rows_truncated": sum(count for *_, count in every)}
         for index, source in enumerate(self.stream.sources):
             name = source.opened.entry.label or str(index)
             facts[f"source_{name}_tokens"] = sum(tokens[index] for tokens, *_ in every)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch.distributed as dist
+
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.store import Int64, RowStore
+from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.dataset import Batch, Collator, MicroBatches, loader, loader_died
 
 DESCRIBED_ROWS = 4
@@ -47,7 +52,11 @@ class TrainingRows(Protocol):
         """Return the problem if a loader process died after `step` steps; None for any other error."""
         ...
 
-    def facts(self) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> None:
+        """Count the tokens of each source in batches that are trained, on one of the ranks that share their rows."""
+        ...
+
+    def facts(self) -> dict[str, int | float]:
         """Return metrics of a logged line. Collective."""
         ...
 
@@ -61,12 +70,76 @@ class TrainingRows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A training source of prepared rows."""
+
+    index: int
+    """Among all sources, those of eval sets included."""
+    name: str
+    """Its label, or its number."""
+    passes_per_token: float
+
+
+@dataclass(slots=True)
+class SourceTokens:
+    """Tokens that were trained of each source of prepared rows."""
+
+    sources: tuple[Source, ...]
+    of_file: Int64
+    """Index of the source of each file of the store."""
+    counts: Int64 | None
+    """By this rank, for each source, since the run began; None after a checkpoint that has no such counts."""
+
+    @classmethod
+    def of(cls, inputs: Sequence[dict[str, Any]]) -> SourceTokens:
+        """`inputs` are the accounts of all sources in the report of the preparation."""
+        trained = [(index, account) for index, account in enumerate(inputs) if account["set"] == TRAIN]
+        sources = [
+            Source(index, account["label"] or str(number), account["repeats"] / max(account["tokens"], 1))
+            for number, (index, account) in enumerate(trained)
+        ]
+        of_file = [index for index, account in enumerate(inputs) for _ in range(account["files"])]
+        return cls(tuple(sources), np.array(of_file, np.int64), np.zeros(len(inputs), np.int64))
+
+    def add(self, store: RowStore, rows: Sequence[int]) -> None:
+        if self.counts is not None and rows:
+            files, tokens = store.files_of(rows)
+            np.add.at(self.counts, self.of_file[files], tokens)
+
+    def facts(self) -> dict[str, int | float]:
+        """Return tokens and passes of each source over all ranks; nothing for a single one. Collective."""
+        every = self.state()
+        if every is None or len(self.sources) < 2:
+            return {}
+        facts: dict[str, int | float] = {}
+        for source in self.sources:
+            tokens = every[source.index]
+            facts |= {f"source_{source.name}_tokens": tokens, f"source_{source.name}_passes": tokens * source.passes_per_token}
+        return facts
+
+    def state(self) -> list[int] | None:
+        """Return the counts over all ranks. Collective."""
+        every = gather(None if self.counts is None else self.counts.tolist())
+        counted = [counts for counts in every if counts is not None]
+        return [sum(counts) for counts in zip(*counted, strict=True)] if len(counted) == len(every) else None
+
+    def restore(self, state: list[int] | None) -> None:
+        """Go on with what `state` returned."""
+        size = len(self.counts) if self.counts is not None else 0
+        if state is None or len(state) != size:
+            self.counts = None
+        else:
+            self.counts = np.array(state if dist.get_rank() == 0 else [0] * size, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedRows:
     """Rows of a store, in an order that follows from seed and epoch."""
 
     sample: RowStore
     sampler: MicroBatches
     collator: Collator
+    sources: SourceTokens
 
     @property
     def global_batch(self) -> int:
@@ -98,14 +171,18 @@ class PreparedRows:
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
         return loader_died(error, lambda: self.sample.describe_rows(self.sampler.rows_of_step(step % self.sampler.steps)), step)
 
-    def facts(self) -> dict[str, int]:
-        return {}
+    def count(self, batches: Sequence[Batch]) -> None:
+        self.sources.add(self.sample, [row for batch in batches for row in batch.row_ids])
+
+    def facts(self) -> dict[str, int | float]:
+        return self.sources.facts()
 
     def state(self) -> Any:
-        return None
+        return self.sources.state()
 
     def restore(self, state: Any, step: int) -> None:
-        """Nothing: the Trainer skips the batches of the epoch that were trained."""
+        """Restore the counts alone: the Trainer skips the batches of the epoch that were trained."""
+        self.sources.restore(state)
 
 
 def described(row_ids: tuple[int, ...], places: list[str]) -> str:
