@@ -72,7 +72,7 @@ def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: boo
         train_rows=TRAIN_ROWS,
         vocabulary_size=vocabulary,
         pad_token_id=0,
-        report={},
+        report={"inputs": []},
         notices=[],
     )
     prepared.write(run.data_json)

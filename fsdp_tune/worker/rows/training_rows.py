@@ -88,7 +88,8 @@ class SourceTokens:
     of_file: Int64
     """Index of the source of each file of the store."""
     counts: Int64 | None
-    """By this rank, for each source, since the run began; None after a checkpoint that has no such counts."""
+    """By this rank, for each source, since the run started. None for a single source, whose tokens are those of the run, and after a
+    checkpoint without such counts."""
 
     @classmethod
     def of(cls, inputs: Sequence[dict[str, Any]]) -> SourceTokens:
@@ -99,7 +100,8 @@ class SourceTokens:
             for number, (index, account) in enumerate(trained)
         ]
         of_file = [index for index, account in enumerate(inputs) for _ in range(account["files"])]
-        return cls(tuple(sources), np.array(of_file, np.int64), np.zeros(len(inputs), np.int64))
+        counts = np.zeros(len(inputs), np.int64) if len(sources) > 1 else None
+        return cls(tuple(sources), np.array(of_file, np.int64), counts)
 
     def add(self, store: RowStore, rows: Sequence[int]) -> None:
         if self.counts is not None and rows:
@@ -109,7 +111,7 @@ class SourceTokens:
     def facts(self) -> dict[str, int | float]:
         """Return tokens and passes of each source over all ranks; nothing for a single one. Collective."""
         every = self.state()
-        if every is None or len(self.sources) < 2:
+        if every is None:
             return {}
         facts: dict[str, int | float] = {}
         for source in self.sources:
@@ -118,18 +120,17 @@ class SourceTokens:
         return facts
 
     def state(self) -> list[int] | None:
-        """Return the counts over all ranks. Collective."""
-        every = gather(None if self.counts is None else self.counts.tolist())
-        counted = [counts for counts in every if counts is not None]
-        return [sum(counts) for counts in zip(*counted, strict=True)] if len(counted) == len(every) else None
+        """Return the counts over all ranks, or None on all of them. Collective."""
+        if self.counts is None:
+            return None
+        return [sum(counts) for counts in zip(*gather(self.counts.tolist()), strict=True)]
 
     def restore(self, state: list[int] | None) -> None:
-        """Go on with what `state` returned."""
-        size = len(self.counts) if self.counts is not None else 0
-        if state is None or len(state) != size:
+        """Continue with what `state` returned."""
+        if self.counts is None or state is None or len(state) != len(self.counts):
             self.counts = None
         else:
-            self.counts = np.array(state if dist.get_rank() == 0 else [0] * size, np.int64)
+            self.counts = np.array(state if dist.get_rank() == 0 else [0] * len(state), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
