@@ -83,7 +83,8 @@ def kernels_line(facts: dict[str, Any]) -> str:
     """Return the chosen kernels in one line; those that are off are left out."""
     chosen: dict[str, dict[str, str]] = facts["kernels"]
     values = {_KERNEL_NAMES.get(key, key.split(".")[-1]): each["value"] for key, each in chosen.items()}
-    return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in values.items() if value != "false")
+    on = {name: value for name, value in values.items() if value not in ("false", "null")}
+    return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in on.items())
 
 
 def show_decided(screen: Terminal, resolution: Resolution, facts: dict[str, Any]) -> None:

@@ -19,21 +19,26 @@ _RUNNING: list[subprocess.Popen[str]] = []
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
-    """Start a child in a separate process group: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
+    """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
     kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
-    child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, process_group=0, **pipes)
+    child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, start_new_session=True, **pipes)
     _RUNNING.append(child)
     return child
 
 
 def end(child: subprocess.Popen[str]) -> None:
     """Kill a child and its own children. For a child that has ended, only remove it from the list."""
-    if child in _RUNNING:
-        _RUNNING.remove(child)
+    release(child)
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def release(child: subprocess.Popen[str]) -> None:
+    """Leave the end of a child to another owner."""
+    if child in _RUNNING:
+        _RUNNING.remove(child)
 
 
 def describe_failure(exit_code: int, errors: str) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -77,22 +78,15 @@ def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
     )
 
 
-def inspect_model(recipe: Recipe, *, offline: bool = False) -> Inspection:
-    """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device."""
-    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    raw = recipe.model_dump_json(by_alias=True)
-    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Inspection(problems=[Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s")])
-    finally:
-        children.end(child)
-    try:
-        document: dict[str, Any] = json.loads(output)
-    except ValueError:
-        return Inspection(problems=[_crashed(child.returncode, errors)])
+def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None) -> Inspection:
+    """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device.
+
+    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none.
+    """
+    output = (answer(INSPECT_SECONDS) if answer is not None else "") or _inspect_in_child(recipe, offline=offline)
+    if isinstance(output, Problem):
+        return Inspection(problems=[output])
+    document: dict[str, Any] = json.loads(output)
     found = Inspection(document)
     for problem in map(Problem.from_dict, document.pop("problems")):
         if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
@@ -103,6 +97,21 @@ def inspect_model(recipe: Recipe, *, offline: bool = False) -> Inspection:
             found.problems.append(problem)
     found.notices.extend(notices_from(document.pop("notices")))
     return found
+
+
+def _inspect_in_child(recipe: Recipe, *, offline: bool) -> str | Problem:
+    """Return the document of `fsdp_tune.model.loading.inspect`, or why there is none."""
+    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    raw = recipe.model_dump_json(by_alias=True)
+    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s")
+    finally:
+        children.end(child)
+    return output if child.returncode == 0 else _crashed(child.returncode, errors)
 
 
 def notices_from(raw: list[dict[str, Any]]) -> list[Notice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
-from fsdp_tune.jobs.kept_inspection import inspect_model_once
+from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
@@ -42,6 +42,7 @@ from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.merge.upload import check_access
@@ -158,6 +159,8 @@ class _Job:
     extensions: Sequence[Extension]
     options: TrainOptions
     observer: Observer
+    early: EarlyLaunch | None = None
+    """The first launcher, if it has been started while the inputs were checked."""
 
     @property
     def recipe(self) -> Recipe:
@@ -168,7 +171,7 @@ class _Job:
         start = self.decide_start()
         if start.is_finished:
             return self.finished(start)
-        with self.written(start) as job:
+        with self.written(start, starts_ranks=True) as job:
             return job.conclude(job.run_ranks())
 
     def decide_start(self) -> Start:
@@ -208,8 +211,11 @@ class _Job:
         ]
 
     @contextmanager
-    def written(self, start: Start) -> Iterator[_Job]:
-        """Check the inputs, write the run directory and own it. Yields this job with a recipe in which every key is decided."""
+    def written(self, start: Start, *, starts_ranks: bool = False) -> Iterator[_Job]:
+        """Check the inputs, write the run directory and own it. Yields this job with a recipe in which every key is decided.
+
+        If it `starts_ranks`, those of a single machine are started meanwhile. The launchers of several would wait for each other.
+        """
         run = self.plan.run
         if self.options.resume is not None:  # a mistyped directory is a new run
             source = start.checkpoint.path.name if start.checkpoint else "step 0"
@@ -217,26 +223,34 @@ class _Job:
         check_port(self.recipe)
         if self.recipe.training.push_to_hub:
             check_access(target_of(self.recipe))
-        inputs = self._check_inputs(start)
+        with start_early(self.plan, self.recipe) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
+            inputs = self._check_inputs(start, early)
+            with replace(self, resolution=inputs.resolution, early=early).owned(start, inputs) as job:
+                yield job
+
+    @contextmanager
+    def owned(self, start: Start, inputs: TrainingInputs) -> Iterator[_Job]:
+        """Write the run directory and own it. Yields this job."""
+        run = self.plan.run
         self.observer.inputs_checked(inputs)
-        job = replace(self, resolution=inputs.resolution)
         if self.options.overwrite and run.is_used:
             self.observer.message(f"the old run is now {move_aside(run)}")
         if start.is_new:
-            job.write(inputs, start)
+            self.write(inputs, start)
         with locked(run) as notices:
             self.observer.notices(notices)
             refuse_when_continued(run, start)
             if not start.is_new:
-                job.write(inputs, start)
+                self.write(inputs, start)
             self.observer.run_opened(run, self.plan.screen_log)
-            yield job
+            yield self
 
-    def _check_inputs(self, start: Start) -> TrainingInputs:
-        """Inspect the model and plan in child processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
+    def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
+        """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
         recipe, observer = self.recipe, self.observer
         with children.threads(2) as pool:
-            inspecting, planning = pool.submit(inspect_model_once, recipe), pool.submit(plan_here, recipe)
+            inspecting = pool.submit(inspect_model, recipe, answer=early.inspection if early is not None else None)
+            planning = pool.submit(plan_here, recipe)
             try:
                 encoder = load_encoder(recipe)
                 observer.notices(encoder.notices)
@@ -298,7 +312,7 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe))
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early)
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
                 if isinstance(event, Verdict):

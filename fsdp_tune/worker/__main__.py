@@ -7,21 +7,31 @@ import faulthandler
 import signal
 import sys
 import time
+from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.run.early_start import EarlyStart
 
 
 def main(arguments: list[str]) -> int:
     started = time.time()
-    if len(arguments) != 1:
+    from fsdp_tune.launch.command.accelerate import EARLY
+
+    *early, folder = arguments or [""]
+    if not folder or (early and (len(early) != 2 or early[0] != EARLY)):
         sys.stderr.write("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)\n")
         return 2
     from fsdp_tune.core.parent_death import die_with_parent
     from fsdp_tune.worker import rank as ranks
+    from fsdp_tune.worker.early import wait_for_run
     from fsdp_tune.worker.main import read_recipe, run_directory, run_rank
 
     die_with_parent()
-    run = run_directory(arguments[0])
+    run = run_directory(folder)
+    waited: dict[str, float] = {}
+    if early:
+        waited = wait_for_run(EarlyStart(Path(early[1])))
+        started = time.time()
     try:
         recipe = read_recipe(run)
         rank = ranks.read_rank(recipe, run)
@@ -39,7 +49,7 @@ def main(arguments: list[str]) -> int:
         if rank.is_first:
             screen.write(line + "\n")
 
-    outcome = run_rank(run, recipe, rank, say, started)
+    outcome = run_rank(run, recipe, rank, say, started, waited)
     if outcome.problem is not None and not run.rank_outcome(rank.index).is_file():
         # The disk refused the outcome. The launcher's log is open already and may still accept the message.
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,9 +34,15 @@ OUTCOME_SECONDS = 5.0
 """Time for which a rank tries to write its outcome to a disk that refuses it."""
 
 
-def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
-    """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank."""
+def run_rank(
+    run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float, waited: Mapping[str, float] | None = None
+) -> Outcome:
+    """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank.
+
+    `waited`: seconds of each phase before the run directory was complete, of a rank that started early.
+    """
     heartbeat = _heartbeat(run, recipe, rank)
+    heartbeat.count_before(waited or {})
     stop_request = StopRequest(_deadline(run, recipe, started))
     holder: list[FsdpTrainer] = []
     try:

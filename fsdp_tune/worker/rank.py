@@ -65,7 +65,7 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
     return rank
 
 
-def set_environment(recipe: Recipe, run: RunDir) -> None:
+def set_library_environment(recipe: Recipe) -> None:
     """Remove variables that a launcher or shell left for the libraries, and set those of the recipe, before they are imported.
 
     `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and other variables by default.
@@ -73,6 +73,11 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
     for name in [name for name in os.environ if name.startswith(OWNED_PREFIXES)]:
         del os.environ[name]
     os.environ.update(environment(recipe))
+
+
+def set_environment(recipe: Recipe, run: RunDir) -> None:
+    """Set the variables of the libraries and those that name a directory of the run, which must exist."""
+    set_library_environment(recipe)
     os.environ.update(flight.environment(run))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)  # TrainingArguments 5 has no logging_dir
 

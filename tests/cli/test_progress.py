@@ -131,6 +131,7 @@ KERNELS = {
         "kernels.loss": {"value": "chunked", "reason": "the logits are larger than one slice"},
         "kernels.liger": {"value": "false", "reason": "Liger is for GPUs"},
         "kernels.compile": {"value": "true", "reason": "the recipe requests it"},
+        "kernels.mlp_slice_tokens": {"value": "null", "reason": "the recipe does not set it"},
     }
 }
 

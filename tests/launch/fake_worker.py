@@ -1,5 +1,6 @@
 """A rank without torch that follows the script in RUN/fake.json. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
+After `--early DIRECTORY` it first waits for the run directory.
 A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
 ["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
@@ -20,6 +21,7 @@ from typing import Any
 
 from fsdp_tune.core.parent_death import die_with_parent
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.early_start import EarlyStart
 
 
 class Rank:
@@ -122,7 +124,10 @@ class Rank:
 
 def main() -> None:
     die_with_parent()
-    rank = Rank(RunDir(Path(sys.argv[1])))
+    *early, folder = sys.argv[1:]
+    while early and not EarlyStart(Path(early[1])).opened.exists():
+        time.sleep(0.02)
+    rank = Rank(RunDir(Path(folder)))
     parts = json.loads((rank.run.path / "fake.json").read_text())
     for name, *arguments in parts[str(rank.rank)]:
         rank.act(name, *arguments)

@@ -36,7 +36,7 @@ def test_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib:
 
 
 def test_recomputation_that_contradicts_another_key_is_not_tried() -> None:
-    tracer, seen = ModelTracer(240), list[str]()
+    tracer, seen = ModelTracer(270), list[str]()
 
     def trace(recipe: Recipe) -> Trace:
         seen.append(recipe.fsdp.activation_checkpointing)

@@ -37,6 +37,7 @@ from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.early_start import EarlyStart
 
 LAUNCHER_MODULE = "accelerate.commands.launch"
 DEFAULT_MULTI_MACHINE_PORT = 29500
@@ -44,6 +45,8 @@ DEFAULT_MULTI_MACHINE_PORT = 29500
 AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600
 SIGNALS_TO_HANDLE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOOPBACK = "127.0.0.1"
+EARLY = "--early"
+"""Argument of the worker module before a directory of `run.early_start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,12 @@ class LaunchPlan:
     def screen_log(self) -> Path:
         """The file with the lines that this machine's command prints."""
         return self.run.logs / ("train.log" if self.machine_rank == 0 else f"train-{self.machine_rank:02d}.log")
+
+    def early_argv(self, files: EarlyStart) -> list[str]:
+        """Return the command of ranks that wait for the run directory, which does not exist yet."""
+        *before, module, run = self.argv
+        words = [str(files.accelerate_yaml) if word == str(self.run.accelerate_yaml) else word for word in before]
+        return [*words, module, EARLY, str(files.path), run]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of launch.json, with secrets masked."""

@@ -19,6 +19,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import is_for
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import WorkCounter
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.recipe.schema import Recipe
@@ -34,7 +35,9 @@ RowsOfStep = Callable[[int], str | None]
 class Attempts:
     """The launches of one command on one machine. With several machines the first decides and the others follow."""
 
-    def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep) -> None:
+    def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep, early: EarlyLaunch | None = None) -> None:
+        """`early`: the launcher of the first launch, if it has already been started."""
+        self._early = early
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
         self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
@@ -90,7 +93,8 @@ class Attempts:
             self._machines.end(ended)
 
     def _launch(self) -> Generator[Event, None, tuple[Supervisor, Verdict]]:
-        supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines)
+        early, self._early = self._early, None
+        supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines, early=early)
         for event in supervisor.events():
             if isinstance(event, Verdict):
                 return supervisor, event

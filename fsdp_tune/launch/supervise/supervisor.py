@@ -26,6 +26,7 @@ from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.coordination import Machines
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
@@ -69,8 +70,12 @@ Event = Logged | Message | Verdict
 
 
 class Supervisor:
-    def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None) -> None:
+    def __init__(
+        self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None, early: EarlyLaunch | None = None
+    ) -> None:
+        """`early`: the launcher, if it has already been started."""
         self._plan = plan
+        self._early = early
         self._machines = machines or Machines(plan.run, plan.machine_rank, 1, timeout_seconds=hang_timeout_seconds)
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
@@ -104,6 +109,7 @@ class Supervisor:
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
+                    self._copy_early_log()
                     yield from self._pass_on_signals(launcher, watch)
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
@@ -112,6 +118,7 @@ class Supervisor:
             finally:
                 left = _kill_remaining(launcher, watch)
         watch.read_all()
+        self._copy_early_log()
         yield from self._logged(metrics)
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
@@ -136,7 +143,9 @@ class Supervisor:
             self._last_logged_step = max(self._last_logged_step, _step_of(line))
             yield Logged(line)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[str]:
+        if self._early is not None:
+            return self._early.open()
         with DISK.open_private(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
                 ends_with_parent(list(self._plan.argv)),
@@ -145,7 +154,12 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the ranks once, through this process
+                text=True,
             )
+
+    def _copy_early_log(self) -> None:
+        if self._early is not None and self._run.logs.is_dir():
+            self._early.copy_log(self._plan.launcher_log)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -161,7 +175,7 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on_signals(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+    def _pass_on_signals(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         """Send the first signal to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
         if not self._signals:
             return
@@ -176,7 +190,7 @@ class Supervisor:
             self._gave_up_saving = True
             yield Message(f"{signal.Signals(last).name}: stopping at once")
 
-    def _end_if_needed(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+    def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
         silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
         if self._machines.is_poll_due():
@@ -208,7 +222,7 @@ class Supervisor:
         if watch.all_ended_at is not None and now - watch.all_ended_at > limit_seconds:
             launcher.kill()
 
-    def _report_hang(self, launcher: subprocess.Popen[bytes], watch: RankWatch, silent_seconds: float) -> Problem:
+    def _report_hang(self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float) -> Problem:
         """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Returns the problem."""
         found, texts = watch.stacks()
         mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
@@ -265,7 +279,7 @@ def _step_of(line: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _kill_remaining(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
+def _kill_remaining(launcher: subprocess.Popen[str], watch: RankWatch) -> list[int]:
     """Kill the remaining processes of this launch, also if the caller stopped iterating. Returns the pids that do not die."""
     watch.expects_deaths = True
     processes = watch.alive

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,6 +52,7 @@ class HeartbeatWriter:
         self._written_step = -1
         self._phase_began = self._progressed_at = time.monotonic()
         self.began_at = time.time()
+        """Wall-clock time at which the first counted phase began."""
         self.phase_seconds: dict[str, float] = {}
         """How long the training thread was in each phase, without the current one."""
         self._moved_bytes = 0
@@ -66,6 +67,11 @@ class HeartbeatWriter:
         """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
         self.waited_seconds = 0.0
         """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.observe.step_progress`."""
+
+    def count_before(self, phase_seconds: Mapping[str, float]) -> None:
+        """Count phases before this object existed."""
+        self.phase_seconds.update(phase_seconds)
+        self.began_at -= sum(phase_seconds.values())
 
     @property
     def phase(self) -> str:
