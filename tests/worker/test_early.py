@@ -64,7 +64,7 @@ def test_first_rank_inspects_the_model_as_the_inspection_of_a_command_does(tmp_p
 PROGRAM = """
 import os, pathlib, signal, sys, time
 from fsdp_tune.run.early_start import EarlyStart
-from fsdp_tune.worker import early
+import fsdp_tune.worker.__main__ as early
 files = EarlyStart(pathlib.Path(sys.argv[1]))
 def fail(files, recipe): {failure}
 early._inspect = fail

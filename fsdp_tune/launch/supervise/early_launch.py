@@ -1,7 +1,7 @@
 """Start the launcher of a run while the command still checks its inputs, so that the ranks import the libraries meanwhile.
 
 The command, the inspection of the model and the ranks all need seconds of imports. Here the ranks import once and side by side with the
-checks, and the first of them also inspects the model (`worker.early`). If the checks fail, everything is killed and nothing is written.
+checks, and the first of them also inspects the model (`worker.__main__`). If the checks fail, everything is killed and nothing is written.
 """
 
 from __future__ import annotations
