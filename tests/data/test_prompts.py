@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.tokenise import chat as chat_module
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import CHATML, ByteEncoder
@@ -47,3 +48,10 @@ def test_prompt_that_cannot_be_answered_is_refused(prompts: list[Any], template:
     assert problem.code == code
     assert words in problem.message
     assert str(problem.where.key).startswith("training.sample.prompts")
+
+
+def test_endless_template_of_a_prompt_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.3)
+    endless = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(FsdpTuneError, match="runs for more than"):
+        sample_prompts(recipe([[USER]]), ByteEncoder(template=endless))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
 
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
@@ -103,7 +104,7 @@ def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bo
     Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
     prefix-stable at a trained answer, or leaves out a part of one.
     """
-    with _time_limit():
+    with template_time_limit():
         rendering = Rendering(chat, template, encoder)
         if check_repeat and rendering.whole != rendering.render(len(chat.messages)):
             raise RowError("the chat template renders the same conversation differently each time")
@@ -134,12 +135,15 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
 
 
 @contextmanager
-def _time_limit() -> Iterator[None]:
-    """Interrupt Python code (which a template becomes) after TEMPLATE_SECONDS of CPU time; needs the main thread of its process.
+def template_time_limit() -> Iterator[None]:
+    """Interrupt Python code (which a template becomes) after TEMPLATE_SECONDS of CPU time.
 
-    CPU time is measured, so that the load of the machine does not change which rows are bad.
+    CPU time is measured, so that the load of the machine does not change which rows are bad. Raises: RowError at the limit; usage error
+    outside the main thread, which alone receives signals.
     """
-    assert threading.current_thread() is threading.main_thread(), "signals reach the main thread alone"
+    if threading.current_thread() is not threading.main_thread():
+        message = "chat templates are rendered under a time limit, which needs the main thread of a process"
+        raise usage_error("not-main-thread", message, hint="call it from there")
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise _TemplateTimeoutError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.tokenise.chat import template_time_limit
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.recipe.schema import Recipe
 
@@ -49,7 +50,8 @@ def _rendered(messages: list[dict[str, str]], encoder: Encoder, where: Where) ->
         hint = "set `data.chat_template`, or write the prompt as text"
         raise usage_error("no-chat-template", "the prompt is a chat, and the tokenizer has no chat template", where=where, hint=hint)
     try:
-        return encoder.render(messages, encoder.chat_template, tools=None, generation_prompt=True)
+        with template_time_limit():
+            return encoder.render(messages, encoder.chat_template, tools=None, generation_prompt=True)
     except FsdpTuneError:
         raise
     except Exception as error:
