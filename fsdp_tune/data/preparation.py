@@ -33,7 +33,7 @@ from fsdp_tune.run.manifest import Manifest
 
 SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
-DATA_FORMAT = 5
+DATA_FORMAT = 6
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 
 

@@ -70,11 +70,13 @@ class ByteEncoder:
             messages=messages, tools=tools, add_generation_prompt=generation_prompt, eos_token=self.eos_token, **variables
         )
 
-    def render_marked(self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marked = render_jinja_template(
-            [messages], tools, chat_template=template, return_assistant_tokens_mask=True, eos_token=self.eos_token
+            [messages], tools, chat_template=template, return_assistant_tokens_mask=True, eos_token=self.eos_token, **variables
         )
         return texts[0], marked[0]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise import chat as chat_module
@@ -106,6 +109,31 @@ def test_template_that_rewrites_earlier_answers_gives_an_example_for_each_answer
     ]
     last = tokenised(conversation("a", "b", "c", "d", trained="last"), REASONING, encoder)
     assert shown(last, encoder) == split[1]
+
+
+def test_variables_of_the_row_reach_the_template_and_decide_the_reasoning() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    template = REASONING.replace("{% if m.role == 'assistant' and loop.last %}", "{% if m.role == 'assistant' and loop.last and date %}")
+    chat = replace(conversation("a", "b"), variables={"date": True, "enable_thinking": True})
+    assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n[<think>\n\n</think>\n\nb<|im_end|>]\n")
+    chat = replace(chat, variables={"date": True, "enable_thinking": False})
+    assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n")
+    assert shown(tokenised(conversation("a", "b"), template, encoder), encoder).endswith("assistant\n[b<|im_end|>]\n")
+
+
+def test_variables_of_the_row_reach_a_template_with_generation_markers() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    template = MARKED.replace("MARKED", "{% generation %}{{ m.content }}{{ mood or '' }}<|im_end|>{% endgeneration %}")
+    chat = replace(conversation("a", "b"), variables={"mood": "!"})
+    assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n[b!<|im_end|>]\n")
+
+
+def test_half_of_a_surrogate_pair_in_json_text_of_a_row_is_refused() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}], (False, True))
+    function = "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
+    values = "{% for c in m.tool_calls or [] %}" + function + "{% endfor %}"
+    assert "contains `\\ud800`, half of a surrogate pair" in refused(chat, CHATML.replace("{{ m.content }}", values))
 
 
 def test_conversation_with_too_long_contexts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,3 +270,8 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 5
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_rendering_outside_the_main_thread_is_a_usage_error() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(FsdpTuneError, match="main thread"):
+        pool.submit(tokenised, conversation("a", "b"), CHATML, ByteEncoder()).result()

@@ -185,6 +185,14 @@ def test_sharegpt_speakers_become_roles_and_a_system_column_comes_first() -> Non
     assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [USER, ANSWER]
 
 
+def test_system_column_of_messages_comes_first() -> None:
+    row = {"system": "be brief", "messages": [USER, ANSWER]}
+    assert example("messages", row, loss_on="assistant").messages == [{"role": "system", "content": "be brief"}, USER, ANSWER]
+    row = {"system": "be brief", "prompt": [USER], "completion": [ANSWER]}
+    chat = example("prompt_completion", row, loss_on="assistant")
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+
+
 def test_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
     call = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
     turns = [
@@ -273,3 +281,48 @@ def test_call_of_a_function_that_tools_does_not_define_is_refused() -> None:
 def test_calls_in_a_row_without_tools_are_noted() -> None:
     chat = example("messages", {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]}, loss_on="assistant")
     assert [note.kind for note in chat.notes] == ["tools-missing"]
+
+
+@pytest.mark.parametrize("calls", [[], "[]", "null", " ", None])
+def test_empty_tool_calls_are_absent_calls(calls: Any) -> None:
+    """Templates test whether a message has the key, and Arrow stores a column of lists without nulls."""
+    chat = example("messages", {"messages": [USER | {"tool_calls": calls}, ANSWER | {"tool_calls": calls}]}, loss_on="assistant")
+    assert chat.messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_part_that_is_not_text_is_refused_though_arrow_gives_it_an_empty_text(kind: str) -> None:
+    parts = [{"type": kind, "text": ""}, {"type": "text", "text": "a"}]
+    says = refused("messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant")
+    assert f"message 1: part 1 of `content` is of type `{kind}`" in says
+
+
+def test_text_parts_of_openai_responses_are_text() -> None:
+    row = {
+        "messages": [
+            USER | {"content": [{"type": "input_text", "text": "a?"}]},
+            ANSWER | {"content": [{"type": "output_text", "text": "b"}]},
+        ]
+    }
+    assert example("messages", row, loss_on="assistant").messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [({"enable_thinking": False, "x": None}, {"enable_thinking": False}), ('{"a": 1}', {"a": 1}), (None, {}), ("", {})],
+)
+def test_template_variables_are_an_object_or_its_json_text(given: Any, variables: dict[str, Any]) -> None:
+    chat = example("messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant")
+    assert chat.variables == variables
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([1], "column `chat_template_kwargs` holds a list instead of an object"),
+        ("{", "column `chat_template_kwargs` holds text that is not JSON"),
+        ({"add_generation_prompt": True}, "sets `add_generation_prompt`, which is not a variable of chat templates"),
+    ],
+)
+def test_malformed_template_variables_are_refused(given: Any, says: str) -> None:
+    assert says in refused("messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant")

@@ -11,6 +11,14 @@ Message = dict[str, Any]
 
 FUNCTION_CALL = "function_call"
 """LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`."""
+VARIABLES = "chat_template_kwargs"
+RESERVED_VARIABLES = (
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
+    "return_assistant_tokens_mask",
+)  # fmt: skip
+"""Arguments of transformers' `apply_chat_template` that the package sets."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a part of `content`; the last two are those of OpenAI's Responses."""
 ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool", FUNCTION_CALL)}
 ROLE_OF_SHAREGPT = {
     "system": "system",
@@ -27,19 +35,21 @@ ROLE_OF_SHAREGPT = {
 
 
 def read_messages(row: dict[str, Any], column: str, roles: Mapping[str, str]) -> list[Message]:
-    """Return messages with `role` and `content`. `roles` extends the known roles."""
+    """Return messages with `role` and `content`, after that of a column `system`. `roles` extends the known roles."""
     known = {**ROLE_OF_MESSAGE, **roles}
-    return [_message(_object(turn, index), index, known) for index, turn in enumerate(_turns(row, column), 1)]
+    return _after_system([_message(_object(turn, index), index, known) for index, turn in enumerate(_turns(row, column), 1)], row)
 
 
 def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message]:
     """Return the messages of the column `conversations` (turns with `from` and `value`, or messages), after that of a column `system`."""
     turns = [_object(turn, index) for index, turn in enumerate(_turns(row, "conversations"), 1)]
     if "role" in turns[0]:
-        messages = read_messages(row, "conversations", roles)
-    else:
-        known = {**ROLE_OF_SHAREGPT, **roles}
-        messages = [_message(_renamed_turn(turn), index, known) for index, turn in enumerate(turns, 1)]
+        return read_messages(row, "conversations", roles)
+    known = {**ROLE_OF_SHAREGPT, **roles}
+    return _after_system([_message(_renamed_turn(turn), index, known) for index, turn in enumerate(turns, 1)], row)
+
+
+def _after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
     system: object = row.get("system")
     if not system:
         return messages
@@ -54,17 +64,36 @@ def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message
 
 def read_tools(row: dict[str, Any]) -> list[Any] | None:
     """Return the list in the column `tools`, which may be JSON text; None if it is empty."""
-    tools: object = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = parse_text(tools)
-        except ValueError as error:
-            raise ColumnError("tools", f"holds text that is not JSON: {error}") from error
+    tools = _parsed_column(row, "tools")
     if not tools:
         return None
     if not isinstance(tools, list):
         raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
     return without_nulls(cast(list[Any], tools))
+
+
+def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
+    variables = _parsed_column(row, VARIABLES)
+    if not variables:
+        return {}
+    if not isinstance(variables, dict):
+        raise ColumnError(VARIABLES, f"holds {kind_of(variables)} instead of an object")
+    reserved = next((name for name in RESERVED_VARIABLES if name in variables), None)
+    if reserved is not None:
+        raise ColumnError(VARIABLES, f"sets `{reserved}`, which is not a variable of chat templates")
+    return without_nulls(cast(dict[str, Any], variables))
+
+
+def _parsed_column(row: dict[str, Any], column: str) -> object:
+    """Return the value of a column, parsed if it is JSON text; None for blank text."""
+    value: object = row.get(column)
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_text(value) if value.strip() else None
+    except ValueError as error:
+        raise ColumnError(column, f"holds text that is not JSON: {error}") from error
 
 
 def tool_names(tools: list[Any]) -> Iterator[str | None]:
@@ -155,7 +184,7 @@ def _message(message: Message, index: int, roles: Mapping[str, str]) -> Message:
         content = _joined_parts(cast(list[Any], content), index)
     if role == FUNCTION_CALL:
         return message | {"role": "assistant", "content": "", "tool_calls": _function_calls(content, index)}
-    calls = _tool_calls(message.get("tool_calls"), index)
+    calls = _tool_calls(message.pop("tool_calls", None), index)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -170,18 +199,18 @@ def _joined_parts(parts: list[Any], index: int) -> str:
     for number, part in enumerate(parts, 1):
         fields = cast(dict[str, Any], part) if isinstance(part, dict) else {}
         text: object = part if isinstance(part, str) else fields.get("text")
-        if not isinstance(text, str):
-            kind = fields.get("type")
-            what = f"of type `{kind}`" if isinstance(kind, str) and kind != "text" else "not text"
+        kind = fields.get("type", "text")
+        if not isinstance(text, str) or kind not in TEXT_PARTS:  # Arrow may give a part of another type an empty `text`
+            what = f"of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else "not text"
             raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
         texts.append(text)
     return "".join(texts)
 
 
 def _tool_calls(value: object, index: int) -> list[Any]:
-    """Return the list of tool calls, which some data sets store as JSON text."""
+    """Return the list of tool calls, which some data sets store as JSON text; [] for null or blank text."""
     if isinstance(value, str):
-        value = _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
+        value = None if not value.strip() else _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):

@@ -6,7 +6,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.data.format.conversations import Message, check_tool_messages, read_messages, read_sharegpt, read_tools, take_training_mark
+from fsdp_tune.data.format.conversations import (
+    Message,
+    check_tool_messages,
+    read_messages,
+    read_sharegpt,
+    read_template_variables,
+    read_tools,
+    take_training_mark,
+)
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
@@ -59,6 +67,8 @@ class Chat:
     trained: tuple[bool, ...] | None
     """One flag per message; None = every token of the conversation is trained."""
     tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Values for variables of the chat template, such as `enable_thinking`."""
     notes: tuple[Note, ...] = field(default=(), repr=False, compare=False)
     """Parts of the row that were dropped or had no effect. Excluded from `repr` and comparison."""
 
@@ -120,7 +130,8 @@ class FormatSettings:
 
     def _prompt_completion(self, row: dict[str, Any]) -> Text | Chat:
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # both are chats, as in TRL
-            prompt, completion = (read_messages(row, column, self.roles) for column in ("prompt", "completion"))
+            prompt = read_messages(row, "prompt", self.roles)
+            completion = read_messages(row | {"system": None}, "completion", self.roles)
             return self._chat([*prompt, *completion], row, first_answer=len(prompt))
         completion = _text(row, "completion")
         if not completion.strip():
@@ -147,11 +158,12 @@ class FormatSettings:
         if not answers:
             raise RowError("no message is from the assistant: there is no answer to train on")
         tools = read_tools(row)
+        variables = read_template_variables(row)
         lacks_tools = check_tool_messages(messages, tools)
         if self.loss_on == "all":
             if False in marks:
                 raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
-            return Chat(messages, None, tools)
+            return Chat(messages, None, tools, variables)
         wanted = answers[-1:] if self.loss_on == "last_assistant" else answers
         kept = messages[: answers[-1] + 1]
         trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
@@ -160,7 +172,7 @@ class FormatSettings:
             notes.append(Note("tools-missing", "tool calls"))
         if len(kept) < len(messages):
             notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
-        return Chat(kept, trained, tools, tuple(dict.fromkeys(notes)))
+        return Chat(kept, trained, tools, variables, tuple(dict.fromkeys(notes)))
 
     def _ids(self, row: dict[str, Any]) -> Ids:
         ids = _numbers(row, "input_ids")

@@ -25,6 +25,7 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that switch reasoning on and off. The generation prompt then supplies the beginning of the answer, such as an
 empty reasoning block (Qwen3, GLM 4.5, DeepSeek V3.1)."""
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 SHOWN = 30
 """Number of characters of a rendered text to show in a message."""
 
@@ -47,12 +48,14 @@ class Rendering:
     def __init__(self, chat: Chat, template: str, encoder: Encoder) -> None:
         self._chat, self._template, self._encoder = chat, template, encoder
         self._special = re.compile("|".join(token.pattern for token in encoder.special_tokens) or r"(?!)")
-        self._switches = [name for name in REASONING_SWITCHES if re.search(rf"\b{name}\b", template)]
+        self._switches = [name for name in REASONING_SWITCHES if re.search(rf"\b{name}\b", template) and name not in chat.variables]
         self.whole = self._render_whole()
+        if (half := SURROGATE.search(self.whole)) is not None:  # JSON text inside a row may contain one
+            raise RowError(f"the rendered conversation contains `{ascii(half[0])[1:-1]}`, half of a surrogate pair and not a character")
 
     def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
         """Render the first `count` messages as text. Raises: RowError if the template raises."""
-        messages, tools = self._chat.messages[:count], self._chat.tools
+        messages, tools, variables = self._chat.messages[:count], self._chat.tools, self._chat.variables | variables
         with self._template_errors(count):
             return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
 
@@ -169,7 +172,9 @@ class Rendering:
         trained, the second always. Raises: RowError if they exclude another part of the answer.
         """
         with self._template_errors(index + 1):
-            text, marked = self._encoder.render_marked(self._chat.messages[: index + 1], self._template, tools=self._chat.tools)
+            text, marked = self._encoder.render_marked(
+                self._chat.messages[: index + 1], self._template, tools=self._chat.tools, **self._chat.variables
+            )
         if text != answer.text:
             raise RowError("the chat template renders the same conversation differently each time")
         done = answer.begin

@@ -79,6 +79,8 @@ class Encoder(TextEncoder, Protocol):
         """Render a conversation as text. Exceptions of the template are not caught."""
         ...
 
-    def render_marked(self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         ...

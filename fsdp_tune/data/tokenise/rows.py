@@ -360,6 +360,6 @@ def _content(example: Example) -> list[Any]:
         case Text():
             return ["text", example.prompt + example.completion]
         case Chat():
-            return ["chat", example.messages, example.tools or []]
+            return ["chat", example.messages, example.tools or [], *([example.variables] if example.variables else [])]
         case Ids():
             return ["ids", list(example.input_ids)]

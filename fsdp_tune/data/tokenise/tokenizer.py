@@ -112,13 +112,15 @@ class TokenizerEncoder:
         assert isinstance(rendered, str)
         return rendered
 
-    def render_marked(self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # annotated as returning a str
-        names = self.tokenizer.special_tokens_map
-        texts, marked = render([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **names)
+        given = {**self.tokenizer.special_tokens_map, **variables}
+        texts, marked = render([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **given)
         return texts[0], marked[0]
 
     def _digest(self) -> str:
