@@ -141,7 +141,34 @@ def test_bad_row_is_named_with_its_line_or_skipped(tmp_path: Path) -> None:
 def test_too_few_rows_for_the_lanes_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts("a", 3))
     with pytest.raises(FsdpTuneError, match="too few to stream"):
-        rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=8), 16)
+        rows_of_run(stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, lanes=8), 16)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_source_with_fewer_rows_than_lanes_has_its_share(tmp_path: Path, shuffle: bool) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 5))
+    write_jsonl(tmp_path / "b.jsonl", texts("b", 2000))
+    entries = ({"path": str(tmp_path / f"{name}.jsonl"), "weight": 0.5} for name in "ab")
+    stream = stream_of(tmp_path, *entries, lanes=16, shuffle=shuffle, shuffle_buffer_size=160)
+    counts = Counter(read(row)[:6] for row in rows_of_run(stream, 1600) if read(row)[0] == "a")
+    assert counts.total() == pytest.approx(800, rel=0.1)
+    assert min(counts.values()) > 0.9 * max(counts.values())
+    for number in range(stream.lanes):
+        rows = list(islice(iter(Lane(stream, number, stream.first_state())), 40))
+        resumed = islice(iter(Lane(stream, number, rows[19].after)), 20)
+        assert [read(row) for row in resumed] == [read(row) for row in rows[20:]]
+
+
+def test_lane_that_took_a_source_for_empty_keeps_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.data.stream.lanes.EMPTY_PASSES", 0)
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 4))
+    write_jsonl(tmp_path / "b.jsonl", texts("b", 200))
+    entries = ({"path": str(tmp_path / f"{name}.jsonl"), "weight": 0.5} for name in "ab")
+    stream = stream_of(tmp_path, *entries, lanes=8, shuffle_buffer_size=80)
+    for number in range(stream.lanes):
+        rows = list(islice(iter(Lane(stream, number, stream.first_state())), 40))
+        resumed = islice(iter(Lane(stream, number, rows[19].after)), 20)
+        assert [read(row) for row in resumed] == [read(row) for row in rows[20:]]
 
 
 @pytest.mark.parametrize("packing", [True, False])

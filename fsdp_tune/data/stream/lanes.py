@@ -33,6 +33,10 @@ PACKED_WINDOW = 100
 """Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among them."""
 MOST_UNTRAINED = 10_000
 """Rows without a trained token that a lane reads in turn before it ends the run."""
+EMPTY_PASSES = 32
+"""Passes, times lanes, in which a lane finds no row of a source before it takes it for empty. The rows of a small source are in few lanes
+in each pass, and in others in the next."""
+NO_UNIT = -1
 UNITS, EXAMPLES, ROWS = range(3)
 """Purposes of hashes, so that no two permutations are the same."""
 
@@ -44,7 +48,7 @@ class Cursor:
     passes: int = 0
     """Complete passes over the lane's part of the source."""
     unit: int = 0
-    """Among the units of the lane in this pass."""
+    """Among the units of the lane in this pass; NO_UNIT if the source is empty."""
     row: int = 0
     """Rows read of the unit, bad ones included."""
 
@@ -170,15 +174,16 @@ class _Reader:
     def __init__(self, stream: RowStream, source: int, lane: int, cursor: Cursor) -> None:
         self._stream, self._source, self._index, self._lane = stream, stream.sources[source], source, lane
         self.cursor = cursor
-        self._has_rows = cursor.unit > 0 or cursor.row > 0
+        self._has_rows = cursor.row > 0  # a lane stops after a row, unless the source has ended
         """Whether this pass has given a row."""
+        self._empty_passes = 0
         self._units = self._units_of_pass()
         self._rows = self._open()
 
     @property
     def has_ended(self) -> bool:
         repeats = self._source.repeats
-        return not self._units or (repeats is not None and self.cursor.passes >= repeats)
+        return self.cursor.unit == NO_UNIT or (repeats is not None and self.cursor.passes >= repeats)
 
     def take(self, count: int) -> tuple[list[RawRow], list[tuple[int, BadRow]]]:
         """Return up to `count` rows, and the bad ones between them with the number of their file."""
@@ -202,10 +207,11 @@ class _Reader:
         return rows, bad
 
     def _units_of_pass(self) -> list[int]:
-        """Return the numbers of the lane's units within the source."""
-        stream, count = self._stream, len(self._source.units)
-        numbers = shuffled(count, stream.seed, UNITS, self._index, self.cursor.passes) if stream.shuffle else np.arange(count)
-        return [int(number) for number in numbers[self._lane :: stream.lanes]]
+        """Return the numbers of the lane's units within the source. They are others in each pass: see EMPTY_PASSES."""
+        stream, count, passes = self._stream, len(self._source.units), self.cursor.passes
+        if stream.shuffle:
+            return shuffled(count, stream.seed, UNITS, self._index, passes)[self._lane :: stream.lanes].tolist()
+        return list(range((self._lane + passes) % stream.lanes, count, stream.lanes))
 
     def _open(self) -> Iterator[NumberedRow | BadRow]:
         return iter(()) if self.has_ended else self._source.units[self._units[self.cursor.unit]].read(self.cursor.row)
@@ -214,9 +220,10 @@ class _Reader:
         if self.cursor.unit + 1 < len(self._units):
             self.cursor = Cursor(self.cursor.passes, self.cursor.unit + 1)
         else:
-            self.cursor = Cursor(self.cursor.passes + 1)
-            self._units = self._units_of_pass() if self._has_rows else []  # a part without rows would be read for ever
-            self._has_rows = False
+            self._empty_passes = 0 if self._has_rows else self._empty_passes + 1
+            is_empty = self._empty_passes > EMPTY_PASSES * self._stream.lanes
+            self.cursor = Cursor(self.cursor.passes + 1, NO_UNIT if is_empty else 0)
+            self._units, self._has_rows = self._units_of_pass(), False
         self._rows = self._open()
 
 
