@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.read import arrow_rows
-from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.read.json_rows import BadRow, Part
 from fsdp_tune.data.read.readers import read_rows
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei ä\u2028\u0085\u000b ü"}, {"text": "three"}]
@@ -142,6 +142,15 @@ def test_broken_json_list_is_refused_with_line_and_column(tmp_path: Path, text: 
     path.write_text(text)
     found = problem(path, "json")
     assert (found.where.line, found.where.column) == (line, column)
+
+
+def test_json_list_that_lanes_share_is_refused_above_their_part_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 100}] * 8))
+    monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_DOCUMENT_BYTES", 4 << 10)
+    assert len(list(read_rows(tmp_path / "a.json", "json"))) == 8
+    assert len(list(read_rows(tmp_path / "a.json", "json", Part(1, 4)))) == 2
+    with pytest.raises(FsdpTuneError, match="16 lanes of a stream"):
+        list(read_rows(tmp_path / "a.json", "json", Part(0, 16)))
 
 
 def test_rows_of_a_list_on_one_line_are_counted(tmp_path: Path) -> None:

@@ -164,7 +164,10 @@ def _json_lines(file: io.BufferedReader, path: Path | str, part: Part) -> Rows: 
 
 
 def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
-    """Yield the rows of a `.json` file, which is either a list of objects or one object per line."""
+    """Yield the rows of a `.json` file, which is either a list of objects or one object per line.
+
+    A list is read completely, by each of the readers that share its file, which together may hold MAX_DOCUMENT_BYTES.
+    """
     head = file.peek(PEEK_BYTES).lstrip()
     if not head.startswith(b"["):
         if head.split(b"\n", 1)[0].strip() == b"{":
@@ -173,14 +176,17 @@ def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
             )
         yield from _json_lines(file, path, part)
         return
-    raw = file.read(MAX_DOCUMENT_BYTES + 1)
-    if len(raw) > MAX_DOCUMENT_BYTES:
-        raise _unreadable(path, f"one JSON list of more than {MAX_DOCUMENT_BYTES >> 30} GiB", "write one object a line (`jq -c '.[]'`)")
+    most = MAX_DOCUMENT_BYTES // part.step
+    raw = file.read(most + 1)
+    if len(raw) > most:
+        readers = f", which {part.step} lanes of a stream would hold" if part.step > 1 else ""
+        raise _unreadable(path, f"one JSON list of more than {most >> 20} MiB{readers}", "write one object a line (`jq -c '.[]'`)")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise _unreadable(path, f"not UTF-8: byte 0x{raw[error.start]:02x}", line=line) from error
+    del raw  # it would stay while the rows are read
     yield from islice(document_rows(text, path), part.first, None, part.step)
 
 
