@@ -85,6 +85,7 @@ def test_mistake_is_reported_once_at_its_line_with_what_to_type(tmp_path: Path, 
     [
         ("training.report_to=wandb,tensorboard", "`wandb,tensorboard`", "`[wandb, tensorboard]`"),
         ("data.train[0].path=x", "leads into a list", "`--set data.train=[{path: x}]`"),
+        ("data.train.0.path=x", "leads into a list", "`--set data.train=[…]`"),
         ("training.seed:1", "not `KEY=VALUE`", "`--set training.seed=1`"),
         ("model.freeze=a,b", "takes a list", "`[a, b]`"),
     ],

@@ -127,10 +127,10 @@ def _lost(tree: MappingNode, path: Path, entry: MappingEntry) -> list[str]:
 
 def _put(tree: MappingNode, path: Path, entry: MappingEntry, where: Where) -> list[Problem]:
     holder = tree
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1], 1):
         inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
-            hint = f"set the full list: `--set {part}=[…]`"
+            hint = f"set the full list: `--set {shown(dotted(path[:depth]))}=[…]`"
             return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
         if not isinstance(inner, MappingNode):
             inner = MappingNode({}, where)
