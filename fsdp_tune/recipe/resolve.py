@@ -17,7 +17,7 @@ from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes
+from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes, readers_of_rows
 
 ASSUMED_DEVICES = 8
 """Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
@@ -207,7 +207,8 @@ class _Resolver:
                 self.decide("training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given")
             else:
                 steps = training.global_batch_size // at_once
-                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {size} ranks)"
+                readers = readers_of_rows(self.recipe, size)
+                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {readers})"
                 self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
         if training.per_device_eval_batch_size is None:
             rows = self.data["training"]["per_device_train_batch_size"]

@@ -159,7 +159,7 @@ def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
             yield Finding("contradiction", keys, message, "leave `gradient_accumulation_steps` out")
         return
     size = data_ranks(recipe, world)
-    at_once, ranks = micro * size, _of_rows(recipe, size)
+    at_once, ranks = micro * size, readers_of_rows(recipe, size)
     if accumulation is not None and at_once * accumulation != wanted:
         message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {ranks} × {accumulation} accumulation"
         hint = f"that makes {at_once * accumulation}; leave one of the two out"
@@ -179,7 +179,8 @@ def budget_accumulation(recipe: Recipe, world: World) -> int:
     training = recipe.training
     assert training.global_batch_size is not None
     assert training.per_device_train_batch_tokens is not None
-    return -(-training.global_batch_size // (training.per_device_train_batch_tokens // recipe.data.max_length * data_ranks(recipe, world)))
+    rows = max(1, training.per_device_train_batch_tokens // recipe.data.max_length)  # `rules.training` refuses a budget of less than one
+    return -(-training.global_batch_size // (rows * data_ranks(recipe, world)))
 
 
 def gradient_sums_are_exact(recipe: Recipe, world: World) -> Iterator[Finding]:
@@ -230,7 +231,7 @@ def lanes_of(recipe: Recipe, world: World) -> int:
 def lanes_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
     lanes, size = recipe.data.stream_lanes, data_ranks(recipe, world)
     if recipe.data.streaming and lanes != "auto" and lanes % size:
-        message = f"`data.stream_lanes: {lanes}` does not divide by {_of_rows(recipe, size)}, each of which reads lanes of its own"
+        message = f"`data.stream_lanes: {lanes}` does not divide by {readers_of_rows(recipe, size)}, each of which reads lanes of its own"
         hint = f"train on a number of ranks that divides {lanes}, or start a new run with {-(-lanes // size) * size} lanes"
         yield Finding("indivisible", ("data.stream_lanes", "launch.num_processes"), message, hint)
 
@@ -245,7 +246,7 @@ def batch_arithmetic(recipe: Recipe) -> str:
     """Describe the batch of a resolved recipe in one line, for `plan`, `train` and the report."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
-    ranks = _of_rows(recipe, recipe.data_size)
+    ranks = readers_of_rows(recipe, recipe.data_size)
     if training.per_device_train_batch_tokens is not None:
         factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {ranks} × {steps} accumulation"
         return f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
@@ -253,7 +254,7 @@ def batch_arithmetic(recipe: Recipe) -> str:
     return f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
 
 
-def _of_rows(recipe: Recipe, size: int) -> str:
+def readers_of_rows(recipe: Recipe, size: int) -> str:
     """Describe what reads rows of its own: `8 ranks`, or `2 groups of 4 ranks`."""
     sequence = recipe.parallelism.sp_size
     return _count(size, "rank") if sequence == 1 else f"{_count(size, 'group')} of {sequence} ranks"

@@ -45,6 +45,10 @@ def refused(
         ("launch: {num_processes: 2}", "launch.num_cpu_threads_per_process", 32, "64 cores / 2 local ranks"),
         ("", "training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given"),
         ("training: {global_batch_size: 16}", "training.gradient_accumulation_steps", 4, "global batch: 16 / (1 sequences × 4 ranks)"),
+        (
+            "parallelism: {sp_size: 2}\ntraining: {global_batch_size: 16}",
+            *("training.gradient_accumulation_steps", 8, "global batch: 16 / (1 sequences × 2 groups of 2 ranks)"),
+        ),
         ("training: {per_device_train_batch_size: 3}", "training.per_device_eval_batch_size", 3, "per_device_train_batch_size"),
         (
             "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}",

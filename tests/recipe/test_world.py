@@ -127,6 +127,10 @@ def test_replicas_on_one_machine_give_a_notice() -> None:
             "launch: {num_processes: 4}",
             *("contradiction", "varies from step to step: 4 at most"),
         ),
+        (
+            "training: {global_batch_size: 16, per_device_train_batch_tokens: 1024}\nlaunch: {num_processes: 4}",
+            *("indivisible", "the longest row would not fit"),
+        ),
     ],
 )
 def test_recipe_that_does_not_fit_the_world_is_refused(extra: str, code: str, words: str) -> None:
