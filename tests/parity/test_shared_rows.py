@@ -18,12 +18,13 @@ from fsdp_tune.worker.readback.isolation import deviations, not_shareable
 from fsdp_tune.worker.rows.dataset import Collator
 from tests.model.recipes import recipe_of
 from tests.parity import runs
-from tests.parity.bench import Bench
+from tests.parity.bench import Bench, bits
 from tests.parity.cases import Case
 from tests.parity.compare import deviation, spread
 from tests.ranks import RankPool
 
 _IN_SLICES = (("loss", "chunked"),)
+_SYNC_ONCE = (("sync_each_batch", False),)
 _BASE = Case("llama-16", sequence=2)
 LORA = (("r", 4), ("lora_alpha", 4))
 SHARED = [
@@ -50,6 +51,10 @@ SHARED = [
     replace(_BASE, sequence=1, packed=True, resumed="shared"),
     replace(_BASE, ranks=4, fsdp=(("reshard_after_forward", 2),)),
     replace(_BASE, packed=True, kernels=(("mlp_slice_tokens", 5),)),
+    replace(_BASE, ranks=4, recomputation="full", kernels=(("mlp_slice_tokens", 5), *_IN_SLICES)),
+    replace(_BASE, ranks=4, accumulation=2, packed=True, fsdp=_SYNC_ONCE),
+    replace(_BASE, ranks=4, strategy="HYBRID_SHARD", accumulation=2, fsdp=_SYNC_ONCE),
+    replace(_BASE, ranks=4, strategy="NO_SHARD", accumulation=2, packed=True, fsdp=_SYNC_ONCE),
     Case("mixtral", sequence=2, packed=True, kernels=_IN_SLICES),
     Case("mixtral-balanced", sequence=2, packed=True, recomputation="full"),
     Case("mixtral-balanced", ranks=4, sequence=2, accumulation=2),
@@ -63,6 +68,12 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
     found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("ranks that share rows", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_run_resumed_on_as_many_ranks_a_row_is_bitwise_equal(bench: Bench) -> None:
+    assert bits(replace(_BASE, packed=True, resumed="shared"), bench) == bits(replace(_BASE, packed=True), bench)
 
 
 SMOOTHED = replace(_BASE, packed=True, training=(("label_smoothing_factor", 0.1),))
@@ -86,11 +97,16 @@ def test_label_smoothing_follows_the_reference(case: Case, bench: Bench, record_
         replace(_BASE, lora=LORA, packed=True, recomputation="full"),
         replace(_BASE, ranks=4, strategy="HYBRID_SHARD", lora=(*LORA, ("use_dora", True))),
         replace(_BASE, lora=LORA, resumed="other", packed=True),
+        replace(_BASE, lora=LORA, packed=True, recomputation="full", kernels=(("mlp_slice_tokens", 5),)),
+        Case("llama-blocks", sequence=2, lora=LORA, nf4="fp32", packed=True, recomputation="full"),
+        Case("llama-blocks", ranks=4, sequence=2, lora=(*LORA, ("use_dora", True)), nf4="bf16", strategy="HYBRID_SHARD"),
     ],
     ids=str,
 )
 def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed, adapter=bench.adapter(case)))
+    base = bench.model_in_4_bits(case.architecture, case.nf4) if case.nf4 else None
+    alone = bench.reference(case.architecture, packed=case.packed, model=base, adapter=bench.adapter(case))
+    found = deviation(bench.run(case), alone)
     record_property("parity", found.row("ranks that share rows", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
