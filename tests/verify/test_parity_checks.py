@@ -47,6 +47,12 @@ def test_shared_rows_are_compared_with_one_rank_that_shares_none() -> None:
     assert (alone["parallelism"], alone["launch"]) == ({"sp_size": 1}, {"num_processes": 1})
 
 
+def test_switches_leave_out_recomputation_that_slices_of_the_mlp_exclude() -> None:
+    names = [switch.name for switch in switches(WRITTEN | {"kernels": {"mlp_slice_tokens": 5}})]
+    assert "activation_checkpointing selective" not in names
+    assert "activation_checkpointing none" in names
+
+
 def test_incomparable_settings_are_replaced_and_listed() -> None:
     small = make_comparable(ScaledRecipe(WRITTEN))
     assert small.document["model"] == {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.0, "n_layer": 2}}

@@ -153,6 +153,23 @@ def test_rehearsal_merges_what_the_recipe_does_not(merge: dict[str, Any], change
     assert small.document.get("merge", {}).get("adapter", "both") == merge.get("adapter", "both").replace("adapter", "both")
 
 
+def test_mlp_of_shorter_rows_is_still_computed_in_slices(tmp_path: Path) -> None:
+    """The slice length of long rows would exceed a row of the rehearsal, and nothing would be sliced."""
+    sliced = {"kernels": {"mlp_slice_tokens": 16384}, "parallelism": {"sp_size": 2}, "launch": {"num_processes": 4}}
+    small = shrunk(resolved(sliced), tmp_path, ranks=4)
+    assert small.document["kernels"]["mlp_slice_tokens"] == MAX_LENGTH_TOKENS // 2 // 4
+    assert "kernels.mlp_slice_tokens: 16 instead of 16384, since rows are shorter" in small.changes
+    assert shrunk(resolved(sliced | {"kernels": {"mlp_slice_tokens": 5}}), tmp_path).document["kernels"]["mlp_slice_tokens"] == 5
+
+
+def test_rows_that_three_ranks_share_are_cut_for_two(tmp_path: Path) -> None:
+    data = {"train": [{"path": "builtin:arithmetic"}], "max_length": 99}
+    recipe = resolved({"parallelism": {"sp_size": 3}, "launch": {"num_processes": 6}, "data": data})
+    small = shrunk(recipe, tmp_path, ranks=4)
+    assert "data.max_length: 98, which 2 ranks can share" in small.changes
+    assert load_recipe(str(small.write(tmp_path))).recipe.data.max_length == 98
+
+
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_catalogue_recipes_scale_down_to_valid_recipes(name: str, tmp_path: Path) -> None:
     recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe

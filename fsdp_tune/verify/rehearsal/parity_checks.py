@@ -89,7 +89,8 @@ def switches(document: dict[str, Any]) -> list[Switch]:
     if sharded:
         plain = {"sharding_strategy": "NO_SHARD", "offload_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         found.append(Switch("sharding_strategy NO_SHARD", {"fsdp": plain}))
-    for kind in ("none", "selective", "full"):
+    kinds = ("none", "selective", "full") if document.get("kernels", {}).get("mlp_slice_tokens") is None else ("none", "full")
+    for kind in kinds:  # slices of the MLP exclude selective recomputation
         if kind != fsdp.get("activation_checkpointing", "none"):
             found.append(Switch(f"activation_checkpointing {kind}", {"fsdp": {"activation_checkpointing": kind}}))
     if sharded and fsdp.get("version", 2) == 2:

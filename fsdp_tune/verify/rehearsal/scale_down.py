@@ -161,6 +161,7 @@ def scale_down_recipe(
         _kernels(small)
     _data(small, recipe, folder, inputs)
     sequence = math.gcd(min(recipe.parallelism.sp_size, MOST_SHARING_RANKS), ranks)
+    _slices_of_rows(small, recipe, sequence)
     _training(small, recipe, ranks, sequence, steps)
     _sharding(small, recipe, device, sequence)
     _merge(small)
@@ -301,6 +302,18 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
             data["overlong"] = "truncate"  # rows that fit the real length must not be dropped at the small one
             small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
+
+
+def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sequence: int) -> None:
+    """Make the length of rows divisible by the ranks that share them, and the slices of the MLP shorter than a rank's part of a row."""
+    data, kernels = small.document["data"], small.document["kernels"]
+    if rest := data["max_length"] % sequence:
+        data["max_length"] -= rest
+        small.changes.append(f"data.max_length: {data['max_length']}, which {sequence} ranks can share")
+    given, most = recipe.kernels.mlp_slice_tokens, max(1, data["max_length"] // sequence // 4)
+    if given is not None and given > most:
+        kernels["mlp_slice_tokens"] = most
+        small.changes.append(f"kernels.mlp_slice_tokens: {most} instead of {given}, since rows are shorter")
 
 
 _LISTED_TRAINING = (
