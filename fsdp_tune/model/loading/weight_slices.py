@@ -6,8 +6,10 @@ converts while loading (renamed prefixes, fused experts) are loaded through rank
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -86,26 +88,51 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
     files.
 
     Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
-    In addition to its shard, a rank holds one buffer of BUFFER_BYTES.
+    In addition to its shard, a rank holds BUFFER_BYTES in two buffers.
     """
     read_tensors(_wanted(model, weights), weights)
 
 
 @torch.no_grad()
 def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: WeightFiles) -> None:
-    """Fill tensors and layers in 4 bits, by their names in the files, with this rank's part."""
-    by_file: dict[Path, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(weights.tensors[name].file, []).append(name)
-    buffer = bytearray(BUFFER_BYTES)
-    for path, names in sorted(by_file.items()):
-        with open(path, "rb", buffering=0) as file:
-            for name in sorted(names, key=lambda name: weights.tensors[name].start):
-                _fill(targets[name], weights.tensors[name], file, buffer)
+    """Fill tensors and layers in 4 bits, by their names in the files, with this rank's part.
+
+    A thread reads the next rows while this one copies, converts or quantises those before: both leave Python's lock to the other.
+    """
+    stored = weights.tensors
+    names = sorted(targets, key=lambda name: (stored[name].file, stored[name].start))
+    buffer_bytes = BUFFER_BYTES // 2
+    buffers = itertools.cycle([bytearray(buffer_bytes), bytearray(buffer_bytes)])
+    parts = itertools.chain.from_iterable(_parts(targets[name], stored[name], buffer_bytes) for name in names)
+    with _Reader() as reader, ThreadPoolExecutor(1) as pool:
+        before: tuple[Rows, Future[torch.Tensor]] | None = None
+        for rows in parts:
+            reading = pool.submit(reader.read, rows, next(buffers))
+            if before is not None:
+                _put(before[0], before[1].result())
+            before = rows, reading
+        if before is not None:
+            _put(before[0], before[1].result())
 
 
-def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer: bytearray) -> None:
-    """Read the rows of this rank's part, as many at a time as fit into the buffer, and copy its columns, or quantise the rows."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a stored tensor, and the rows of this rank's part that are made of them."""
+
+    target: torch.Tensor | Nf4Linear
+    local: torch.Tensor
+    """This rank's part."""
+    stored: Stored
+    first: int
+    """Row in the file."""
+    into: int
+    """Row in this rank's part."""
+    count: int
+    columns: tuple[slice, ...]
+
+
+def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) -> Iterator[Rows]:
+    """Yield the rows of this rank's part of a tensor, as many at a time as fit into the buffer. A scalar is one row."""
     whole = target.weight_nf4 if isinstance(target, Nf4Linear) else target
     local, offset = whole, (0,) * whole.ndim
     if isinstance(whole, DTensor):
@@ -114,22 +141,49 @@ def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer
     if local.numel() == 0:
         return
     if not stored.shape:
-        local.copy_(read_elements(file, stored, stored.start, 1, buffer)[0])
+        yield Rows(target, local, stored, 0, 0, 1, ())
         return
-    row_elements = stored.row_elements
-    most = max(1, len(buffer) // (row_elements * stored.dtype.itemsize))
-    columns = (slice(None), *(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True)))
+    most = max(1, buffer_bytes // (stored.row_elements * stored.dtype.itemsize))
+    columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
     for row in range(0, local.shape[0], most):
-        rows = min(most, local.shape[0] - row)
-        start = stored.start + (offset[0] + row) * row_elements * stored.dtype.itemsize
-        block = read_elements(file, stored, start, rows * row_elements, buffer)
-        if stored.nested is not None:
-            block = stored.nested.of_rows(offset[0] + row, block.view(rows, row_elements))
-        block = block.view(rows, *stored.shape[1:])
-        if isinstance(target, Nf4Linear):
-            target.set_rows(row, block)
-        else:
-            local[row : row + rows].copy_(block[columns])
+        yield Rows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
+
+
+class _Reader:
+    """Reads rows in the order of the files, with one file open at a time."""
+
+    def __init__(self) -> None:
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, rows: Rows, buffer: bytearray) -> torch.Tensor:
+        stored = rows.stored
+        if self._file is None or self._file.name != str(stored.file):
+            self.__exit__()
+            self._file = FileIO(str(stored.file))
+        start = stored.start + rows.first * stored.row_elements * stored.dtype.itemsize
+        return read_elements(self._file, stored, start, rows.count * stored.row_elements, buffer)
+
+
+def _put(rows: Rows, block: torch.Tensor) -> None:
+    """Copy the columns of this rank's part, or quantise the rows."""
+    stored = rows.stored
+    if not stored.shape:
+        rows.local.copy_(block[0])
+        return
+    if stored.nested is not None:
+        block = stored.nested.of_rows(rows.first, block.view(rows.count, stored.row_elements))
+    block = block.view(rows.count, *stored.shape[1:])
+    if isinstance(rows.target, Nf4Linear):
+        rows.target.set_rows(rows.into, block)
+    else:
+        rows.local[rows.into : rows.into + rows.count].copy_(block[(slice(None), *rows.columns)])
 
 
 def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
