@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.optim import lean_adamw
@@ -99,6 +103,25 @@ def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest
     trained(ours, lean(ours, torch.float32), 5)
     trained(theirs, torch.optim.AdamW(theirs.parameters(), **OPTIONS), 5)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 1), (2, 1)])
+def test_pieces_have_the_index_of_their_elements(ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows, and of the rows of each expert: an element is rounded alike however it is sharded."""
+    monkeypatch.setattr(lean_adamw, "PIECE", 7)
+    whole = torch.arange(3 * 8 * 5).view(3, 8, 5)
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            part, mesh = whole.chunk(ranks, dim)[rank].contiguous(), init_device_mesh("cpu", (ranks,))
+            shared = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+            found = list(lean_adamw._pieces(shared))
+        finally:
+            dist.destroy_process_group()
+        indices = [torch.arange(index, index + length) for _, length, index in found]
+        positions = [torch.arange(at, at + length) for at, length, _ in found]
+        assert torch.equal(torch.cat(indices), part.flatten())
+        assert torch.equal(torch.cat(positions), torch.arange(part.numel()))
 
 
 def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

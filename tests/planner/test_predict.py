@@ -160,6 +160,8 @@ def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: 
     named = [text for text in plan(resolved(), A100, mixture).assumptions if "experts" in text]
     assert len(named) == (1 if told else 0)
     assert not told or told in named[0]
+    inside = replace(mixture, facts=mixture.facts | {"experts_inside": True})
+    assert not [text for text in plan(resolved(), A100, inside).assumptions if "experts" in text]
 
 
 def test_packed_examples_attend_each_to_itself() -> None:

@@ -325,7 +325,7 @@ class MixtureTracer(ModelTracer):
 
 
 def test_shards_of_experts_are_traced_at_every_size() -> None:
-    """At more ranks than experts no shard gets smaller, which no line through two sizes shows."""
+    """The number of ranks decides in which dimension experts are sharded, which no line through two sizes shows."""
     tracer = MixtureTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved())
     assert {recipe.world_size for recipe in tracer.seen} == {row["num_processes"] for row in rows} == {1 << power for power in range(11)}

@@ -8,6 +8,8 @@ last place.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -58,14 +60,14 @@ class LeanAdamW(torch.optim.AdamW):
         self._steps[parameter] += 1
         keys = [rounding_key(self.seed, self._steps[parameter], position, which) for which in range(3)]
         stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
-        gradient, offset = _flat(parameter.grad), _first_index(parameter)
+        gradient = _flat(parameter.grad)
         beta1, beta2 = group["betas"]
-        for start in range(0, gradient.numel(), PIECE):
-            pieces = [tensor[start : start + PIECE] for tensor in stored]
+        for start, length, index in _pieces(parameter):
+            pieces = [tensor[start : start + length] for tensor in stored]
             wide = [piece.float() for piece in pieces]
             torch._fused_adamw_(
                 [wide[0]],
-                [gradient[start : start + PIECE].float()],
+                [gradient[start : start + length].float()],
                 [wide[1]],
                 [wide[2]],
                 [],
@@ -81,7 +83,7 @@ class LeanAdamW(torch.optim.AdamW):
             stochastic = (self.rounds_parameters, True, True)
             for piece, values, key, is_stochastic in zip(pieces, wide, keys, stochastic, strict=True):
                 if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
-                    piece.copy_(round_stochastically(values, offset + start, key) if is_stochastic else values)
+                    piece.copy_(round_stochastically(values, index, key) if is_stochastic else values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -102,13 +104,21 @@ def _flat(tensor: Any) -> torch.Tensor:
     return local_part(tensor).detach().view(-1)
 
 
-def _first_index(parameter: torch.Tensor) -> int:
-    """Return the row-major index of the first element of this rank's part in the full tensor; a part consists of full rows (`Shard(0)`)."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    assert not any(offset[1:]), "FSDP shards by rows"
-    return offset[0] * (parameter.numel() // max(1, parameter.shape[0])) if offset else 0
+def _pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield pieces of this rank's part: first position in the part, number of elements, and row-major index in the full tensor.
+
+    A part consists of full rows (`Shard(0)`), or of rows of each expert of a stack (`Shard(1)`).
+    """
+    shape, offset, total = parameter.shape, (0,) * parameter.ndim, parameter.shape
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(total, parameter.device_mesh, parameter.placements)
+    assert not any(offset[2:]), "FSDP shards by rows or inside of experts"
+    dim = 1 if parameter.ndim > 1 and shape[1] != total[1] else 0
+    run, stride = math.prod(shape[dim:]), math.prod(total[dim:])
+    first = offset[dim] * math.prod(total[dim + 1 :]) if offset else 0
+    for number in range(math.prod(shape[:dim])):
+        for start in range(0, run, PIECE):
+            yield number * run + start, min(PIECE, run - start), number * stride + first + start
 
 
 # ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small changes add up.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, modeling_utils
 
@@ -22,6 +23,7 @@ from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizers import state_bits
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
@@ -63,6 +65,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     ignored = ignored_parameters(recipe, model)
     if ignored:
         options["ignored_params"] = ignored
+    ranks = mesh.size(-1)
+    if any(shard_dim(recipe, parameter.shape, ranks) for parameter in model.parameters()):
+        options["shard_placement_fn"] = lambda parameter: Shard(shard_dim(recipe, parameter.shape, ranks))
     reshard = recipe.reshards_after_forward
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
@@ -74,6 +79,17 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
     return model
+
+
+def shard_dim(recipe: Recipe, shape: torch.Size, ranks: int) -> int:
+    """Return the dimension in which FSDP2 shards a parameter: the first, or the second of stacked experts if `ranks` divide only that.
+
+    Uneven parts are padded: of 8 experts on 12 ranks, 4 ranks would have none, and all ranks would gather 12. torch shards the second
+    dimension evenly or not at all, and does not reshard it to fewer ranks after the forward; torchao's blocks of state need full rows.
+    """
+    is_stack = len(shape) == 3 and shape[0] % ranks != 0 and shape[1] % ranks == 0
+    reshards_to_fewer = recipe.fsdp.reshard_after_forward not in (None, True, False)
+    return int(is_stack and not reshards_to_fewer and state_bits(recipe.training) is None)
 
 
 def _keep_recorded_outputs(model: PreTrainedModel) -> None:

@@ -246,7 +246,7 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
     experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
-    if experts > 1 and experts % shards:
+    if experts > 1 and experts % shards and not trace.facts.get("experts_inside"):
         fullest = -(-experts // shards)
         found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
     if any(name.startswith("host ") for name in trace.op_names):

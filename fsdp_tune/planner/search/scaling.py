@@ -58,8 +58,8 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         if expert_count(few.facts.get("config", {})) == 1:
             yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
             return
-    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: they are stacked in
-    # one parameter, which is split only between experts, so shards do not shrink with more ranks than experts.
+    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: the number of
+    # ranks decides in which dimension their stacks are sharded (`shard_dim`).
     stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
     wanted = sorted(set(stands_for.values()) & sizes.keys())
     traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))

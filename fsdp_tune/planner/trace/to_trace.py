@@ -18,6 +18,7 @@ from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.planner.predict.fusion import fuse
 from fsdp_tune.planner.trace.device import STREAMS
@@ -70,6 +71,8 @@ def assemble(
             "python": platform.python_version(),
             "config": config.to_diff_dict(),
             "max_positions": positions_of_run(recipe, config),
+            "experts_inside": recipe.is_sharded
+            and any(shard_dim(recipe, each.shape, topology.copy_size) for each in run.loaded.model.parameters()),
         },
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import FailedError, Problem
@@ -30,7 +30,7 @@ from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups
+from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
@@ -142,7 +142,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     placements: Counter[str] = Counter()
     for group in fsdp_groups(loaded.model):
         tensors = [parameter.sharded_param for parameter in group.fsdp_params]
-        placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
+        placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors if not _is_inside(tensor))
         policies = [parameter.mp_policy for parameter in group.fsdp_params]
         state: Any = group.modules[0]._get_fsdp_state()
         units.append(
@@ -171,9 +171,25 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         "prefetching_units": len(layers),
         "output_dtype": _only({unit["output_dtype"] for unit in units}),
         "units": units,
+        "sharded_inside": [name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)],
         "not_sharded": plain,
         "sharded": sum(isinstance(p, DTensor) for p in loaded.model.parameters()),
     }
+
+
+def _is_inside(tensor: DTensor) -> bool:
+    """Return whether a stack of experts is sharded inside of each expert."""
+    return any(isinstance(placement, Shard) and placement.dim != 0 for placement in tensor.placements)
+
+
+def _inside_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]) -> list[str]:
+    if "sharded_inside" not in report:
+        return []
+    ranks = report["mesh"][-1]
+    sharded = [(name, p.shape) for name, p in loaded.model.named_parameters() if isinstance(p, DTensor)]
+    wanted = [name for name, shape in sharded if shard_dim(recipe, shape, ranks)]
+    wrong = sorted(set(wanted) ^ set(report["sharded_inside"]))
+    return [f"sharded_inside: the recipe means {wanted!r}, the run has {report['sharded_inside']!r}"] if wrong else []
 
 
 def _reshard(group: Any) -> bool | int:
@@ -265,6 +281,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
         found.append(f"tied embeddings: the config has {tied}, the live model {reports[0]['tied']}")
     if len(limits := reports[0]["collective_limits_seconds"]) > 1:
         found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
+    found += _inside_differences(recipe, loaded, reports[0])
     found += fp8_differences(recipe, loaded, reports[0]["fp8"])
     on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
     return found + structure_differences(recipe, loaded, reports[0]) + on_host

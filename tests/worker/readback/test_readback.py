@@ -150,3 +150,28 @@ def test_run_with_wrong_live_state_is_stopped(name: str, bench: Bench) -> None:
 
 def test_every_sabotage_is_tested() -> None:
     assert CASES.keys() == SABOTAGE.keys()
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "is_inside"),
+    [
+        (Case("mixtral", ranks=4, training=(("optim_args", "state_dtype=bf16"),)), True),
+        (Case("mixtral", strategy="HYBRID_SHARD", ranks=4), True),
+        (Case("mixtral", training=(("optim", "adamw_torch_8bit"),)), False),
+        (Case("mixtral", ranks=4, fsdp=(("reshard_after_forward", 2),)), False),
+        (Case("mixtral", strategy="NO_SHARD"), False),
+        (Case("llama"), False),
+    ],
+    ids=lambda value: str(value),
+)
+def test_experts_that_ranks_do_not_divide_are_sharded_inside(case: Case, is_inside: bool, bench: Bench) -> None:
+    """Three experts on two and four ranks: each rank has the same number of rows of every expert."""
+    document = json.loads(bench.run(case).readback_json.read_text())
+    found = document.get("sharded_inside", [])
+    assert len(found) == (6 if is_inside else 0)
+    assert all(name.endswith(EXPERTS) for name in found)
+    assert document["placements"] == MEANING[case.strategy][2], "of all other parameters"
