@@ -13,6 +13,7 @@ from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.rules.inactive import INACTIVE
+from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
@@ -95,6 +96,9 @@ CONTRADICTIONS = [
     ),
     ("training: {report_to: all}", 3, "`all`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr}", 3, "`min_lr` or `min_lr_rate`"),
+    ("training: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 0.1, min_lr_rate: 0.1}}", 3, "both set"),
+    ("training: {lr_scheduler_type: cosine, lr_scheduler_kwargs: {num_cycle: 2}}", 3, "has `num_cycle`, which"),
+    ("training: {lr_scheduler_kwargs: {num_cycles: 2}}", 3, "`training.lr_scheduler_type: linear` does not take"),
     ("training: {per_device_train_batch_tokens: 2048}", 3, "`training.global_batch_size` is missing"),
     ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", 3, "the longest row would not fit"),
     (
@@ -377,3 +381,12 @@ def test_unsupported_key_is_refused(row: object) -> None:
     assert (problem.code, problem.where.key) == ("not-yet", row.key)  # type: ignore[attr-defined]
     assert problem.where.line is not None
     assert problem.hint
+
+
+def test_arguments_of_schedules_are_those_of_transformers() -> None:
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items():
+        if kind.value not in ("reduce_lr_on_plateau", "greedy"):
+            assert set(SCHEDULE_ARGUMENTS[kind.value]) == set(inspect.signature(function).parameters) - ours, kind

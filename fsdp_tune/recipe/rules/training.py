@@ -84,20 +84,47 @@ def is_better_when_smaller(metric: str) -> bool:
     return metric.endswith(("loss", "perplexity"))
 
 
+SCHEDULE_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "constant": (),
+    "constant_with_warmup": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+"""Arguments of transformers' schedules, which its `get_scheduler` passes on or, for constant ones, ignores."""
 _SCHEDULE_NEEDS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
+"""Exactly one of them is needed."""
+_SCHEDULE_KEYS = ("training.lr_scheduler_kwargs", "training.lr_scheduler_type")
 
 
 def schedule_has_its_arguments(recipe: Recipe) -> Iterator[Finding]:
     kind, arguments = training_value(recipe.training, "lr_scheduler_type"), training_value(recipe.training, "lr_scheduler_kwargs")
-    needs = _SCHEDULE_NEEDS.get(kind, ())
-    if needs and not isinstance(arguments, str) and not set(needs) & set(arguments or {}):
-        names = " or ".join(f"`{name}`" for name in needs)
-        message = f"`training.lr_scheduler_type: {kind}` needs {names} in `training.lr_scheduler_kwargs`"
-        yield Finding("missing-key", ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"), message)
+    takes, needs = SCHEDULE_ARGUMENTS.get(kind), _SCHEDULE_NEEDS.get(kind, ())
+    if isinstance(arguments, str) or takes is None:
+        return
+    words: list[str] = list(arguments or {})
+    for word in words:
+        if word not in takes:
+            near = closest(word, list(takes))
+            hint = f"did you mean `{near}`?" if near else f"it takes {', '.join(takes) or 'no arguments'}"
+            message = f"`{_SCHEDULE_KEYS[0]}` has `{shown(word)}`, which `{_SCHEDULE_KEYS[1]}: {kind}` does not take"
+            yield Finding("wrong-value", _SCHEDULE_KEYS, message, hint)
+    found = [word for word in needs if word in words]
+    if needs and not found:
+        message = f"`{_SCHEDULE_KEYS[1]}: {kind}` needs {' or '.join(f'`{name}`' for name in needs)} in `{_SCHEDULE_KEYS[0]}`"
+        yield Finding("missing-key", _SCHEDULE_KEYS[::-1], message)
+    if len(found) > 1:
+        message = f"`{_SCHEDULE_KEYS[0]}` has {' and '.join(f'`{name}`' for name in found)}, which both set the lowest learning rate"
+        yield Finding("contradiction", _SCHEDULE_KEYS, message, "leave one of them out")
 
 
 # transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, with the module that each imports.
