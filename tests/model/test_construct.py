@@ -188,6 +188,14 @@ def test_group_without_a_trained_parameter_is_an_error_with_the_nearest_names(pa
     assert "up_projj" not in pattern or "`model.layers.0.mlp.up_proj.weight`" in (problem.hint or "")
 
 
+def test_group_hidden_by_earlier_ones_is_an_error() -> None:
+    """A hidden entry would have no effect, without a word."""
+    wide, narrow = ({"match": [pattern], "learning_rate": 1e-3} for pattern in ("*", "lm_head.*"))
+    with pytest.raises(FsdpTuneError, match=r"\[1\].match: `lm_head.\*` matches only parameters that earlier entries match"):
+        build_empty(recipe_of(llama(), training={"parameter_groups": [wide, narrow]}))
+    build_empty(recipe_of(llama(), training={"parameter_groups": [narrow, wide]}))
+
+
 def test_low_precision_weights_are_upcast_to_fp32(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path)
     config = json.loads((source / "config.json").read_text())

@@ -296,3 +296,13 @@ def test_patterns_of_parameter_groups_are_mapped_to_small_layers(tmp_path: Path)
     small = shrunk(resolved(document), tmp_path)
     assert small.document["training"]["parameter_groups"][0]["match"] == ["lm_head.*", "model.layers.1.*"]
     assert any(line.startswith("training.parameter_groups[0].match:") for line in small.changes)
+
+
+def test_layers_of_several_groups_belong_to_the_first_in_the_small_model(tmp_path: Path) -> None:
+    """A later group would have no effect there, which is an error in a recipe."""
+    groups = [{"match": [f"model.layers.{layer}.*"], "learning_rate": 1e-4} for layer in range(3)]
+    document = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "training": {"parameter_groups": groups}}
+    small = shrunk(resolved(document), tmp_path)
+    matches = [entry["match"] for entry in small.document["training"]["parameter_groups"]]
+    assert matches == [["model.layers.0.*"]]
+    assert "training.parameter_groups[2].match: [], the layers of the small model" in small.changes

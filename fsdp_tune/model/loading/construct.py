@@ -328,18 +328,21 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_parameter_groups(recipe: Recipe, model: nn.Module) -> None:
-    """Raises: usage error if a pattern of `training.parameter_groups` matches no trained parameter."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Raises: usage error if a pattern of `training.parameter_groups` matches no trained parameter, or only those of earlier entries."""
+    names, key = [name for name, parameter in model.named_parameters() if parameter.requires_grad], "training.parameter_groups"
+    taken: set[str] = set()
     for index, group in enumerate(recipe.training.parameter_groups):
-        for pattern in group.match:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        matched = {pattern: {name for name in names if fnmatch.fnmatchcase(name, pattern)} for pattern in group.match}
+        for pattern, found in matched.items():
+            which = f"{key}[{index}].match: `{pattern}` matches"
+            if not found:
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-                raise usage_error(
-                    "parameter-group-matches-nothing",
-                    f"training.parameter_groups[{index}].match: `{pattern}` matches no trained parameter",
-                    where=Where(key="training.parameter_groups"),
-                    hint=f"the nearest names are {', '.join(f'`{name}`' for name in near)}",
-                )
+                hint = f"the nearest names are {', '.join(f'`{name}`' for name in near)}"
+                raise usage_error("parameter-group-matches-nothing", f"{which} no trained parameter", where=Where(key=key), hint=hint)
+            if found <= taken:
+                message = f"{which} only parameters that earlier entries match, such as `{min(found)}`; the first entry that matches counts"
+                raise usage_error("parameter-group-hidden", message, where=Where(key=key), hint="write narrower entries before wider ones")
+        taken |= set().union(*matched.values())
 
 
 def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -35,9 +35,9 @@ SMALL_RANK = 4
 MOST_SHARING_RANKS = 2
 """Largest `parallelism.sp_size`: it divides the four heads, also where they are fewer in a layer."""
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
-HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "embedding_dim")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
 INNER_KEYS = (
     "intermediate_size",
@@ -78,8 +78,10 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
     _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
     _change(small, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), lambda value: min(value, 2))
-    _change(small, ("n_group", "topk_group"), lambda _: 1)
+    _change(small, ("n_group", "num_group", "topk_group"), lambda _: 1)
     _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
+    if config.get("mlp_only_layers"):
+        small["mlp_only_layers"] = [0]  # the dense layers; the other kept one has experts
     for name, size in LATENT_SIZES.items():
         _change(small, (name,), lambda _, size=size: size)
     _change(small, ("rotary_dim",), lambda value: min(value, HEAD_SIZE))
@@ -250,12 +252,22 @@ def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
 
 
 def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> list[tuple[str, list[str], list[str]]]:
-    """Map the patterns of `training.parameter_groups`, and return key, old and new patterns of each entry."""
+    """Map the patterns of `training.parameter_groups`, and return key, old and new patterns of each entry.
+
+    A small layer represents several layers, and belongs to the first entry with one of them.
+    """
     changes: list[tuple[str, list[str], list[str]]] = []
+    entries: list[dict[str, Any]] = []
     for index, group in enumerate(recipe.training.parameter_groups):
-        mapped = map_layer_patterns(group.match, of, to)
-        small.document["training"]["parameter_groups"][index]["match"] = mapped
+        earlier = [pattern for entry in entries for pattern in entry["match"]]
+        mapped = [
+            pattern
+            for pattern in map_layer_patterns(group.match, of, to)
+            if pattern in group.match or not any(fnmatch.fnmatchcase(pattern, other) for other in earlier)
+        ]
+        entries += [small.document["training"]["parameter_groups"][index] | {"match": mapped}] if mapped else []
         changes.append((f"training.parameter_groups[{index}].match", group.match, mapped))
+    small.document["training"]["parameter_groups"] = entries
     return changes
 
 
