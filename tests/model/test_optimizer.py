@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.optim.muon import orthogonalised_names
 from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
 from fsdp_tune.model.step import decayed_names
 from fsdp_tune.recipe.schema import optimizers
@@ -71,6 +72,16 @@ def test_muon_updates_hidden_matrices_alone(family: str) -> None:
     muon = {id(p) for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]}
     names = {name.removesuffix(".weight").rpartition(".")[2] for name, parameter in model.named_parameters() if id(parameter) in muon}
     assert names == HIDDEN[family]
+
+
+def test_muon_leaves_decay_rates_of_state_space_layers_to_adamw() -> None:
+    """They have two dimensions in Mamba, and are no matrix of a product."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
+    layer = "backbone.layers.0.mixer"
+    assert model.get_parameter(f"{layer}.A_log").ndim == 2
+    names = {f"{layer}.{each}.weight" for each in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    assert orthogonalised_names(model, decayed_names(model)) == names
 
 
 def test_muon_updates_both_factors_of_an_adapter_and_not_those_of_an_embedding(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ ORTHOGONAL = "orthogonal"
 def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozenset[str]:
     """Return the names of the parameters for Muon: hidden matrices and stacks of them, with weight decay (`decayed`).
 
-    Embeddings, the head and convolutions are left to AdamW, as are vectors (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982).
+    Embeddings, the head and convolutions are left to AdamW, as are vectors (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982)
+    and `A_log`, which has the decay rates of each channel of a state-space layer (Mamba, Jamba): no matrix product uses it.
     """
     left_out: set[int] = set()
     for module in wrapped.modules():
@@ -41,7 +42,7 @@ def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozens
             of_module = [module]
         left_out |= {id(parameter) for each in of_module if each is not None for parameter in each.parameters()}
     names = {plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out}
-    return decayed & names
+    return frozenset(name for name in decayed & names if not name.endswith(".A_log"))
 
 
 @dataclass(frozen=True, slots=True)
