@@ -65,11 +65,16 @@ def test_default_config_with_sizes_that_depend_on_each_other_scales_down(name: s
     AutoConfig.for_model(**small)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])
-def test_scaled_down_config_with_partial_rotation_computes(name: str) -> None:
+@pytest.mark.parametrize("name", ["bailing_hybrid", "deepseek_v3", "gptj", "plbart"])
+def test_scaled_down_config_with_grouped_experts_or_own_names_of_sizes_computes(name: str) -> None:
     small = scale_down_config(AutoConfig.for_model(name).to_dict())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
     assert model(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
+def test_one_of_two_layers_is_dense_where_some_are() -> None:
+    assert scale_down_config({"num_hidden_layers": 8, "mlp_only_layers": [0, 1, 2]})["mlp_only_layers"] == [0]
+    assert scale_down_config({"num_hidden_layers": 8, "mlp_only_layers": []})["mlp_only_layers"] == []
 
 
 def test_sizes_of_single_layers_follow_the_kept_layers() -> None:

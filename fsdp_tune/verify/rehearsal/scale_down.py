@@ -78,7 +78,7 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
     _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
     _change(small, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), lambda value: min(value, 2))
-    _change(small, ("n_group", "num_group", "topk_group"), lambda _: 1)
+    _change(small, ("n_group", "num_expert_group", "topk_group"), lambda _: 1)
     _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
     if config.get("mlp_only_layers"):
         small["mlp_only_layers"] = [0]  # the dense layers; the other kept one has experts
