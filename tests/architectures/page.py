@@ -21,8 +21,7 @@ writes the table:
 scripts/test-models --write
 ```
 
-The rows were measured in parts on one day, some of them before later fixes: a model that is refused or fails here may work. The reasons of
-failures are those of the model's code or of its tiny sizes unless they name a key. Architectures with code of their own
+The reasons of failures are those of the model's code or of its tiny sizes unless they name a key. Architectures with code of their own
 outside transformers (`trust_remote_code`) are not in this table.
 {counts}
 

@@ -11,11 +11,14 @@ from fsdp_tune.verify.rehearsal.scale_down import HEAD_SIZE, HEADS, HIDDEN_SIZE,
 VOCABULARY = 257
 MOST_PARAMETERS = 8_000_000
 _WITH_PADDING = (
-    *("camembert", "data2vec-text", "emu3", "gemma4", "gemma4_unified", "modernbert-decoder", "roberta", "roberta-prelayernorm"),
-    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("camembert", "data2vec-text", "emu3", "modernbert-decoder", "prophetnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl"),
 )
 _SMALLER: dict[str, dict[str, Any]] = {
     **{name: {"pad_token_id": 0} for name in _WITH_PADDING},
+    **{name: {"text_config": {"pad_token_id": 0}} for name in ("gemma4", "gemma4_unified")},
+    "xmod": {"pad_token_id": 0, "default_language": "en_XX"},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     **{name: {"head_dim": HEAD_SIZE} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"num_key_value_heads": HEADS},
     "bamba": {"attn_layer_indices": [1]},
@@ -23,7 +26,14 @@ _SMALLER: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "rwkv": {"attention_hidden_size": HIDDEN_SIZE},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xlnet": {"d_head": HEAD_SIZE},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * HIDDEN_SIZE,
+        "attention_head_dim": 2 * HEAD_SIZE,
+    },
     "zamba2": {
         "mamba_headdim": HEAD_SIZE,
         "attention_hidden_size": 2 * HIDDEN_SIZE,
@@ -42,6 +52,7 @@ _SMALLER: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "gemma4_text": {"hidden_size_per_layer_input": 16},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -60,7 +71,9 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the default configuration with a rehearsal's sizes, a small vocabulary and no dropout."""
     from transformers import AutoConfig
 
-    small = _small(AutoConfig.for_model(name).to_dict()) | _IDS | _SMALLER.get(name, {})
+    small = _small(AutoConfig.for_model(name).to_dict()) | _IDS
+    for key, value in _SMALLER.get(name, {}).items():
+        small[key] = small[key] | value if key.endswith("_config") else value
     if "output_router_logits" in small:
         # The coefficient is a hundred times the usual default, so that a wrong balance shows in the loss of the last step.
         small |= {"output_router_logits": True} | {key: 0.1 for key in ("router_aux_loss_coef", "aux_loss_coef") if key in small}
