@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.devices import Machine
-from fsdp_tune.planner.hardware.efficiency import FITTED
+from fsdp_tune.planner.hardware.efficiency import FITTED, Efficiency, efficiency_of
 from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
 from fsdp_tune.planner.predict.mfu import flops_per_token
 from fsdp_tune.planner.predict.predict import model_size
@@ -32,10 +32,18 @@ from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 CONSTANTS_FITTED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
 """The sources of today's constants. They were chosen before the division by hash, so neither can be held out."""
 PER_MACHINE = 8
+TRITON_ATTENTION = (1 / 1.4, 1 / 2)
+"""Forward and backward of the first FlashAttention in Triton relative to FlashAttention-2, "around 1.3-1.5× faster […] in the forward pass
+and around 2× faster in the backward pass" (arXiv:2307.08691, section 4.1). llm-foundry's tables were made with it: `--attn_impl` of
+scripts/train/benchmarking/submit_benchmarks.py is `triton` by default, and sweep.sh leaves it."""
+USES_TRITON = "mosaicml/llm-foundry"
 H100_96GB_USABLE_GIB = 95.04
 """`total capacity` of torchtitan's runs."""
 H100_96GB_GB_S = 2400
-"""HBM2e: "Hardware" in torchtitan's benchmarks/llama3_h100_202412_torchtitan.md. Their power limit of 500 W is not modelled."""
+"""HBM2e: "Hardware" in torchtitan's benchmarks/llama3_h100_202412_torchtitan.md."""
+H100_96GB_CLOCK = (500 / 700) ** (1 / 3)
+"""Relative to an H100 of 700 W: the same document gives a power limit of 500 W, and power grows with the cube of the clock, since the
+voltage follows it."""
 # The program holds the bf16 weights that it trains beside fp32 ones, or says nothing: the recipe's default.
 _STORED = {"fp32": "fp32", "bf16": "bf16", "unknown": "fp32", "bf16 + fp32 master": "fp32"}
 
@@ -182,7 +190,7 @@ def traced(rows: Sequence[Row], cache: Path) -> dict[str, Trace]:
 
 def predicted(row: Row, trace: Trace) -> float:
     """In the unit of the row's metric."""
-    timed = step_time(trace, row.hardware, row.recipe.launch.num_machines)
+    timed = step_time(trace, row.hardware, row.recipe.launch.num_machines, efficiency_for(row))
     shapes = trace.shapes
     tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens
     speed = tokens / timed.step_seconds
@@ -195,6 +203,19 @@ def predicted(row: Row, trace: Trace) -> float:
         "tflops_per_gpu": speed * flops / 1e12,
         "mfu": speed * flops / (row.hardware.peak_flops("bf16") or math.nan),
     }[row.metric]
+
+
+def efficiency_for(row: Row) -> Efficiency:
+    """Return the constants of a row's GPU and attention kernel."""
+    found = efficiency_of(row.hardware)
+    forward, backward = TRITON_ATTENTION if row.source == USES_TRITON else (1.0, 1.0)
+    clock = H100_96GB_CLOCK if row.hardware.bandwidth_gb_s == H100_96GB_GB_S else 1.0
+    return replace(
+        found,
+        matmul=found.matmul * clock,
+        attention_forward=found.attention_forward * forward * clock,
+        attention_backward=found.attention_backward * backward * clock,
+    )
 
 
 def error_percent(row: Row, value: float) -> float:

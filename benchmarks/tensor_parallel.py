@@ -19,7 +19,7 @@ from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.predict.collectives import collective_seconds
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCABULARY = 8192, 28672, 80, 64, 8, 128256
-LAYER_PARAMETERS = HIDDEN * HIDDEN * (2 + 2 * KV_HEADS // HEADS) + HIDDEN * HIDDEN * 2 * KV_HEADS // HEADS + 3 * HIDDEN * INNER
+LAYER_PARAMETERS = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS + 3 * HIDDEN * INNER
 ELEMENTWISE_BYTES = 2 * (60 * HIDDEN + 18 * INNER)
 """Memory traffic of a token in the forward of a layer, not compiled: norms, rotary embeddings, residuals, the activation of the MLP. So
 many passes give the time of computing that `plan` finds in the trace of such a step."""
@@ -71,7 +71,7 @@ def step_seconds(layout: Layout, gpus: int, tokens: int, rows: int, *, is_lora: 
         )
         shared = 2 * pair
     if layout.sequence > 1:
-        exchanged = own * 2 * (HIDDEN * (1 + 2 * KV_HEADS // HEADS) + 2 * HIDDEN * KV_HEADS // HEADS), own * 2 * HIDDEN
+        exchanged = own * 2 * (HIDDEN + 2 * HIDDEN * KV_HEADS // HEADS), own * 2 * HIDDEN
         shared = sum(seconds("all_to_all", size, within(layout.sequence, 1)) for size in exchanged)
     parameters = 2 * LAYER_PARAMETERS / layout.tensor
     group = within(layout.shard, layout.tensor)

@@ -36,10 +36,17 @@ def test_each_dtype_has_its_own_peak() -> None:
     assert timed(Hand().op("mm", flops=19.5e12, dtype="fp32").trace()).step_seconds == pytest.approx(1.0), "no tensor cores: TF32 is off"
 
 
-def test_flash_attention_does_half_of_what_is_counted() -> None:
+def test_flash_attention_has_its_own_share_of_the_peak() -> None:
     plain = Hand().op("_scaled_dot_product_flash_attention", flops=FLOPS).trace()
-    assert timed(plain).step_seconds == pytest.approx(0.5)
-    assert timed(plain, replace(IDEAL, attention_forward=0.5)).step_seconds == pytest.approx(1.0)
+    assert timed(plain, replace(IDEAL, attention_forward=0.5)).step_seconds == pytest.approx(2.0)
+
+
+def test_flash_attention_3_is_faster_where_the_gpu_has_its_units() -> None:
+    plain = Hand().op("_scaled_dot_product_flash_attention", flops=FLOPS).trace()
+    third = replace(plain, facts={"flash_version": 3})
+    hopper = replace(IDEAL, flash_3_gain=(2.0, 1.5))
+    assert timed(third, hopper).step_seconds == pytest.approx(0.5)
+    assert timed(third).step_seconds == timed(plain, hopper).step_seconds == pytest.approx(1.0)
 
 
 def test_missing_peak_makes_time_unknown() -> None:

@@ -13,9 +13,15 @@ from fsdp_tune.planner.hardware.gpus import Hardware
 
 MATMUL_SHARE_UNMEASURED = 0.8
 """Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs, 0.78 to 0.87."""
-ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.36, 0.33)}
-"""Share of the dense peak for forward and backward of FlashAttention-2, causal, head size 128, in its benchmarks (arXiv:2307.08691,
-figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608: 335 to 400 on H100, whose new units it does not use)."""
+ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
+"""Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128, in its benchmarks
+(arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5: 335 on H100, whose new units it does not use)."""
+FLASH_3_GAIN = (1.84, 1.6)
+"""FlashAttention-3 relative to FlashAttention-2 on Hopper, forward and backward (arXiv:2407.08608: 616 and 335 TFLOPS forward; backward 1.5
+to 1.75 times)."""
+TILE_TOKENS = 128
+"""Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline. With it the forward of rows of
+512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
 MASKED_SHARE = 0.6
 """Factor on it for kernels with a mask (memory-efficient attention)."""
 KERNEL_SECONDS = 3.0e-6
@@ -25,16 +31,13 @@ ISSUE_SECONDS = 6.0e-6
 COLLECTIVE_ISSUE_SECONDS = 60.0e-6
 """Host time of FSDP's hooks per collective."""
 
-MATMUL_SUSTAINED = {"ampere": 0.93, "hopper": 0.75}
-ATTENTION_SUSTAINED = {"ampere": 0.56, "hopper": 0.46}
+SUSTAINED = {"ampere": 0.93, "hopper": 0.75}
 BANDWIDTH_SHARE = 0.75
 OVERLAP_COST = 0.3
 
 FITTED = {
-    "MATMUL_SUSTAINED ampere": "a step's multiplications relative to the fastest one: other shapes, temperature, a power limit",
-    "MATMUL_SUSTAINED hopper": "the same; at full load these GPUs reach their power limit sooner",
-    "ATTENTION_SUSTAINED ampere": "attention in training relative to its own benchmark",
-    "ATTENTION_SUSTAINED hopper": "the same",
+    "SUSTAINED ampere": "multiplications and attention of a step relative to their benchmarks: other shapes, temperature, a power limit",
+    "SUSTAINED hopper": "the same; at full load these GPUs reach their power limit sooner",
     "BANDWIDTH_SHARE": "share of the memory bandwidth that elementwise kernels reach",
     "OVERLAP_COST": "slowdown of concurrent compute per second of communication: NCCL's kernels use SMs and bandwidth",
 }
@@ -48,6 +51,8 @@ class Efficiency:
     matmul: float
     attention_forward: float
     attention_backward: float
+    flash_3_gain: tuple[float, float] = (1.0, 1.0)
+    """Factors on the shares of attention, forward and backward, with FlashAttention 3."""
     bandwidth: float = BANDWIDTH_SHARE
     kernel_seconds: float = KERNEL_SECONDS
     issue_seconds: float = ISSUE_SECONDS
@@ -64,5 +69,6 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     share = hardware.matmul_tflops / peak if hardware.matmul_tflops is not None and peak is not None else MATMUL_SHARE_UNMEASURED
     # FlashAttention-2 uses the units of Ampere; on later GPUs, from 700 dense TFLOPS, it reaches a smaller share.
     kind = "hopper" if (peak or 0) > 700 else "ampere"
-    forward, backward = (value * ATTENTION_SUSTAINED[kind] for value in ATTENTION_SHARE[kind])
-    return Efficiency(share * MATMUL_SUSTAINED[kind], forward, backward, is_measured=is_measured)
+    forward, backward = (share_of_peak * SUSTAINED[kind] for share_of_peak in ATTENTION_SHARE[kind])
+    gain = FLASH_3_GAIN if kind == "hopper" else (1.0, 1.0)
+    return Efficiency(share * SUSTAINED[kind], forward, backward, gain, is_measured=is_measured)

@@ -237,7 +237,8 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
 
 
 def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
-    attention: list[str] = trace.facts.get("attention") or ["unknown"]
+    version = trace.facts.get("flash_version", 2)
+    attention = [f"FlashAttention {version}" if kernel == "flash" else kernel for kernel in trace.facts.get("attention") or ["unknown"]]
     found = [
         f"attention kernels: {', '.join(attention)}",
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",

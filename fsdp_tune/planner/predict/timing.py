@@ -101,8 +101,9 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
     """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
-    attention = np.where(backward, efficiency.attention_backward, efficiency.attention_forward)
-    share = np.select([kinds == FLASH, kinds == MASKED], [attention / CAUSAL, attention * MASKED_SHARE], efficiency.matmul)
+    forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.get("flash_version") == 3 else (1.0, 1.0)
+    attention = np.where(backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain)
+    share = np.select([kinds == FLASH, kinds == MASKED], [attention, attention * MASKED_SHARE], efficiency.matmul)
     peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
     with np.errstate(invalid="ignore"):
         multiplying = np.where(ops["flops"] > 0, ops["flops"] / (peaks * share), 0.0)
@@ -121,8 +122,6 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
 
 
 PLAIN, FLASH, MASKED, TO_HOST, ON_HOST = range(5)
-CAUSAL = 0.5
-"""torch counts the full square; flash attention skips the half above the diagonal, a kernel with a mask does not."""
 HOST_BYTES_PER_SECOND = 200e9
 """Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight channels of DDR4-3200 each
 (410 GB/s), shared by the ranks of a machine."""

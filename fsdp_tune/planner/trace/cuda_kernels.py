@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_tune.planner.hardware.efficiency import TILE_TOKENS
 from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
 
@@ -137,8 +138,9 @@ def work(
     outputs: list[torch.Tensor],
     micro_batch: int,
     slice_tokens: int,
+    window: int | None = None,
 ) -> Work | None:
-    """Return the work of an operation; None if it starts nothing on the device."""
+    """Return the work of an operation; None if it starts nothing on the device. `window` is that of the layer's flash attention."""
     name = func._schema.name.split("::")[-1]
     if name in _NO_WORK or not (inputs or outputs):
         return None
@@ -150,6 +152,8 @@ def work(
     elif crossing == {"cpu"}:
         name = f"host {name}"
     flops = _flops(func, name, args, kwargs, out)
+    if "flash_attention" in name:
+        flops *= flash_share(inputs[0].shape[2], window)
     kind = (inputs if flops and inputs else outputs or inputs)[0].dtype
     written = outputs or inputs[:1]  # an in-place foreach operation returns nothing
     if name.startswith("_foreach") and not outputs:
@@ -176,6 +180,13 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     heads = query[1]
     shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
     return float(count(*gradient, query, *shared))
+
+
+def flash_share(tokens: int, window: int | None) -> float:
+    """Return what a flash kernel computes of all pairs of tokens: those before a token and within its window, and `TILE_TOKENS`."""
+    reached = min(tokens, window or tokens)
+    attended = reached - reached * reached / (2 * tokens)
+    return min(1.0, (attended + TILE_TOKENS) / tokens)
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:

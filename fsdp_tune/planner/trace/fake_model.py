@@ -12,6 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.positions import beyond_table_of_positions
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -36,6 +37,17 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
         message = f"`model.attn_implementation`: {type(model).__name__} does not support FlashAttention"
         raise usage_error("model-refused", message, hint="--set model.attn_implementation=auto")
     return recipe, model
+
+
+def attention_windows(recipe: Recipe, model: PreTrainedModel) -> list[int | None]:
+    """Return the sliding window of each decoder layer, as transformers passes it to a flash kernel; None for full attention."""
+    default = getattr(model.config, "sliding_window", None)
+    windows: list[int | None] = []
+    for _, layer in decoder_layers(model, recipe.layer_classes):
+        own = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
+        found = own[0] if own else default
+        windows.append(found if isinstance(found, int) else None)
+    return windows
 
 
 def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

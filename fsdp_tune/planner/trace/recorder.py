@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class Recorder(TorchDispatchMode):
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.slice_tokens = slice_for(micro_batch)
         self.in_slice = False
+        self.windows: Sequence[int | None] = ()
+        """Attention windows of the traced layers, if the kernel skips what is outside of them."""
         self.place = Place()
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
@@ -246,7 +248,8 @@ class Recorder(TorchDispatchMode):
             self.mark(kwargs["out"] if "out" in kwargs else args[3], "reduce buffers")
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens)
+        window = self.windows[self.place.layer] if 0 <= self.place.layer < len(self.windows) else None
+        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens, window)
         if work is None:
             return
         name = self.op_names.setdefault(work.name, len(self.op_names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
 
 
 def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, exact: bool) -> Trace:
+    flash_version = 3 if recipe.model.attn_implementation == "flash_attention_3" else 2
     has_masks = not has_variable_lengths(attention(recipe, config))
     recipe, model = build_traced(recipe, config, vocabulary)
     groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
@@ -57,7 +59,8 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
             model = without_dropped(model, container, repeated)
     with fake_world(recipe.world_size):
         run = run_step(recipe, model, has_masks=has_masks)
-        return assemble(recipe, config, run, counts, units, repeated)
+        trace = assemble(recipe, config, run, counts, units, repeated)
+    return replace(trace, facts=trace.facts | {"flash_version": flash_version})
 
 
 def _reach(recipe: Recipe) -> int:

@@ -31,7 +31,7 @@ from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group,
 from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
 from fsdp_tune.planner.trace.ddp import wrap_traceable
-from fsdp_tune.planner.trace.fake_model import on_fake_device
+from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
 from fsdp_tune.planner.trace.loss_slices import one_slice
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, scopes
@@ -77,6 +77,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)
+        recorder.windows = () if has_masks else attention_windows(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
         # torch runs the backward of an accelerator in one thread for each device; the fake device has none.
         with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
