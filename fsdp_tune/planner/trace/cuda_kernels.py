@@ -153,7 +153,7 @@ def work(
         name = f"host {name}"
     flops = _flops(func, name, args, kwargs, out)
     if "flash_attention" in name:
-        flops *= flash_share(inputs[0].shape[2], window)
+        flops = flash_flops(flops, micro_batch, inputs[0].shape[2], window)
     kind = (inputs if flops and inputs else outputs or inputs)[0].dtype
     written = outputs or inputs[:1]  # an in-place foreach operation returns nothing
     if name.startswith("_foreach") and not outputs:
@@ -180,6 +180,17 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     heads = query[1]
     shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
     return float(count(*gradient, query, *shared))
+
+
+def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None) -> float:
+    """Return the FLOPs of a flash kernel, given those of all pairs of tokens.
+
+    It is a multiple of the micro-batch, which `planner.predict.blend` replaces: a whole number for each sequence, of 32 bits and zeros, so
+    that the product is exact.
+    """
+    of_sequence = square / micro_batch * flash_share(tokens, window)
+    step = 2 ** max(0, math.frexp(of_sequence)[1] - 32)
+    return float(round(of_sequence / step) * step * micro_batch)
 
 
 def flash_share(tokens: int, window: int | None) -> float:

@@ -187,7 +187,12 @@ def test_few_layers_represent_all_under_ddp(accumulation: int) -> None:
             id="inputs on the host",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"data": {"train": [{"path": "x"}], "max_length": 96, "packing": True}}, id="packed", marks=pytest.mark.slow),
+        pytest.param(
+            {"data": {"train": [{"path": "x"}], "max_length": 96, "packing": True}, "kernels": {"loss": "full"}},
+            id="packed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"data": {"train": [{"path": "x"}], "max_length": 1001}, "kernels": {"loss": "full"}}, id="long rows"),
     ],
 )
 def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str, Any]) -> None:
