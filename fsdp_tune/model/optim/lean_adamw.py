@@ -14,10 +14,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.local import local_part, sharding_of
 
 PIECE = 1 << 24
 """Elements that are upcast at a time: four fp32 copies take 256 MiB."""
@@ -109,13 +107,12 @@ def _pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
     A part consists of full rows (`Shard(0)`), or of rows of each expert of a stack (`Shard(1)`).
     """
-    shape, offset, total = parameter.shape, (0,) * parameter.ndim, parameter.shape
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(total, parameter.device_mesh, parameter.placements)
-    assert not any(offset[2:]), "FSDP shards by rows or inside of experts"
-    dim = 1 if parameter.ndim > 1 and shape[1] != total[1] else 0
-    run, stride = math.prod(shape[dim:]), math.prod(total[dim:])
-    first = offset[dim] * math.prod(total[dim + 1 :]) if offset else 0
+    total, shape, sharding = parameter.shape, local_part(parameter).shape, sharding_of(parameter)
+    dim = sharding.dim if sharding is not None else 0
+    assert dim <= 1, "FSDP shards by rows or inside of experts"
+    # Computed here: torch's own function reads values of tensors, which do not exist while a step is traced.
+    rows = -(-total[dim] // sharding.group.size()) * sharding.group.rank() if sharding is not None else 0
+    run, stride, first = math.prod(shape[dim:]), math.prod(total[dim:]), rows * math.prod(total[dim + 1 :])
     for number in range(math.prod(shape[:dim])):
         for start in range(0, run, PIECE):
             yield number * run + start, min(PIECE, run - start), number * stride + first + start

@@ -17,8 +17,8 @@ ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
 """Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128, in its benchmarks
 (arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5: 335 on H100, whose new units it does not use)."""
 FLASH_3_GAIN = (1.84, 1.6)
-"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608, figure 5); backward assumed, within
-the paper's 1.5 to 2.0 times. No checked row uses it."""
+"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608, figure 5); backward assumed,
+within the paper's 1.5 to 2.0 times. No checked row uses it."""
 TILE_TOKENS = 128
 """Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline. With it the forward of rows of
 512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
