@@ -160,9 +160,8 @@ def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, 
     for model in models:
         if (run := run_of_model(model)) is not None:
             observer.notices(newer_checkpoint(run, Path(model.adapter or model.weights)))
-        raw = {"name_or_path": model.weights, "tokenizer": model.tokenizer, "trust_remote_code": options.allowed.remote_code}
         try:
-            other = open_tokenizer(Recipe.model_validate({"model": raw})).tokenizer.get_vocab()
+            other = open_tokenizer(_recipe_of_model(model, options)).tokenizer.get_vocab()
         except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with
             continue
         shared = own.keys() & other.keys()
@@ -212,11 +211,17 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
         raw["data"]["chat_template"] = None
         recipe = Recipe.model_validate(raw)
     else:
-        trust = options.allowed.remote_code
-        recipe = Recipe.model_validate({"model": {"name_or_path": model.weights, "tokenizer": model.tokenizer, "trust_remote_code": trust}})
+        recipe = _recipe_of_model(model, options)
     recipe = _with_data(recipe, options)
     refuse_code(recipe, options.allowed, starts_ranks=False)
     return recipe
+
+
+def _recipe_of_model(model: ModelToEvaluate, options: EvaluateOptions) -> Recipe:
+    """Return the defaults with a model and its tokenizer."""
+    trust = options.allowed.remote_code
+    raw = {"name_or_path": model.weights, "revision": model.revision, "tokenizer": model.tokenizer, "trust_remote_code": trust}
+    return Recipe.model_validate({"model": raw})
 
 
 def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:

@@ -174,6 +174,22 @@ def test_adapter_is_added_to_its_base(here: Path, models: Path) -> None:
     assert adapted["metric"] != plain["metric"]
 
 
+def test_adapter_is_added_to_the_revision_that_it_was_trained_on(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {"base": "b" * 40, "tuned": "a" * 40}
+    cached = here / "cache" / "models--org--moved"
+    for name, commit in commits.items():
+        shutil.copytree(models / name, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commits["tuned"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "cache"))
+    shutil.copytree(models / "adapter", here / "adapter")
+    config = json.loads((here / "adapter" / "adapter_config.json").read_text())
+    pinned = config | {"base_model_name_or_path": "org/moved", "revision": commits["base"]}
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps(pinned))
+    found = invoke("adapter", *DATA, "--max-rows", "4", "--base", models / "adapter")["sets"]["test"]
+    assert found["metric"] == found["base"]
+
+
 def test_adapter_that_is_a_prompt_is_refused(here: Path, models: Path) -> None:
     (here / "prompt").mkdir()
     config = {"peft_type": "PROMPT_TUNING", "base_model_name_or_path": str(models / "base")}

@@ -25,6 +25,8 @@ class ModelToEvaluate:
     """Directory or hub id of a complete model."""
     adapter: str | None = None
     """Directory of a PEFT adapter on `weights`."""
+    revision: str = "main"
+    """Of `weights` on the hub: the one that the adapter was trained on."""
 
     @property
     def tokenizer(self) -> str:
@@ -44,7 +46,8 @@ def find_model(name: str) -> ModelToEvaluate:
             raise usage_error("model-not-found", f"there is no model directory `{name}`", hint="give a model directory, a run or a hub id")
         return ModelToEvaluate(name, name)
     if (path / CONFIG_FILE).is_file() and run_of(path) is None:
-        return ModelToEvaluate(name, _base_of(path), str(path))
+        base, revision = _base_of(path)
+        return ModelToEvaluate(name, base, str(path), revision)
     if run_of(path) is None:
         if not (path / "config.json").is_file():
             raise usage_error(
@@ -59,7 +62,8 @@ def find_model(name: str) -> ModelToEvaluate:
     raise usage_error("run-not-merged", f"`{name}` holds sharded checkpoints, and no merged model", hint=hint)
 
 
-def _base_of(adapter: Path) -> str:
+def _base_of(adapter: Path) -> tuple[str, str]:
+    """Return name and revision of the base of an adapter. Raises: usage error."""
     config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
     base = config.get("base_model_name_or_path")
     if config.get("peft_type") in PROMPT_TYPES:
@@ -68,7 +72,7 @@ def _base_of(adapter: Path) -> str:
     if not base:
         message = f"{CONFIG_FILE} does not name the base model"
         raise usage_error("model-not-found", f"`{adapter}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")
-    return str(base)
+    return str(base), str(config.get("revision") or "main")
 
 
 def run_of_model(model: ModelToEvaluate) -> RunDir | None:

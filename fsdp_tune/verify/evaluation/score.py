@@ -35,6 +35,7 @@ def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:
     """Load a model as any user of transformers does. Raises: FsdpTuneError if it cannot be loaded, or has weights missing."""
     dtype = "auto" if request.dtype == "auto" else TORCH_DTYPE[request.dtype]
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": request.trust_remote_code, "local_files_only": not hub_is_reachable()}
+    options["revision"] = model.revision
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(model.weights, output_loading_info=True, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
