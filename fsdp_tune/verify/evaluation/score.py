@@ -85,10 +85,12 @@ class Scorer:
 
     def _loss(self, examples: Sequence[EvaluatedExample]) -> Rows:
         logits, targets = self._forward(examples)
-        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
-        trained = targets != IGNORE_INDEX
-        losses[trained] = F.cross_entropy(logits[trained].float(), targets[trained], reduction="none").double()
-        return self._rows(examples, losses.sum(1).tolist(), trained.sum(1).tolist())
+        totals: list[float] = []
+        for row, wanted in zip(logits, targets, strict=True):  # fp32 copies of the logits of all rows would not fit with long rows
+            trained = wanted != IGNORE_INDEX
+            losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
+            totals.append(float(losses.double().sum()))
+        return self._rows(examples, totals, (targets != IGNORE_INDEX).sum(1).tolist())
 
     def _extension(self, examples: Sequence[EvaluatedExample]) -> Rows:
         assert self.request.metric is not None
