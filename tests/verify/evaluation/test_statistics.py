@@ -48,6 +48,13 @@ def test_few_rows_are_no_proof_of_a_difference() -> None:
         assert paired_bootstrap(first, second).p == 2.0 ** (1 - rows)
 
 
+def test_rows_without_counts_are_no_proof_of_a_difference() -> None:
+    """One of 100 rows counts: a third of the resamples lack it, and the others all have its difference."""
+    counts = np.zeros(100)
+    counts[7] = 1.0
+    assert paired_bootstrap(Scores(counts * 2.0, counts), Scores(counts, counts)).p == 1.0
+
+
 def test_bootstrap_weighs_tokens_and_resamples_rows() -> None:
     generator = np.random.default_rng(2)
     counts = generator.integers(1, 50, 400).astype(float)
