@@ -31,6 +31,7 @@ from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment
 
 RECORD_KIND = "fsdp-tune merged model"
+_ABSOLUTE_PATH = re.compile(r"/[^\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def model_card(
     rows = list(facts)
     base = base or (recipe.model.name_or_path if recipe is not None else None)
     if base:
-        rows.append(("Base model", base))
+        rows.append(("Base model", without_folders(base)))
         if not Path(base).exists() and base.count("/") == 1:
             front["base_model"] = base
     if recipe is not None:
@@ -149,7 +150,7 @@ def model_card(
         if hub:
             front["datasets"] = hub
         if sources:
-            rows.append(("Data", ", ".join(sources)))
+            rows.append(("Data", ", ".join(map(without_folders, sources))))
     if run is not None and steps:
         rows.extend([*_data_values(run), *_last_values(run, max(steps)), *_versions(run)])
     lines = [
@@ -170,12 +171,21 @@ def model_card(
 def _published(recipe: Recipe) -> str:
     """Return the resolved recipe without defaults as YAML.
 
-    Settings of a machine, above all `launch.env`, and the comments of recipe.yaml are left out: only the owner can read that file,
-    and a card is published.
+    Settings of a machine, above all `launch.env`, folders of its files, and the comments of recipe.yaml are left out: only the owner can
+    read that file, and a card is published.
     """
     left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(without_folders(settings), sort_keys=False, allow_unicode=True)
+
+
+def without_folders(value: Any) -> Any:
+    """Return a value in which each absolute path, also in lists and mappings, is only its last part: folders name people and projects."""
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each) for each in value]
+    return Path(value).name if isinstance(value, str) and _ABSOLUTE_PATH.fullmatch(value) else value
 
 
 def _data_values(run: RunDir) -> list[tuple[str, str]]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.destination import RECORD_NAME
-from fsdp_tune.merge.record import CARD_NAME
+from fsdp_tune.merge.record import CARD_NAME, without_folders
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index of shards."""
+PROVENANCE = (RECORD_NAME, CONFIG_FILE, "base.json")
+"""Files that name directories of this machine, for later commands here."""
 LOGIN = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
 
 
@@ -69,9 +77,10 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
         if target.revision is not None:
             api.create_branch(name, branch=target.revision, exist_ok=True)
         notices = _add_licence(api, folder)
-        commit = api.upload_folder(
-            repo_id=name, folder_path=folder, revision=target.revision, commit_message="Upload model", delete_patterns=list(STALE)
-        )
+        with _published(folder) as stage:
+            commit = api.upload_folder(
+                repo_id=name, folder_path=stage, revision=target.revision, commit_message="Upload model", delete_patterns=list(STALE)
+            )
     except FsdpTuneError:
         raise
     except HFValidationError as error:
@@ -84,6 +93,21 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
             hint=f"check the network, {LOGIN}, then: {retry}",
         ) from error
     return Pushed(str(commit.commit_url), tuple(notices))
+
+
+@contextmanager
+def _published(folder: Path) -> Iterator[Path]:
+    """Yield a directory of links to the files of `folder`, where the files that name folders of this machine are copies without them."""
+    with tempfile.TemporaryDirectory() as stage:
+        for path in filter(Path.is_file, folder.rglob("*")):
+            copy = Path(stage, path.relative_to(folder))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if path.name in PROVENANCE:
+                document = without_folders(json.loads(path.read_bytes()))
+                write_file(copy, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+            else:
+                copy.symlink_to(path.resolve())
+        yield Path(stage)
 
 
 def _refuse_public(api: Any, name: str, target: HubTarget) -> None:

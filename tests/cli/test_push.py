@@ -47,7 +47,8 @@ class Hub:
         return SimpleNamespace(private=self.is_private, card_data=card)
 
     def upload_folder(self, *, folder_path: Path, **options: Any) -> SimpleNamespace:
-        self.calls.append(("upload", options["repo_id"], sorted(path.name for path in folder_path.iterdir()), options))
+        files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        self.calls.append(("upload", options["repo_id"], sorted(files), options | {"files": files}))
         return SimpleNamespace(commit_url="https://hub/commit")
 
 
@@ -112,6 +113,18 @@ def test_branch_is_created(hub, merged):
     assert invoke("push", merged, "--to", "me/model", "--revision", "v2")[0] == 0
     assert ("branch", "me/model", {"branch": "v2", "exist_ok": True}) in hub.calls
     assert hub.calls[-1][3]["revision"] == "v2"
+
+
+def test_uploaded_files_name_no_folders_of_this_machine(hub, merged):
+    adapter = {"base_model_name_or_path": str(merged.parent / "base"), "target_modules": ["q_proj"]}
+    (merged / "adapter_config.json").write_text(json.dumps(adapter))
+    assert invoke("push", merged, "--to", "me/model")[0] == 0
+    files = hub.calls[-1][3]["files"]
+    assert [name for name, content in files.items() if str(merged.parent).encode() in content] == []
+    assert json.loads(files["adapter_config.json"]) == {"base_model_name_or_path": "base", "target_modules": ["q_proj"]}
+    assert json.loads(files["merge.json"])["source"] == ["checkpoint-10"]
+    assert files["model.safetensors"] == (merged / "model.safetensors").read_bytes()
+    assert json.loads((merged / "adapter_config.json").read_text()) == adapter, "commands here still need the path"
 
 
 def test_model_that_is_older_than_its_run_is_reported(hub, tmp_path):

@@ -130,6 +130,20 @@ def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
     assert row == r"| Data | &lt;img src=x onerror=alert(1)&gt;.jsonl, \[free\](https://example.org/a\|b).jsonl |"
 
 
+def test_card_names_files_without_their_folders(tmp_path):
+    from fsdp_tune.recipe.schema import Data, DataSource, Model, Recipe
+
+    data = Data(
+        train=[DataSource(path="/home/alice/secret project/rows.jsonl"), DataSource(path="/home/alice", data_files=["/home/alice/b"])]
+    )
+    recipe = Recipe(model=Model(name_or_path="/home/alice/models/llama"), data=data)
+    run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
+    card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
+    assert "home" not in card
+    for text in ("| Base model | llama |", "| Data | rows.jsonl, alice |", "name_or_path: llama", "path: rows.jsonl"):
+        assert text in card, text
+
+
 def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
     run = make_run(tmp_path / "run", {7: STATE})
     train = {"rows": 991, "examples": 1000, "tokens": 4321}
