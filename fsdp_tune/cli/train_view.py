@@ -163,8 +163,9 @@ class StepView:
         elif name in ("slow_rank", "tracker_failed"):
             self._screen.warn(f"warning: step {step}: {line['message']}")
         elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed", "witness_cost"):
-            details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
-            self._screen.message(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
+            details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time", "message"))
+            message = f": {line['message']}" if "message" in line else ""
+            self._screen.message(f"step {step}: {name.replace('_', ' ')}{message}" + (f" ({details})" if details else ""))
 
     def _step(self, line: dict[str, Any]) -> None:
         """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
