@@ -157,7 +157,7 @@ class Sample(Section):
     default_effect = Effect(NOTHING, FREE)
 
     every: Whole
-    """Steps between two generations; the last step has one too."""
+    """Steps between two generations; the last step has one too, unless early stopping ends the run before it."""
     prompts: list[Text | list[dict[str, str]]]
     """Texts, and chats as lists of {role: …, content: …}, which are rendered with the generation prompt."""
     max_new_tokens: Whole = 64

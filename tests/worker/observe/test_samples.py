@@ -21,16 +21,23 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_
 """With its dropout of 0.1."""
 LLAMA = FAMILIES["llama"] | {"vocab_size": 384}
 MIXTRAL = FAMILIES["mixtral"] | {"vocab_size": 384, "output_router_logits": True}
+HYBRID = {
+    "fsdp": {"sharding_strategy": "HYBRID_SHARD"},
+    "parallelism": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "launch": {"num_processes": 4},
+}
 CHAT = [{"role": "user", "content": "one plus"}]
 SAMPLE = {"every": 2, "prompts": ["one plus two is", "two", CHAT], "max_new_tokens": 6}
 
 
 def run_of(bench: Bench, model: dict[str, Any], sample: dict[str, Any] | None, **sections: Any) -> RunDir:
-    """Three steps on two ranks."""
-    training = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "no", "sample": sample}
-    changes = {"model": {"from_config": model}, "training": training, "data": {"eval": None}, "launch": {"num_processes": 2}, **sections}
-    run = runs.write_run(bench.new_folder(), changes, bench.store, vocabulary=384)
-    runs.train(bench.pool, run, 2)
+    """Three steps on two ranks, or on those of `sections`."""
+    ranks = sections.get("launch", {}).get("num_processes", 2)
+    data_ranks = ranks // sections.get("parallelism", {}).get("sp_size", 1)
+    training = {"max_steps": 3, "per_device_train_batch_size": 4 // data_ranks, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    changes = {"model": {"from_config": model}, "training": training | {"sample": sample}, "data": {"eval": None}}
+    run = runs.write_run(bench.new_folder(), changes | {"launch": {"num_processes": ranks}} | sections, bench.store, vocabulary=384)
+    runs.train(bench.pool, run, ranks)
     return run
 
 
@@ -62,8 +69,11 @@ def samples(run: RunDir) -> list[tuple[int, list[str]]]:
         (GPT2, {"fsdp": {"sharding_strategy": "NO_SHARD"}, "precision": {"mixed_precision": "bf16"}}),
         (LLAMA, {"fsdp": {"version": 1, "activation_checkpointing": "full"}}),
         (MIXTRAL, {"kernels": {"loss": "chunked"}}),
+        (LLAMA, {"parallelism": {"sp_size": 2}}),
+        pytest.param(GPT2, HYBRID, marks=pytest.mark.slow),
+        pytest.param(GPT2, HYBRID | {"fsdp": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "version": 1}}, marks=pytest.mark.slow),
     ],
-    ids=["full shard", "grad op", "ddp autocast", "fsdp1", "experts"],
+    ids=["full shard", "grad op", "ddp autocast", "fsdp1", "experts", "shared rows", "hybrid", "hybrid fsdp1"],
 )
 def test_training_continues_bitwise_as_without_samples(bench: Bench, model: dict[str, Any], sections: dict[str, Any]) -> None:
     plain, sampled = (run_of(bench, model, sample, **sections) for sample in (None, SAMPLE))
