@@ -16,13 +16,19 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
 
 _RUNNING: list[subprocess.Popen[str]] = []
+_IS_ENDING = threading.Event()
+"""Set while the threads of `threads` end after an exception: a child that they started now would outlive `end` for all others."""
+_STARTING = threading.Lock()
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
     """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
     kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
-    child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, start_new_session=True, **pipes)
-    _RUNNING.append(child)
+    with _STARTING:
+        if _IS_ENDING.is_set():
+            raise InterruptedError("the command is ending, and starts no other process")
+        child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, start_new_session=True, **pipes)
+        _RUNNING.append(child)
     return child
 
 
@@ -52,14 +58,20 @@ def describe_failure(exit_code: int, errors: str) -> str:
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """Yield a pool of threads that wait for children. An exception in the block (Ctrl-C, a signal, an error in the recipe) first ends the
-    children, since leaving the block waits for the threads, and these wait for the children."""
-    with ThreadPoolExecutor(max_workers=number) as pool:
-        try:
-            yield pool
-        except BaseException:
-            for child in list(_RUNNING):
-                end(child)
-            raise
+    children and lets the threads start no others, since leaving the block waits for the threads, and these wait for the children."""
+    try:
+        with ThreadPoolExecutor(max_workers=number) as pool:
+            try:
+                yield pool
+            except BaseException:
+                with _STARTING:
+                    _IS_ENDING.set()
+                    running = list(_RUNNING)
+                for child in running:
+                    end(child)
+                raise
+    finally:
+        _IS_ENDING.clear()
 
 
 # ---- Stop signals that the caller of a command made it ignore.

@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
@@ -81,9 +82,11 @@ def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
 def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None) -> Inspection:
     """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device.
 
-    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none.
+    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none. Its process may be
+    a rank that hangs, of which the user learns when the ranks start.
     """
-    output = (answer(INSPECT_SECONDS) if answer is not None else "") or _inspect_in_child(recipe, offline=offline)
+    limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
+    output = (answer(limit_seconds) if answer is not None else "") or _inspect_in_child(recipe, offline=offline)
     if isinstance(output, Problem):
         return Inspection(problems=[output])
     document: dict[str, Any] = json.loads(output)
