@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -66,6 +67,12 @@ def test_launch_command_leaves_nothing_to_defaults(tmp_path: Path) -> None:
     assert option(made, "--mixed_precision") == "no"
     assert option(made, "--num_cpu_threads_per_process") == "2"
     assert made.settings["OMP_NUM_THREADS"] == "2"
+
+
+def test_torchrun_leaves_no_directory_of_logs_unless_it_is_requested(tmp_path: Path) -> None:
+    assert option(plan(tmp_path), "--log_dir") == os.devnull
+    for extra in (("--log_dir", "mine"), ("--log_dir=mine",), ("--tee", "3"), ("-t", "3")):
+        assert os.devnull not in plan(tmp_path, extra=extra).argv
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])

@@ -199,6 +199,8 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
         "--dynamo_backend": "no",
         "--num_cpu_threads_per_process": threads,
     }
+    if not any(word.startswith(("--log_dir", "--log-dir", "--tee", "-t")) for word in extra):
+        options["--log_dir"] = os.devnull  # otherwise torchrun leaves a directory in TMPDIR for each launch
     words = [str(word) for pair in options.items() for word in pair]
     return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
 
