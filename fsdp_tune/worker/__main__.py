@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
     if early:
         waited = wait_for_run(EarlyStart(Path(early[1])))
         started = time.time()
+        with contextlib.suppress(OSError):  # without a directory of logs, `read_recipe` fails and says so
+            ranks.append_output(run.launcher_log)
     try:
         recipe = read_recipe(run)
         rank = ranks.read_rank(recipe, run)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Any
 
 from fsdp_tune.core.atomic import PRIVATE_MODE
@@ -85,14 +86,27 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
 def redirect_output(run: RunDir, rank: int) -> IO[str]:
     """Redirect stdout and stderr of this process, C++ included, to its log. Returns the launcher's stdout."""
     run.logs.mkdir(parents=True, exist_ok=True)
-    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE_MODE)
+    log = _open_log(run.rank_log(rank))
     screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    _write_to(log)
+    return screen
+
+
+def append_output(path: Path) -> None:
+    """Append what this process writes to stdout and stderr from now on to a private file in an existing directory."""
+    _write_to(_open_log(path))
+
+
+def _open_log(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE_MODE)
+
+
+def _write_to(log: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    return screen
 
 
 def raise_open_file_limit(world_size: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,14 +84,62 @@ def test_leaving_before_the_start_kills_ranks_and_writes_no_run_directory(tmp_pa
     assert not absent.path.exists()
 
 
-def test_launcher_that_dies_early_answers_no_inspection_and_is_judged(tmp_path: Path, absent: RunDir, repository: Path) -> None:
+def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(tmp_path: Path, absent: RunDir, repository: Path) -> None:
+    before = children()
     with early_launch(tmp_path, absent, repository) as (early, supervisor):
         wait_for_ranks(early)
         early.process.kill()
         assert early.inspection(60) == ""
         absent.logs.mkdir(parents=True)
-        (ended,) = supervisor.events()
+        shutil.copy(early.files.accelerate_yaml, absent.accelerate_yaml)
+        (absent.path / "fake.json").write_text(json.dumps({rank: [["outcome", FINISHED]] for rank in "01"}))
+        *_, ended = supervisor.events()
+    assert isinstance(ended, Verdict)
+    assert ended.problem is None
+    assert left_over(before) == []
+
+
+def test_run_outlives_its_temporary_directory(tmp_path: Path, absent: RunDir, repository: Path) -> None:
+    with early_launch(tmp_path, absent, repository) as (early, supervisor):
+        wait_for_ranks(early)
+        absent.logs.mkdir(parents=True)
+        parts = [["beat", "training", 1], ["log", {"step": 1}], ["sleep", 2], ["raise", "told by a rank"]]
+        (absent.path / "fake.json").write_text(
+            json.dumps({"0": parts, "1": [["beat", "training", 1], ["sleep", 2], ["outcome", FINISHED]]})
+        )
+        ended = None
+        for event in supervisor.events():
+            if not isinstance(event, Verdict):
+                shutil.rmtree(early.files.path, ignore_errors=True)
+            ended = event
     assert isinstance(ended, Verdict)
     assert ended.problem is not None
-    assert ended.problem.code == "launcher-failed"
-    assert "SIGKILL" in ended.problem.message
+    assert "told by a rank" in ended.problem.message
+    assert absent.launcher_log.read_text().count("RuntimeError: told by a rank") == 1
+
+
+def test_started_ranks_leave_no_temporary_directory_if_the_command_is_killed(tmp_path: Path, absent: RunDir, repository: Path) -> None:
+    with early_launch(tmp_path, absent, repository) as (early, supervisor):
+        wait_for_ranks(early)
+        absent.logs.mkdir(parents=True)
+        parts = [["beat", "training", 1], ["sleep", 3], ["log", {"step": 1}], ["sleep", 1], ["outcome", FINISHED]]
+        (absent.path / "fake.json").write_text(json.dumps(dict.fromkeys("01", parts)))
+        events = supervisor.events()
+        next(events)
+        assert not early.files.path.exists()
+        events.close()
+
+
+def test_full_temporary_directory_means_no_early_start(
+    tmp_path: Path, absent: RunDir, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("fsdp_tune.launch.supervise.early_launch.write_file", refuse)
+    recipe = resolved(tmp_path, "launch.num_processes=2")
+    before = set(tmp_path.iterdir())
+    with start_early(launch_plan(recipe, absent, inherited={**os.environ, "PYTHONPATH": str(repository)}), recipe) as early:
+        assert early is None
+    assert set(tmp_path.iterdir()) == before

@@ -84,6 +84,17 @@ def test_inspection_that_ends_without_a_document_has_an_empty_answer(tmp_path: P
     assert ("broken" in done.stderr) == ("broken" in failure)
 
 
+def test_opened_rank_writes_to_the_run_directory_and_not_to_the_temporary_one(tmp_path: Path) -> None:
+    with early_rank(tmp_path, recipe_of(ranks=2), rank=1) as (files, child):
+        (tmp_path / "run/logs").mkdir(parents=True)
+        files.opened.mkdir()
+        output, _ = child.communicate(timeout=120)
+    log = tmp_path / "run/logs/launcher.log"
+    assert "run/recipe.json" in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert "run/recipe.json" not in output
+
+
 def test_other_ranks_inspect_nothing(tmp_path: Path) -> None:
     with early_rank(tmp_path, recipe_of(ranks=2), rank=1) as (files, child):
         files.opened.mkdir()

@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -29,18 +30,24 @@ from fsdp_tune.run.early_start import EarlyStart
 POLL_SECONDS = 0.02
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class EarlyLaunch:
     """A launcher whose ranks wait until `open` is called."""
 
     files: EarlyStart
     process: subprocess.Popen[str]
-    _copied_bytes: int = field(default=0, init=False)
+    output: FileIO
+    """The launcher's log. It stays readable when the directory is removed, as a clean-up of /tmp does in a long run."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the launcher still runs. One that has ended has trained nothing, so that another one can take its place."""
+        return self.process.poll() is None
 
     def inspection(self, limit_seconds: float) -> str:
         """Wait for the document of the first rank's inspection of the model. Empty if the rank did not make it within the limit."""
         deadline = time.monotonic() + limit_seconds
-        while self.process.poll() is None and not self.files.inspection_json.exists() and time.monotonic() < deadline:
+        while self.is_waiting and not self.files.inspection_json.exists() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         with contextlib.suppress(OSError):
             return self.files.inspection_json.read_text(encoding="utf-8")
@@ -54,38 +61,50 @@ class EarlyLaunch:
 
     def copy_log(self, log: Path) -> None:
         """Append the launcher's new output to a log file."""
-        with open(self.files.launcher_log, "rb") as source:
-            source.seek(self._copied_bytes)
-            new = source.read()
-        if new:
+        if new := self.output.read():
             with DISK.open_private(log, "ab") as target:
                 target.write(new)
-            self._copied_bytes += len(new)
+
+    def remove_files(self) -> None:
+        """Remove the temporary directory. Ranks that have started need nothing of it."""
+        shutil.rmtree(self.files.path, ignore_errors=True)
+
+    def end(self) -> None:
+        """Kill what is left of the launcher and its ranks."""
+        children.release(self.process)
+        if self.is_waiting:
+            kill_for_good([psutil.Process(self.process.pid)])
+            self.process.wait()
+        self.output.close()
+        self.remove_files()
 
 
 @contextlib.contextmanager
 def start_early(plan: LaunchPlan, recipe: Recipe) -> Iterator[EarlyLaunch | None]:
-    """Start the launcher of all ranks. Leaving the block kills what is left of it. None without a directory for temporary files.
+    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if there is no room for its temporary files.
 
     Call it in the main thread: the kernel kills the launcher with the thread that started it.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="fsdp-tune-"))
+        early = _start(plan, recipe)
     except OSError:
-        yield None
-        return
-    files = EarlyStart(folder)
+        early = None
+    try:
+        yield early
+    finally:
+        if early is not None:
+            early.end()
+
+
+def _start(plan: LaunchPlan, recipe: Recipe) -> EarlyLaunch:
+    files = EarlyStart(Path(tempfile.mkdtemp(prefix="fsdp-tune-")))
     try:
         write_file(files.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
         write_file(files.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
         with DISK.open_private(files.launcher_log, "ab") as log:
+            output = FileIO(str(files.launcher_log))
             process = children.start(plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            yield EarlyLaunch(files, process)
-        finally:
-            children.release(process)
-            if process.poll() is None:
-                kill_for_good([psutil.Process(process.pid)])
-                process.wait()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(files.path, ignore_errors=True)
+        raise
+    return EarlyLaunch(files, process, output)

@@ -109,7 +109,7 @@ class Supervisor:
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
-                    self._copy_early_log()
+                    self._copy_early_log(watch)
                     yield from self._pass_on_signals(launcher, watch)
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
@@ -118,7 +118,7 @@ class Supervisor:
             finally:
                 left = _kill_remaining(launcher, watch)
         watch.read_all()
-        self._copy_early_log()
+        self._copy_early_log(watch)
         yield from self._logged(metrics)
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
@@ -144,7 +144,7 @@ class Supervisor:
             yield Logged(line)
 
     def _start(self) -> subprocess.Popen[str]:
-        if self._early is not None:
+        if self._early is not None and self._early.is_waiting:
             return self._early.open()
         with DISK.open_private(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
@@ -157,8 +157,12 @@ class Supervisor:
                 text=True,
             )
 
-    def _copy_early_log(self) -> None:
-        if self._early is not None and self._run.logs.is_dir():
+    def _copy_early_log(self, watch: RankWatch) -> None:
+        if self._early is None:
+            return
+        if len(watch.beats) == len(self._plan.ranks):
+            self._early.remove_files()
+        if self._run.logs.is_dir():
             self._early.copy_log(self._plan.launcher_log)
 
     @contextlib.contextmanager
