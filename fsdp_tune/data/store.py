@@ -45,12 +45,14 @@ class Row:
 
     `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first token of each
     example, which the previous example must not predict. `lengths` are the lengths of the examples; their sum is that of the row.
+    `sources` are the indices of their sources in `data.train`, or empty where no caller needs them.
     """
 
     input_ids: Int32
     labels: Int32
     lengths: tuple[int, ...]
     row_id: int
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,23 +28,27 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the cross-entropy summed over supervised tokens, in fp32 (nats).
+def token_losses(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, reduction: str = "none") -> torch.Tensor:
+    """Return the cross-entropy of each token, zero where it is not trained, in fp32 (nats): [batch × tokens], or its sum.
 
     `logits` [batch, tokens, vocabulary] in any float dtype, `targets` (`shift_labels`) [batch, tokens] with -100 where not trained.
-    Zero, with a gradient of zero, if no token is trained.
     """
     return F.cross_entropy(
         logits.float().view(-1, logits.shape[-1]),
         targets.view(-1),
         ignore_index=IGNORE_INDEX,
-        reduction="sum",
+        reduction=reduction,
         label_smoothing=label_smoothing,
     )
 
 
+def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return the sum of `token_losses`. Zero, with a gradient of zero, if no token is trained."""
+    return token_losses(logits, targets, label_smoothing, reduction="sum")
+
+
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-_NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths")
+_NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths", "source_ids")
 
 
 def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -64,26 +68,46 @@ def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def micro_batch_loss(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0, gradient_scale: float = 1.0
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    label_smoothing: float = 0.0,
+    gradient_scale: float = 1.0,
+    source_losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward and return (summed loss in fp32, auxiliary loss or zero).
 
     `batch` has input_ids, labels and optionally position_ids and cu_seq_lens. With example_ids and example_lengths, the
     auxiliary loss is that of each example times its tokens, summed (`summed_balance`); otherwise the model's own, of the batch.
-    `gradient_scale` is the factor by which the caller multiplies the summed loss before the backward.
+    `gradient_scale` is the factor by which the caller multiplies the summed loss before the backward. With `source_losses`, fp64
+    [sources], the token losses are also added to it by source, if the batch has `source_ids` [batch, tokens].
     """
     inputs, targets = model_inputs(batch), shift_labels(batch["labels"])
+    ids = None if source_losses is None or "source_ids" not in batch else shift_labels(batch["source_ids"])
     if (rows := shared_rows()) is not None:
         targets = rows.own_tokens(targets)  # after the shift: the last target of a rank is the first token of the next rank
+        ids = None if ids is None else rows.own_tokens(ids)
+    of_tokens: torch.Tensor | None = None
     with examples_alone(model, batch):
         if loss_kernel_of(model) == "full":
             outputs: Any = model(**inputs, use_cache=False)
-            loss = summed_token_loss(outputs.logits, targets, label_smoothing)
+            if ids is None:
+                loss = summed_token_loss(outputs.logits, targets, label_smoothing)
+            else:
+                of_tokens = token_losses(outputs.logits, targets, label_smoothing)
+                loss = of_tokens.sum()
             auxiliary = getattr(outputs, "aux_loss", None)
         else:
             options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
-            loss, auxiliary = model(**inputs, use_cache=False, **options)
+            loss, auxiliary, of_tokens = model(**inputs, use_cache=False, **options, keeps_token_losses=ids is not None)
+    if source_losses is not None and ids is not None and of_tokens is not None:
+        _add_by_source(source_losses, of_tokens.detach(), ids.view(-1))
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
+
+
+def _add_by_source(source_losses: torch.Tensor, of_tokens: torch.Tensor, ids: torch.Tensor) -> None:
+    """Add the losses of each source's tokens. In a fixed order, where `index_add_` on a GPU adds in any."""
+    sources = torch.arange(len(source_losses), device=ids.device).unsqueeze(1)
+    source_losses += torch.where(ids == sources, of_tokens, 0.0).sum(1, dtype=source_losses.dtype)
 
 
 def auxiliary_loss_weight(model: PreTrainedModel) -> float:

@@ -78,16 +78,18 @@ def forward_backward(
     auxiliary: float = 0.0,
     loss_scale: float | None = None,
     label_smoothing: float = 0.0,
+    source_losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run forward and backward of one micro-batch. Return (differentiated loss, sum of token losses), both detached scalars.
 
     `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
-    of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's.
+    of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's. Token losses are added to
+    `source_losses` by source (`micro_batch_loss`).
     """
     scale = share if loss_scale is None else share * loss_scale
     with rows_known(wrapped, batch):  # also during the backward, in which recomputation runs layers again
         with compute_context(recipe, batch["input_ids"].device.type):
-            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
+            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale, source_losses)
         loss = loss_sum * share
         if auxiliary:
             loss = loss + auxiliary * auxiliary_loss

@@ -21,6 +21,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.stream.lanes import open_stream
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loss import auxiliary_loss_weight
@@ -117,12 +118,15 @@ def build_trainer(
 
 def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:
     packs = recipe.data.packing or bool(recipe.data.eval_packing)
+    # A single source has the loss of the run, and Liger's kernel returns only the sum of the token losses.
+    has_source_losses = len(recipe.data.train) > 1 and loss_kernel_of(loaded.wrapped) != "liger"
     return Collator(
         prepared.pad_token_id,
         recipe.data.pad_to_multiple_of,
         recipe.data.max_length,
         variable_lengths=packs and has_variable_lengths(loaded.model.config._attn_implementation),
         names_examples=auxiliary_loss_weight(loaded.model) > 0,
+        sources=len(recipe.data.train) if has_source_losses else 0,
     )
 
 

@@ -82,7 +82,8 @@ class FsdpTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
-        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device), devices=parts.recipe.topology.world_size)
+        devices, sources = parts.recipe.topology.world_size, parts.recipe.data.train_names[: parts.collator.sources]
+        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device), devices=devices, sources=sources)
         self.last_eval_loss: float | None = None
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
@@ -153,6 +154,7 @@ class FsdpTrainer(Trainer):
         mine, tokens = sum(batch.supervised_tokens for batch in counted), sum(batch.tokens for batch in counted)
         self.parts.rows.count(counted)
         self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in counted))
+        self.lines.sums.add_sources(batch.supervised_by_source for batch in counted)
         # On the host, where the batches are: the device and its queue are not involved.
         summed = torch.tensor([mine, tokens], dtype=torch.float64)
         dist.all_reduce(summed)
@@ -196,7 +198,11 @@ class FsdpTrainer(Trainer):
         scale = self.parts.scale.scale if self.parts.scale is not None else None
         smoothing = self.args.label_smoothing_factor
         loss, loss_sum = forward_backward(
-            self.parts.recipe, model, tensors, share, auxiliary=auxiliary, loss_scale=scale, label_smoothing=smoothing
+            *(self.parts.recipe, model, tensors, share),
+            auxiliary=auxiliary,
+            loss_scale=scale,
+            label_smoothing=smoothing,
+            source_losses=self.lines.sums.source_losses,
         )
         self.lines.sums.add(loss_sum)
         return loss

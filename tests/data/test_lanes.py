@@ -91,7 +91,7 @@ def test_sources_have_their_shares(tmp_path: Path, weight_by: str) -> None:
     stream = stream_of(tmp_path, *entries, shuffle_buffer_size=400, mixture={"weight_by": weight_by})
     amounts: Counter[int] = Counter()
     for row in rows_of_run(stream, 4000):
-        for source, tokens in row.sources:
+        for source, tokens in zip(row.sources, row.lengths, strict=True):
             amounts[source] += tokens if weight_by == "tokens" else 1
     assert amounts[0] / amounts.total() == pytest.approx(0.75, abs=0.02), "a lane draws 16 rows of one source at a time"
 
@@ -105,7 +105,7 @@ def test_shares_of_tokens_are_of_those_that_overlong_rows_keep(tmp_path: Path, o
     options: dict[str, Any] = {"shuffle_buffer_size": 400, "mixture": {"weight_by": "tokens"}, "overlong": overlong}
     amounts: Counter[int] = Counter()
     for row in rows_of_run(stream_of(tmp_path, *entries, **options), 8000):
-        for source, tokens in row.sources:
+        for source, tokens in zip(row.sources, row.lengths, strict=True):
             amounts[source] += tokens
     assert amounts[0] / amounts.total() == pytest.approx(0.5, abs=0.03)
 
@@ -116,7 +116,7 @@ def test_curriculum_changes_shares_at_its_steps(tmp_path: Path) -> None:
     entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
     stages = [{"until_step": 40, "weights": [1.0, 0.0]}, {"until_step": 80, "weights": [0.0, 1.0]}]
     stream = stream_of(tmp_path, *entries, curriculum=stages, shuffle_buffer_size=64)
-    sources = [row.sources[0][0] for row in rows_of_run(stream, 120 * 8)]
+    sources = [row.sources[0] for row in rows_of_run(stream, 120 * 8)]
     assert set(sources[: 40 * 8]) == {0}
     assert set(sources[50 * 8 : 80 * 8]) == {1}, "a stage begins with a window"
     assert 0.3 < sum(sources[90 * 8 :]) / len(sources[90 * 8 :]) < 0.7

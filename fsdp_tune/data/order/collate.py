@@ -66,6 +66,14 @@ def example_ids(rows: Sequence[Row], width: int) -> tuple[npt.NDArray[np.int64],
     return ids, lengths
 
 
+def source_ids(rows: Sequence[Row], width: int) -> npt.NDArray[np.int64]:
+    """Return int64 [rows, width]: the source of each token's example; 0 in padding, which has no loss."""
+    ids = np.zeros((len(rows), width), np.int64)
+    for at, row in enumerate(rows):
+        ids[at, : len(row.input_ids)] = np.repeat(row.sources, row.lengths)
+    return ids
+
+
 def _spans(row: Row, width: int) -> list[int]:
     padding = width - sum(row.lengths)
     return [*row.lengths, *([padding] if padding else [])]

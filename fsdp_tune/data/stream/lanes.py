@@ -81,14 +81,12 @@ class LaneState:
         return cls(tuple(Cursor(*cursor) for cursor in cursors), tuple(owed), *rest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRow(Row):
     """A row of a stream. Its `row_id` is its number in the run."""
 
     origins: tuple[str, ...]
     """`file:row` of each example."""
-    sources: tuple[tuple[int, int], ...]
-    """Source and number of tokens of each example."""
     after: LaneState
     """State of its lane after this row."""
     bad: tuple[tuple[str, BadRow], ...] = ()
@@ -260,7 +258,7 @@ class _Window:
         return StreamRow(
             *(row.input_ids, row.labels, row.lengths, row.row_id),
             origins=tuple(f"{names[file]}:{number}" for file, number in self._examples.origins[owners].tolist()),
-            sources=tuple(zip(self._examples.sources[owners].tolist(), segments[:, 1].tolist(), strict=True)),
+            sources=tuple(self._examples.sources[owners].tolist()),
             after=after,
             bad=self.bad if index == 0 else (),
         )

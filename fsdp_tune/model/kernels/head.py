@@ -124,8 +124,8 @@ def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, name: str) -> None:
-    """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None) without creating logits; without `targets` the model is
-    unchanged. Call it before wrapping. `name` is the name of the kernel for the read-back."""
+    """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None, token losses or None) without creating logits; without
+    `targets` the model is unchanged. Call it before wrapping. `name` is the name of the kernel for the read-back."""
     head: Any = model.get_output_embeddings()
     state = _State()
     plain_head, plain_model = head.forward, model.forward
@@ -135,7 +135,9 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
         if state.targets is None:
             return plain_head(hidden)  # type: ignore[no-any-return]
         assert hidden.shape[:-1] == state.targets.shape, "a target for every position that the head sees"
-        options = LossOptions(logits, state.label_smoothing, state.gradient_scale)
+        if state.keeps_token_losses:
+            state.token_losses = torch.zeros(state.targets.numel(), dtype=torch.float32, device=hidden.device)
+        options = LossOptions(logits, state.label_smoothing, state.gradient_scale, state.token_losses)
         weight, bias = head.weight, head.bias
         if not torch.is_grad_enabled():  # the kernels compute gradients in the forward for all inputs that require them
             weight, bias = weight.detach(), None if bias is None else bias.detach()
@@ -147,17 +149,23 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
 
     @functools.wraps(plain_model)
     def model_forward(
-        *args: Any, targets: torch.Tensor | None = None, label_smoothing: float = 0.0, gradient_scale: float = 1.0, **kwargs: Any
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        label_smoothing: float = 0.0,
+        gradient_scale: float = 1.0,
+        keeps_token_losses: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if targets is None:
             return plain_model(*args, **kwargs)
         state.targets, state.label_smoothing, state.gradient_scale = targets, label_smoothing, gradient_scale
+        state.keeps_token_losses = keeps_token_losses
         try:
             outputs = plain_model(*args, **kwargs)
             assert state.loss is not None, "the model called its head"
-            return state.loss.sum(), getattr(outputs, "aux_loss", None)
+            return state.loss.sum(), getattr(outputs, "aux_loss", None), state.token_losses
         finally:
-            state.targets = state.loss = None
+            state.targets = state.loss = state.token_losses = None
 
     head.forward, model.forward = head_forward, model_forward
     model.loss_kernel = name  # type: ignore[assignment]  # for the step and for the read-back
@@ -170,6 +178,8 @@ class _State:
     loss: torch.Tensor | None = None
     label_smoothing: float = 0.0
     gradient_scale: float = 1.0
+    keeps_token_losses: bool = False
+    token_losses: torch.Tensor | None = None
 
 
 def loss_kernel_of(wrapped: nn.Module) -> str:

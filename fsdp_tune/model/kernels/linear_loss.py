@@ -38,6 +38,8 @@ class LossOptions:
     logits: Logits = Logits()
     label_smoothing: float = 0.0
     gradient_scale: float = 1.0
+    token_losses: torch.Tensor | None = None
+    """fp32 [tokens], to be set to the loss of each token; without a gradient. Liger's kernel, which returns only the sum, ignores it."""
 
 
 def slice_tokens(tokens: int, vocabulary: int) -> int:
@@ -82,7 +84,10 @@ class _SummedLinearLoss(torch.autograd.Function):
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
             logits = F.linear(x[part], w, None if bias is None else bias.to(compute)).float()
-            loss += _loss_and_gradient(logits, targets[part], options, differentiate=any(wanted))
+            of_tokens = _losses_and_gradient(logits, targets[part], options, differentiate=any(wanted))
+            loss += of_tokens.sum()
+            if options.token_losses is not None:
+                options.token_losses[part] = of_tokens
             gradients.add(part, logits.to(compute) if any(wanted) else logits, x[part], w)
             del logits  # before the next slice's are made
         ctx.save_for_backward(*gradients.finished(weight.dtype, bias.dtype if bias is not None else None))
@@ -134,8 +139,8 @@ class _Gradients:
         )
 
 
-def _loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, *, differentiate: bool) -> torch.Tensor:
-    """Return the summed loss of a slice. `logits` [tokens, vocabulary], fp32, becomes its gradient times `gradient_scale`, in place."""
+def _losses_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, *, differentiate: bool) -> torch.Tensor:
+    """Return the loss of each token. `logits` [tokens, vocabulary], fp32, becomes its gradient times `gradient_scale`, in place."""
     slope = _shape_logits(logits, options.logits, differentiate=differentiate)
     valid = targets != IGNORE_INDEX
     index = torch.where(valid, targets, 0).unsqueeze(1)
@@ -157,7 +162,7 @@ def _loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: Los
             logits -= smoothing / vocabulary * weight
         if slope is not None:
             logits *= slope
-    return torch.where(valid, loss, 0.0).sum()
+    return torch.where(valid, loss, 0.0)
 
 
 def _shape_logits(logits: torch.Tensor, shape: Logits, *, differentiate: bool) -> torch.Tensor | float | None:

@@ -294,6 +294,11 @@ class Data(Section):
         return labels if is_clear else [f"source{index}" for index in range(1, len(labels) + 1)]
 
     @property
+    def train_names(self) -> list[str]:
+        """Return the name of each training source in metrics: its label, or its number."""
+        return [source.label or str(index) for index, source in enumerate(self.train)]
+
+    @property
     def sources(self) -> list[tuple[str, DataSource]]:
         """Return every source with its key (`data.train[0]`), training first; held-out training rows are not a source."""
         evals = self.eval if isinstance(self.eval, list) else []

@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,11 @@ from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
 class Sums:
     """Running totals of this rank since the last line. Losses stay on the device until a line is written."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sources: int = 0) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.source_losses = torch.zeros(sources, dtype=torch.float64, device=device) if sources else None
+        """Sums of the token losses of each source, to which `micro_batch_loss` adds."""
+        self._source_supervised = [0] * sources
         self._tokens = 0
         self._supervised = 0
         self._data_wait_seconds = 0.0
@@ -33,6 +36,9 @@ class Sums:
 
     def reset(self) -> None:
         self._loss.zero_()
+        if self.source_losses is not None:
+            self.source_losses.zero_()
+        self._source_supervised = [0] * len(self._source_supervised)
         self._tokens = self._supervised = 0
         self._attended = self._attending = 0
         self._data_wait_seconds = 0.0
@@ -51,17 +57,30 @@ class Sums:
         self._supervised += supervised
         self._data_wait_seconds += data_wait_seconds
 
+    def add_sources(self, supervised: Iterable[Sequence[int]]) -> None:
+        """Supervised tokens of each source in each batch of this rank; none for batches without `source_ids`."""
+        self._source_supervised = [sum(counts) for counts in zip(self._source_supervised, *filter(None, supervised), strict=True)]
+
     def state(self) -> list[float]:
         """For a checkpoint: a line that a resumed run writes must be the line of the uninterrupted run."""
-        return [float(self._loss.item()), float(self._tokens), float(self._supervised)]
+        return [float(self._loss.item()), float(self._tokens), float(self._supervised), *self._of_sources()]
 
     def load(self, state: list[float]) -> None:
+        """Continue from `state`. If it was saved without losses of sources, the next line has those of the steps from here on."""
         self._loss.fill_(state[0])
         self._tokens, self._supervised = int(state[1]), int(state[2])
+        losses, counts = state[3 : 3 + len(self._source_supervised)], state[3 + len(self._source_supervised) :]
+        if self.source_losses is not None and len(counts) == len(losses) == len(self._source_supervised):
+            self.source_losses.copy_(torch.tensor(losses, dtype=torch.float64))
+            self._source_supervised = [int(count) for count in counts]
 
-    def reduced(self) -> dict[str, float]:
-        """One all-reduce: loss sum, tokens and supervised tokens of all ranks; the longest wait of any."""
-        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending]
+    def _of_sources(self) -> list[float]:
+        """Return the loss sum of each source, then the supervised tokens of each."""
+        return [] if self.source_losses is None else [*self.source_losses.tolist(), *map(float, self._source_supervised)]
+
+    def reduced(self) -> dict[str, Any]:
+        """One all-reduce: loss sum, tokens and supervised tokens of all ranks, also by source; the wait of this rank."""
+        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending, *self._of_sources()]
         totals = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(totals)
         attending = totals[4].item()
@@ -71,6 +90,7 @@ class Sums:
             "tokens": totals[1].item(),
             "supervised_tokens": totals[2].item(),
             "data_wait_seconds": self._data_wait_seconds,
+            "source_losses": [None if count == 0 else loss / count for loss, count in zip(*totals[5:].view(2, -1).tolist(), strict=True)],
         }
 
 
@@ -106,12 +126,19 @@ class Lines:
     """Write the lines of metrics.jsonl: the sums since the last line, and their time."""
 
     def __init__(
-        self, device: torch.device, model: ModelDimensions | None = None, peak_flops: float | None = None, *, devices: int = 1
+        self,
+        device: torch.device,
+        model: ModelDimensions | None = None,
+        peak_flops: float | None = None,
+        *,
+        devices: int = 1,
+        sources: Sequence[str] = (),
     ) -> None:
-        """`model` and the device's dense bf16 peak are for the MFU, which is null without them. `devices`: of all ranks."""
+        """`model` and the device's dense bf16 peak are for the MFU, which is null without them. `devices`: of all ranks. `sources`: names
+        of the training sources, if each has its loss in a line."""
         self._device, self._devices = device, devices
-        self._model, self._peak_flops = model, peak_flops
-        self.sums = Sums(device)
+        self._model, self._peak_flops, self._sources = model, peak_flops, sources
+        self.sums = Sums(device, len(sources))
         self.tokens = 0
         """Non-padding tokens of all ranks since the start of the run."""
         self.last_loss: float | None = None
@@ -154,6 +181,7 @@ class Lines:
             "checkpoint_stall_seconds": stall_seconds,
             "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
             **memory(self._device),
+            **{f"source_{name}_loss": loss for name, loss in zip(self._sources, totals["source_losses"], strict=True)},
         }
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fsdp_tune.core.errors import FailedError, Problem
-from fsdp_tune.data.order.collate import collate, cumulative_lengths, example_ids
+from fsdp_tune.data.order.collate import collate, cumulative_lengths, example_ids, source_ids
 from fsdp_tune.data.order.permutation import rank_micro_batches
 from fsdp_tune.data.order.token_batches import TokenBudget, token_micro_batches
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
@@ -47,6 +47,8 @@ class Batch:
     """Σ length² over the examples: the attended positions, packed or not."""
     origins: tuple[str, ...] = ()
     """`file:row` of the first example of each row of a stream; prepared rows are looked up."""
+    supervised_by_source: tuple[int, ...] = ()
+    """`supervised_tokens` of each source, if the batch has `source_ids`."""
 
     def pin_memory(self) -> Batch:
         """Called by the pinning thread of the loader, which pins custom types only through this method."""
@@ -68,8 +70,9 @@ class UnreadableRow(FailedError):
 
 
 class Rows(Dataset["Row | None"]):
-    def __init__(self, store: RowStore) -> None:
-        self.store = store
+    def __init__(self, store: RowStore, source_of_file: Int64 | None = None) -> None:
+        """Rows have `sources` if `source_of_file` is given, the index of the source of each file of the store."""
+        self.store, self._source_of_file = store, source_of_file
 
     def __len__(self) -> int:
         return len(self.store)
@@ -78,7 +81,10 @@ class Rows(Dataset["Row | None"]):
         if index == FILLER:
             return None
         try:
-            return self.store[index]
+            row = self.store[index]
+            if self._source_of_file is None:
+                return row
+            return dataclasses.replace(row, sources=tuple(self._source_of_file[self.store.files_of([index])[0]].tolist()))
         except Exception as error:  # any error must name its row
             raise UnreadableRow(f"row {index} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -93,6 +99,8 @@ class Collator:
     """Batches have `cu_seq_lens`, by which the attention kernel separates packed examples."""
     names_examples: bool = False
     """Batches have `example_ids` and `example_lengths`: a mixture's load-balancing loss is of each example alone."""
+    sources: int = 0
+    """If not 0, the number of training sources: batches of rows that have `sources` have `source_ids`, for the loss of each."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         if not items:
@@ -109,12 +117,18 @@ class Collator:
         if self.names_examples:
             ids, lengths = example_ids(rows, arrays["input_ids"].shape[1])
             tensors |= {"example_ids": torch.from_numpy(ids), "example_lengths": torch.from_numpy(lengths)}
+        supervised, by_source = arrays["labels"][:, 1:] != IGNORE_INDEX, tuple[int, ...]()
+        if self.sources and any(row.sources for row in rows):
+            ids = source_ids(rows, supervised.shape[1] + 1)
+            tensors["source_ids"] = torch.from_numpy(ids)
+            by_source = tuple(np.bincount(ids[:, 1:][supervised], minlength=self.sources).tolist())
         return Batch(
             tensors,
             tuple(row.row_id for row in rows),
             sum(len(row.input_ids) for row in rows),
-            int(np.count_nonzero(arrays["labels"][:, 1:] != IGNORE_INDEX)),
+            int(np.count_nonzero(supervised)),
             sum(length * length for row in rows for length in row.lengths),
+            supervised_by_source=by_source,
         )
 
 
@@ -212,15 +226,22 @@ class MicroBatches(BatchSampler):
 
 
 def loader(
-    store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool, prefetch: int | None = None
+    store: RowStore,
+    sampler: BatchSampler,
+    collator: Collator,
+    *,
+    workers: int,
+    pin_memory: bool,
+    prefetch: int | None = None,
+    source_of_file: Int64 | None = None,
 ) -> DataLoader[Batch]:
-    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process.
+    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process. `source_of_file`: see `Rows`.
 
     Iterating draws a seed for the processes, from a generator of its own. From the global one, which dropout draws from, it would be
     drawn once per epoch without processes and once per launch with them, so that a resume at the start of an epoch drew other masks.
     """
     # The collator turns rows into batches; torch types a loader by the items of its data set.
-    rows: Any = Rows(store)
+    rows: Any = Rows(store, source_of_file)
     return DataLoader(
         rows,
         batch_sampler=sampler,

@@ -131,7 +131,7 @@ class StreamedRows:
         self.given += 1
         if not self.counts:
             return row
-        for source, tokens in row.sources:
+        for source, tokens in zip(row.sources, row.lengths, strict=True):
             self.tokens[source] += tokens
         if row.bad:
             lines = [json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason}) for name, bad in row.bad]

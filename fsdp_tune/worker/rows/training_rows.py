@@ -151,7 +151,9 @@ class PreparedRows:
         return self.sampler.micro_batch
 
     def batches(self, *, workers: int, pin_memory: bool, prefetch: int | None) -> Iterable[Batch]:
-        return loader(self.sample, self.sampler, self.collator, workers=workers, pin_memory=pin_memory, prefetch=prefetch)
+        of_file = self.sources.of_file if self.collator.sources else None
+        parts = (self.sample, self.sampler, self.collator)
+        return loader(*parts, workers=workers, pin_memory=pin_memory, prefetch=prefetch, source_of_file=of_file)
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)

@@ -131,6 +131,29 @@ def test_sums_cover_all_ranks_and_are_checkpointed(pool: RankPool) -> None:
     assert [state for _, state in answers] == [[1.75, 10.0, 4.0], [2.75, 11.0, 4.0]]
 
 
+def sums_of_sources() -> list[Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    sums = Sums(torch.device("cpu"), 3)
+    assert sums.source_losses is not None
+    sums.add(torch.tensor(6.0))
+    sums.source_losses += torch.tensor([4.0 + rank, 2.0, 0.0])
+    sums.add_batch(20, 5, 0.0)
+    sums.add_sources([(1, 2, 0), (), (1, 1, 0)])  # a filler has no tokens
+    again, older = Sums(torch.device("cpu"), 3), Sums(torch.device("cpu"), 3)
+    again.load(sums.state())
+    older.load(sums.state()[:3])
+    return [each.reduced()["source_losses"] for each in (sums, again, older)]
+
+
+@pytest.mark.ranks
+def test_losses_of_sources_cover_all_ranks_and_are_checkpointed(pool: RankPool) -> None:
+    for found, restored, without in pool.run(2, sums_of_sources):
+        assert found == restored == [9 / 4, 4 / 6, None]
+        assert without == [None] * 3
+
+
 def two_lines() -> list[dict[str, Any]]:
     made = Lines(torch.device("cpu"))
     made.start(4)
