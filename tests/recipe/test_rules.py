@@ -191,6 +191,10 @@ COMPLETE = [
     ),
     ("model: {name_or_path: a}\ndata: {train: [{path: b, label: x, weight: 1}, {path: c, label: x, weight: 1}]}", "two training sources"),
     (
+        "model: {name_or_path: a}\ndata: {train: [{path: b, label: '1', weight: 1}, {path: c, weight: 1}]}",
+        "the label `1` is the name of source 1",
+    ),
+    (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
         "bf16 weights",
     ),

@@ -55,6 +55,7 @@ def data_sources(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.eval == []:
         yield Finding("no-data", ("data.eval",), "`data.eval` is an empty list", "remove it, or name a set")
     yield from _repeated_labels("data.train", recipe.data.train, "training sources")
+    yield from _labels_that_are_numbers(recipe)
     yield from _repeated_labels("data.eval", recipe.data.eval if isinstance(recipe.data.eval, list) else [], "evaluation sets")
 
 
@@ -65,6 +66,16 @@ def _repeated_labels(key: str, sources: Sequence[DataSource], kind: str) -> Iter
         if source.label is not None and seen.setdefault(source.label, index) != index:
             keys = (f"{key}[{index}].label", f"{key}[{seen[source.label]}].label")
             yield Finding("contradiction", keys, f"two {kind} have the label `{source.label}`", "give each a label of its own")
+
+
+def _labels_that_are_numbers(recipe: Recipe) -> Iterator[Finding]:
+    """A training source without a label has its number in the names of metrics."""
+    sources = recipe.data.train
+    for index, source in enumerate(sources):
+        number = int(source.label) if source.label is not None and source.label.isdecimal() else index
+        if number != index and number < len(sources) and sources[number].label is None and source.label == str(number):
+            message = f"the label `{number}` is the name of source {number} in metrics, which has no label"
+            yield Finding("contradiction", (f"data.train[{index}].label",), message, "use another label, or label that source too")
 
 
 def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
