@@ -26,6 +26,7 @@ from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
 from fsdp_tune.core.errors import ExitCode, Problem
+from fsdp_tune.core.processes import StoppedBySignal
 
 INTERRUPT_AGAIN_SECONDS = 0.01
 """After the finaliser has returned."""
@@ -116,9 +117,12 @@ def main() -> None:
 
 
 def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Repeat a Ctrl-C that arrived while Python ran a finaliser, whose exceptions are dropped."""
-    if dropped.exc_type is KeyboardInterrupt:
-        main_thread = threading.main_thread().ident
-        threading.Timer(INTERRUPT_AGAIN_SECONDS, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    """Repeat a signal that arrived while Python ran a finaliser, whose exceptions are dropped."""
+    if isinstance(dropped.exc_value, StoppedBySignal):
+        number = dropped.exc_value.number
+    elif dropped.exc_type is KeyboardInterrupt:
+        number = signal.SIGINT
     else:
         sys.__unraisablehook__(dropped)
+        return
+    threading.Timer(INTERRUPT_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number)).start()

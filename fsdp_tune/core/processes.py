@@ -87,16 +87,24 @@ def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     ]
 
 
+class StoppedBySignal(FsdpTuneError):
+    """A scheduler's signal while no rank was running (exit 143)."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        name = signal.Signals(number).name
+        super().__init__(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
+
+
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Raise FsdpTuneError (exit 143) on a scheduler's signal. The supervisor of ranks has its own handlers.
+    """Raise StoppedBySignal on a scheduler's signal. The supervisor of ranks has its own handlers.
 
     Does nothing outside the main thread, where Python runs no signal handlers.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
-        name = signal.Signals(number).name
-        raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
+        raise StoppedBySignal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, stop) for number in without_ignored((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) if is_main}

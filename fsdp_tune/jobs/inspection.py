@@ -86,10 +86,10 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
     a rank that hangs, of which the user learns when the ranks start.
     """
     limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
-    output = (answer(limit_seconds) if answer is not None else "") or _inspect_in_child(recipe, offline=offline)
-    if isinstance(output, Problem):
-        return Inspection(problems=[output])
-    document: dict[str, Any] = json.loads(output)
+    text = answer(limit_seconds) if answer is not None else ""
+    document = json.loads(text) if text else _inspect_in_child(recipe, offline=offline)
+    if isinstance(document, Problem):
+        return Inspection(problems=[document])
     found = Inspection(document)
     for problem in map(Problem.from_dict, document.pop("problems")):
         if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
@@ -102,7 +102,7 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
     return found
 
 
-def _inspect_in_child(recipe: Recipe, *, offline: bool) -> str | Problem:
+def _inspect_in_child(recipe: Recipe, *, offline: bool) -> dict[str, Any] | Problem:
     """Return the document of `fsdp_tune.model.loading.inspect`, or why there is none."""
     environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -114,7 +114,10 @@ def _inspect_in_child(recipe: Recipe, *, offline: bool) -> str | Problem:
         return Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s")
     finally:
         children.end(child)
-    return output if child.returncode == 0 else _crashed(child.returncode, errors)
+    try:
+        return json.loads(output)
+    except ValueError:
+        return _crashed(child.returncode, errors)
 
 
 def notices_from(raw: list[dict[str, Any]]) -> list[Notice]:

@@ -28,28 +28,35 @@ WITH_A_FINALISER_THAT_IS_INTERRUPTED = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from fsdp_tune.cli import app
+from fsdp_tune.core.processes import StoppedBySignal, stop_signals_raise
+
+number = int(sys.argv[1])
 
 class Finalised:
     def __del__(self):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
 def app_of_minutes():
-    Finalised()
-    try:
-        time.sleep(99)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with stop_signals_raise():
+        Finalised()
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except StoppedBySignal as stopped:
+            assert stopped.number == number
+            sys.exit(143)
 
 app.app = app_of_minutes
 app.main()
 """
 
 
-def test_interrupt_during_a_finaliser_is_not_lost() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_A_FINALISER_THAT_IS_INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (130, "")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_signal_during_a_finaliser_is_not_lost(number: signal.Signals, exit_code: int) -> None:
+    command = [sys.executable, "-c", WITH_A_FINALISER_THAT_IS_INTERRUPTED, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (exit_code, "")
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

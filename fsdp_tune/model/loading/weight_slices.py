@@ -104,8 +104,8 @@ def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: Weigh
     buffer_bytes = BUFFER_BYTES // 2
     buffers = itertools.cycle([bytearray(buffer_bytes), bytearray(buffer_bytes)])
     parts = itertools.chain.from_iterable(_parts(targets[name], stored[name], buffer_bytes) for name in names)
-    with _Reader() as reader, ThreadPoolExecutor(1) as pool:
-        before: tuple[Rows, Future[torch.Tensor]] | None = None
+    with _FileReader() as reader, ThreadPoolExecutor(1) as pool:
+        before: tuple[StoredRows, Future[torch.Tensor]] | None = None
         for rows in parts:
             reading = pool.submit(reader.read, rows, next(buffers))
             if before is not None:
@@ -116,7 +116,7 @@ def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: Weigh
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StoredRows:
     """Consecutive rows of a stored tensor, and the rows of this rank's part that are made of them."""
 
     target: torch.Tensor | Nf4Linear
@@ -131,7 +131,7 @@ class Rows:
     columns: tuple[slice, ...]
 
 
-def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) -> Iterator[Rows]:
+def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) -> Iterator[StoredRows]:
     """Yield the rows of this rank's part of a tensor, as many at a time as fit into the buffer. A scalar is one row."""
     whole = target.weight_nf4 if isinstance(target, Nf4Linear) else target
     local, offset = whole, (0,) * whole.ndim
@@ -141,28 +141,28 @@ def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) 
     if local.numel() == 0:
         return
     if not stored.shape:
-        yield Rows(target, local, stored, 0, 0, 1, ())
+        yield StoredRows(target, local, stored, 0, 0, 1, ())
         return
     most = max(1, buffer_bytes // (stored.row_elements * stored.dtype.itemsize))
     columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
     for row in range(0, local.shape[0], most):
-        yield Rows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
+        yield StoredRows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
 
 
-class _Reader:
+class _FileReader:
     """Reads rows in the order of the files, with one file open at a time."""
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _FileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
-    def read(self, rows: Rows, buffer: bytearray) -> torch.Tensor:
+    def read(self, rows: StoredRows, buffer: bytearray) -> torch.Tensor:
         stored = rows.stored
         if self._file is None or self._file.name != str(stored.file):
             self.__exit__()
@@ -171,7 +171,7 @@ class _Reader:
         return read_elements(self._file, stored, start, rows.count * stored.row_elements, buffer)
 
 
-def _put(rows: Rows, block: torch.Tensor) -> None:
+def _put(rows: StoredRows, block: torch.Tensor) -> None:
     """Copy the columns of this rank's part, or quantise the rows."""
     stored = rows.stored
     if not stored.shape:
