@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import decoded_row, spread_indices
@@ -17,7 +20,7 @@ from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
-from fsdp_tune.data.read.stream_units import stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.read.stream_units import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.review import refuse_bad_share
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
@@ -31,6 +34,10 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
 
+UNIT_ROWS = "unit-rows"
+"""Folder below `data.cache_dir`: for each set of files of a stream, the numbers of their rows."""
+ROWS_FORMAT = 1
+"""Incremented when the same files would have other numbers of rows."""
 SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 6
@@ -56,6 +63,8 @@ class Prepared(Document):
     """Whether the data were found in the cache."""
     stamps: dict[str, str] = field(default_factory=dict[str, str])
     """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
+    unit_rows: dict[str, int] = field(default_factory=dict[str, int])
+    """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
 
     def as_notices(self) -> list[Notice]:
         return [*self._unstamped(), *self._stored_notices()]
@@ -89,11 +98,9 @@ def prepare(
     digests = FileDigests(cache_dir, verify=verify)
     inputs = open_inputs(recipe, encoder)
     file_stamps: dict[str, str] = {}
+    unit_rows: dict[str, int] = {}
     if recipe.data.streaming:
-        assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-        for opened in inputs:
-            if opened.set_name == TRAIN:
-                file_stamps |= stream_stamps(stream_units(opened.source, recipe.data.stream_lanes))
+        file_stamps, unit_rows = _counted_units(recipe, inputs, cache_dir)
         inputs = [
             replace(opened, source=replace(opened.source, head=SAMPLE_ROWS)) if opened.set_name == TRAIN else opened for opened in inputs
         ]
@@ -112,7 +119,7 @@ def prepare(
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
     # Names are no content: the data may have been prepared under others.
     named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
-    prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps)
+    prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
     if recipe.data.streaming:
         prepared = replace(prepared, report=prepared.report | {"stream_sample_rows": SAMPLE_ROWS})
     bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
@@ -121,6 +128,23 @@ def prepare(
         _refuse_few_rows(recipe, prepared)
         _refuse_unmeasured(recipe, prepared)
     return prepared
+
+
+def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the stamp of each file of a stream and the rows of each unit, from the cache if the files have not changed."""
+    assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
+    units = [unit for opened in inputs if opened.set_name == TRAIN for unit in stream_units(opened.source, recipe.data.stream_lanes)]
+    stamps = stream_stamps(units)
+    record = cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
+    known: dict[str, int] = {}
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # no record, or one that cannot be read: count again
+        known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
+    found = {unit.name: unit.rows for unit in count_units(units, known) if unit.rows is not None}
+    if found != known:
+        with suppress(OSError):  # the cache is full or read-only: the next start counts again
+            DISK.mkdir(record.parent)
+            write_json(record, found)
+    return stamps, found
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, Any]], *, reused: bool) -> Prepared:

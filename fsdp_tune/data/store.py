@@ -65,6 +65,10 @@ class Segments:
     lengths: Int64
     is_cut: npt.NDArray[np.bool_]
     """Whether the segment is a part of its example."""
+    examples: Int64
+    """Example of which each is a piece, numbered in the order in which the rows were read."""
+    starts: Int64
+    """First token in the pool."""
 
 
 class RowStore:
@@ -134,6 +138,8 @@ class RowStore:
             files=self._origins[examples, 0],
             lengths=lengths,
             is_cut=lengths < np.diff(self._examples)[examples],
+            examples=examples,
+            starts=starts,
         )
 
     def describe_rows(self, rows: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.stream.lanes import RowStream
+from fsdp_tune.data.stream.row_stream import STATE_VERSION, RowStream
 from fsdp_tune.worker.rows.dataset import Collator
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
 from fsdp_tune.worker.signals import end_loader_processes
@@ -92,6 +92,14 @@ def test_run_goes_on_with_the_next_rows(
     assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[0].tokens
 
 
+def test_checkpoint_of_another_order_is_refused(stream: RowStream, tmp_path: Path) -> None:
+    rank = ranks_of(stream, 1, tmp_path)[0]
+    older = {"lanes": {lane: [[[0, 0, 3]], [0.0], 0, 0, 3, 0, 0, 0] for lane in range(8)}, "tokens": [9]}
+    with pytest.raises(FsdpTuneError, match="read streams in another order") as caught:
+        rank.restore(older, 2)
+    assert "--overwrite" in (caught.value.problems[0].hint or "")
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_resume_with_another_global_batch_reads_each_row_once(stream: RowStream, ranks: int, tmp_path: Path) -> None:
     expected = [row for step in steps_of(ranks_of(stream, 1, tmp_path), 0, 7) for row in step]
@@ -148,7 +156,9 @@ def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path)
         list(iter(rows.batches(workers=0, pin_memory=False, prefetch=None)))
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1
     restarted = ranks_of(rows.stream, 1, tmp_path)[0]
-    restarted.restore({"lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)}, "tokens": [0]}, 0)
+    restarted.restore(
+        {"version": STATE_VERSION, "lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)}, "tokens": [0]}, 0
+    )
     with pytest.raises(FsdpTuneError, match="no row left"):
         list(iter(restarted.batches(workers=0, pin_memory=False, prefetch=None)))
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1

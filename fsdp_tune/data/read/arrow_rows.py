@@ -20,7 +20,7 @@ BATCH_BYTES = 4 << 20
 def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group.
 
-    Piece p of n has a range of rows here, so that it reads few row groups; `part` with first = p + s · n skips s of them.
+    `part.step` is 1: a reader skips the row groups before `part.first`, and stops when it has its rows.
     """
     parquet = _untyped("pyarrow.parquet")
     try:
@@ -30,10 +30,7 @@ def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     except _errors() as error:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
     with file:
-        rows = file.metadata.num_rows
-        skipped, piece = divmod(part.first, part.step)
-        number, end = rows * piece // part.step + skipped, rows * (piece + 1) // part.step
-        before = 0
+        number, end, before = part.first, file.metadata.num_rows, 0
         for group in range(file.num_row_groups):
             after = before + file.metadata.row_group(group).num_rows
             try:
@@ -45,6 +42,18 @@ def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
             except _errors() as error:
                 raise _damaged(path, f"row group {group} is damaged (after row {number}): {error}") from error
             before = after
+
+
+def parquet_row_count(path: Path | str) -> int:
+    """Return the number of rows in the footer of a Parquet file. Raises: usage error (exit 2) if it has none."""
+    parquet = _untyped("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(_buffered(path) if isinstance(path, str) else path) as file:
+            return int(file.metadata.num_rows)
+    except UrlError as error:
+        raise usage_error("data-unreadable", f"cannot be read: {error}", where=Where(str(path))) from error
+    except _errors() as error:
+        raise _damaged(path, f"not a complete Parquet file: {error}") from error
 
 
 def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[str, Any]]:
@@ -60,6 +69,16 @@ def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[st
         before = after
         if before >= end:
             return
+
+
+def arrow_row_count(path: Path) -> int:
+    """Return the number of rows in the record batches of an Arrow file. Raises: usage error (exit 2) if it is damaged."""
+    pyarrow = _untyped("pyarrow")
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            return sum(int(batch.num_rows) for batch in _batches(source))
+        except _errors() as error:
+            raise _damaged(path, f"damaged: {error}") from error
 
 
 def arrow_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:

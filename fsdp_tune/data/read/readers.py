@@ -93,6 +93,31 @@ def count_lines(path: Path, end: int) -> int:
     return count + (last not in (b"", b"\n"))
 
 
+def count_rows(path: Path, kind: str, part: Part = ALL_ROWS) -> int:
+    """Return the number of rows, bad ones included, that `read_rows` yields. Raises: usage error if the file cannot be read."""
+    if kind not in ("lines", "text"):
+        return sum(1 for _ in read_rows(path, kind, part))
+    try:
+        with _open_binary(path) as plain, _open_text(plain, path, part) as file:
+            return sum(1 for _ in _raw_lines(file, part))
+    except (OSError, EOFError, zlib.error):
+        return sum(1 for _ in read_rows(path, kind, part))  # raises the error, with the row after which it occurs
+
+
+def _raw_lines(file: io.BufferedReader, part: Part) -> Iterator[bytes]:
+    """Yield the lines that `_lines` yields, as bytes."""
+    if part.start_byte:
+        file.seek(part.start_byte - 1)
+        _finish_line(file, file.readline(MAX_ROW_BYTES))
+    left = float("inf") if part.end_byte is None else part.end_byte - file.tell()
+    while left > 0 and (raw := file.readline(MAX_ROW_BYTES + 1)):
+        left -= len(raw)
+        if len(raw) > MAX_ROW_BYTES:
+            left -= _finish_line(file, raw)
+        if not raw.isspace():
+            yield raw
+
+
 def _unreadable(path: Path | str, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
     return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path), line), hint=hint)
 

@@ -1,29 +1,29 @@
-"""Divide a source of a stream into units: pieces of files that are read independently, each from any row.
+"""Divide a source of a stream into units: files, or pieces of files, that are read independently, each from any row.
 
-The units depend on the files of the source and on the number of lanes alone. A file of lines without compression is divided into ranges of
-bytes, a Parquet file into ranges of rows; of any other file, piece p of n has the rows p, p + n, … and skips the others.
+The rows of a unit are counted before a run starts: from the footer of a Parquet file, in other local files by reading them once. Files at
+URLs other than Parquet are not counted. They are divided into pieces of similar size instead: ranges of bytes of a file of lines without
+compression; of any other file, piece p of n has the rows p, p + n, … and skips the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.arrow_rows import dataset_rows
+from fsdp_tune.data.read.arrow_rows import arrow_row_count, dataset_rows, parquet_row_count
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, Part
-from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, is_plain_lines, read_rows
+from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
 from fsdp_tune.data.read.remote import remote_info
 from fsdp_tune.data.read.sources import RowSource, SourceFile
 
 UNITS_OF_LANE = 8
-"""Least number of units of a lane if files can be divided at no cost, so that lanes have similar amounts."""
+"""Least number of units of a lane if files can be divided at no cost."""
 UNIT_BYTES = 64 << 20
-EXCESS = 1.125
-"""Largest ratio of the units of one lane to the mean."""
+COUNTING_THREADS = 8
 
 NAMED_FILES = 5
 NO_MARK = "no mark"
@@ -40,10 +40,16 @@ class StreamUnit:
     pieces: int = 1
     file_bytes: int | None = None
     """Size of a file that is divided into ranges of bytes; None for other files."""
-    max_rows: int | None = None
-    """Rows of the file of which the unit is a piece; None = all."""
     stamp: str | None = None
     """Of the file when the unit was created; None if the rows are not in files."""
+    rows: int | None = None
+    """Number of its rows, bad ones included; None if it was not counted."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file, with the range of bytes in which its rows are numbered."""
+        name = self.source.names[self.number]
+        return name if self.piece == 0 or self.file_bytes is None else f"{name} (part {self.piece + 1} of {self.pieces})"
 
     @property
     def file(self) -> SourceFile | None:
@@ -60,20 +66,34 @@ class StreamUnit:
             raise _changed(self.source.names[self.number])
 
     def _rows(self, start: int) -> Iterator[NumberedRow | BadRow]:
-        first = self.piece + start * self.pieces
         file, dataset = self.file, self.source.dataset
         if dataset is not None:
-            rows = len(dataset) if self.max_rows is None else min(self.max_rows, len(dataset))
-            end = rows * (self.piece + 1) // self.pieces
-            return dataset_rows(dataset, min(rows * self.piece // self.pieces + start, end), end)
+            return dataset_rows(dataset, start, len(dataset)) if start < len(dataset) else iter(())
         if file is None:
-            return islice((row for _, row in self.source.read()), first, self.max_rows, self.pieces)
-        if self.max_rows is not None:
-            return islice(read_rows(file.path, file.kind), first, self.max_rows, self.pieces)
+            return islice((row for _, row in self.source.read()), start, None)
+        return read_rows(file.path, file.kind, self._part(start))
+
+    def _part(self, start: int) -> Part:
         if self.file_bytes is None:
-            return read_rows(file.path, file.kind, Part(first, self.pieces))
+            return Part(self.piece + start * self.pieces, self.pieces)
         end = None if self.piece == self.pieces - 1 else self._first_byte(self.piece + 1)
-        return read_rows(file.path, file.kind, Part(start, 1, self._first_byte(self.piece), end))
+        return Part(start, 1, self._first_byte(self.piece), end)
+
+    def counted(self) -> StreamUnit:
+        """Return the unit with the number of its rows, unless that takes a download. Raises: usage error if it is unreadable."""
+        file, dataset = self.file, self.source.dataset
+        if dataset is not None:
+            return replace(self, rows=len(dataset))
+        if file is None:
+            return replace(self, rows=sum(1 for _ in self.source.read()))
+        if file.kind == "parquet":
+            return replace(self, rows=parquet_row_count(file.path))
+        if isinstance(file.path, str):
+            return self
+        rows = arrow_row_count(file.path) if file.kind == "arrow" else count_rows(file.path, file.kind, self._part(0))
+        if _stamp(file.path) != self.stamp:
+            raise _changed(self.source.names[self.number])
+        return replace(self, rows=rows)
 
     def locate(self, row: int, column: int | None = None) -> Where:
         """Return the position in the file of a row of `read`. The lines before a range of a local file are counted now; in a file at a URL
@@ -93,19 +113,32 @@ class StreamUnit:
 
 
 def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
-    """Return the units of a source in the order of its files, at least one for each lane. Raises: usage error if a file is unreachable."""
+    """Return the units of a source in the order of its files, not counted. Raises: usage error if a file is unreachable."""
     if not source.files:
-        return tuple(StreamUnit(source, 0, piece, lanes, max_rows=source.entry.max_rows) for piece in range(lanes))
-    if source.entry.max_rows is not None:
-        return _first_rows(source, source.entry.max_rows, lanes)
-    sizes = _range_sizes(source.files, lanes)
-    strided = _pieces(len(sizes), lanes)
-    target = max(1, min(UNIT_BYTES, -(-sum(size or 0 for size in sizes) // (UNITS_OF_LANE * lanes))))
+        return (StreamUnit(source, 0),)
+    stamps = [_stamp(file.path) for file in source.files]
+    sizes = [int(stamp.partition(":")[0]) for stamp in stamps]
+    target = max(1, min(UNIT_BYTES, -(-sum(sizes) // (UNITS_OF_LANE * lanes))))
     units: list[StreamUnit] = []
-    for number, (file, size) in enumerate(zip(source.files, sizes, strict=True)):
-        pieces, stamp = strided if size is None else max(1, -(-size // target)), _stamp(file.path)
-        units += [StreamUnit(source, number, piece, pieces, size, stamp=stamp) for piece in range(pieces)]
+    for number, (file, size, stamp) in enumerate(zip(source.files, sizes, stamps, strict=True)):
+        pieces, file_bytes = 1, None
+        if is_plain_lines(file.path, file.kind):
+            pieces, file_bytes = max(1, -(-size // target)), size
+        elif isinstance(file.path, str) and file.kind != "parquet":
+            pieces = min(lanes, max(-(-lanes // len(sizes)), -(-size // target)))
+        units += [StreamUnit(source, number, piece, pieces, file_bytes, stamp) for piece in range(pieces)]
     return tuple(units)
+
+
+def count_units(units: Sequence[StreamUnit], known: Mapping[str, int]) -> tuple[StreamUnit, ...]:
+    """Return the units with the numbers of their rows, from `known` by their names where it has them. Raises: usage error if a file
+    cannot be read."""
+
+    def counted(unit: StreamUnit) -> StreamUnit:
+        return replace(unit, rows=known[unit.name]) if unit.name in known else unit.counted()
+
+    with ThreadPoolExecutor(COUNTING_THREADS) as pool:
+        return tuple(pool.map(counted, units))
 
 
 def stream_stamps(units: Sequence[StreamUnit]) -> dict[str, str]:
@@ -140,31 +173,3 @@ def _stamp(path: Path | str) -> str:
 def _changed(name: str) -> FsdpTuneError:
     hint = "restore the file, or start over with `--overwrite`: the rows of a run must not change while it is trained or resumed"
     return usage_error("data-changed", "it has changed since the run started", hint=hint, where=Where(name))
-
-
-def _range_sizes(files: Sequence[SourceFile], lanes: int) -> list[int | None]:
-    """Return the size of each file that is divided into ranges of bytes, else None. Ranges need a byte for each lane."""
-    sizes = [int(_stamp(file.path).partition(":")[0]) if is_plain_lines(file.path, file.kind) else None for file in files]
-    return sizes if sum(size or 0 for size in sizes) >= lanes else [None] * len(files)
-
-
-def _first_rows(source: RowSource, wanted: int, lanes: int) -> tuple[StreamUnit, ...]:
-    """Return units of the first `wanted` rows of a source, which are read now to find how many of them are in each file."""
-    counts = Counter(number for number, _ in islice(source.read(), wanted)) or {0: 0}
-    pieces = _pieces(len(counts), lanes)
-    return tuple(
-        StreamUnit(source, number, piece, pieces, max_rows=rows, stamp=_stamp(source.files[number].path))
-        for number, rows in counts.items()
-        for piece in range(pieces)
-    )
-
-
-def _pieces(files: int, lanes: int) -> int:
-    """Return the least number of pieces of each file with which lanes have about the same number of pieces.
-
-    Each piece reads its file from the beginning, so more pieces cost time.
-    """
-    pieces = -(-lanes // files)
-    while -(-files * pieces // lanes) * lanes > EXCESS * files * pieces:
-        pieces += 1
-    return pieces

@@ -1,8 +1,9 @@
 """Lanes of a stream: each reads its own part of every source, window by window, and gives its rows one by one.
 
 Row n of a run is the next row of lane n mod `lanes`. So the order is a function of the recipe and the files, and a rank needs only its
-own lanes. A window is a function of the positions at which it begins (`LaneState`): rows are drawn from the sources by their shares,
-tokenised, shuffled and packed among themselves. A resumed lane builds its window again, and leaves out the rows that were trained.
+own lanes. `dealing.py` has the arithmetic. A window is a function of the positions at which it begins (`LaneState`): rows are drawn from
+the sources by their shares, tokenised, shuffled among those of the same source and pass, and packed among themselves. A resumed lane
+builds its window again, and leaves out the rows that were trained.
 `datasets.IterableDataset` is not used: on resume the rows of its shuffle buffer are lost, and a line that is not JSON ends its file.
 """
 
@@ -10,75 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.build import TokenisedRows
-from fsdp_tune.data.format.inputs import Input, kept_columns, open_inputs
+from fsdp_tune.data.format.inputs import kept_columns
 from fsdp_tune.data.order.permutation import shuffled
 from fsdp_tune.data.pack.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError
-from fsdp_tune.data.read.stream_units import StreamUnit, stream_stamps, stream_units
 from fsdp_tune.data.review import refuse_bad_share
 from fsdp_tune.data.store import Int64, Mask, Row, row_of
-from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.data.stream.dealing import Schedule, part_of_pass, phases_of, planned_sources
+from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream
+from fsdp_tune.data.tokenise.rows import RawRow, Tokenised
 
-CHUNK_ROWS = 16
-"""Rows that are drawn from one source at a time."""
+PLANNED_ROWS = 64
+"""Rows that a lane plans, draws and measures together."""
 PACKED_WINDOW = 100
 """Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among them."""
 MOST_UNTRAINED = 10_000
 """Rows without a trained token that a lane reads in turn before it ends the run."""
 EMPTY_PASSES = 32
-"""Passes, times lanes, in which a lane finds no row of a source before it takes it for empty. The rows of a small source are in few lanes
-in each pass, and in others in the next."""
+"""Passes, times lanes, in which a lane finds no row of a source that was not counted before it takes it for empty. The rows of a small
+source are in few lanes in each pass, and in others in the next."""
 NO_UNIT = -1
 UNITS, EXAMPLES, ROWS = range(3)
 """Purposes of hashes, so that no two permutations are the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """The next row of one source in one lane."""
-
-    passes: int = 0
-    """Complete passes over the lane's part of the source."""
-    unit: int = 0
-    """Among the units of the lane in this pass; NO_UNIT if the source is empty."""
-    row: int = 0
-    """Rows read of the unit, bad ones included."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneState:
-    cursors: tuple[Cursor, ...]
-    """Of each source, where the window begins."""
-    owed: tuple[float, ...]
-    """Rows or tokens of each source that its share of all that was drawn exceeds those that were drawn of it."""
-    window: int = 0
-    """Number of the window."""
-    emitted: int = 0
-    """Rows of the lane before the window."""
-    next: int = 0
-    """Rows of the window that were given already."""
-    rows_read: int = 0
-    rows_bad: int = 0
-    rows_truncated: int = 0
-    """Of the windows before this one."""
-
-    def as_list(self) -> list[Any]:
-        """Return the state in plain values, for a checkpoint."""
-        cursors = [[cursor.passes, cursor.unit, cursor.row] for cursor in self.cursors]
-        return [cursors, list(self.owed), self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated]
-
-    @classmethod
-    def from_list(cls, stored: Sequence[Any]) -> LaneState:
-        cursors, owed, *rest = stored
-        return cls(tuple(Cursor(*cursor) for cursor in cursors), tuple(owed), *rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,57 +52,6 @@ class StreamRow(Row):
     """State of its lane after this row."""
     bad: tuple[tuple[str, BadRow], ...] = ()
     """Rows that were skipped in the window that begins with this row, each with the name of its file."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSource:
-    opened: Input
-    units: tuple[StreamUnit, ...]
-    first_unit: int
-    """Number of its first unit, counted over all sources. Rows carry that of their unit as their file."""
-    repeats: int | None
-    """Passes; None = as many as needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowStream:
-    """All that determines the rows of a run. Picklable: loader processes read it."""
-
-    sources: tuple[StreamSource, ...]
-    tokeniser: Tokeniser
-    lanes: int
-    global_batch: int
-    shares: tuple[tuple[int, tuple[float, ...]], ...]
-    """(first step, share of each source), in the order of the steps."""
-    seed: int
-    shuffle: bool
-    window_rows: int
-    """Of one lane."""
-    max_length: int
-    packing: str | None
-    """Strategy of packing; None = one example a row."""
-    weighs_tokens: bool
-    """Whether shares are of tokens and not of rows."""
-    skips_bad_rows: bool
-    most_bad: float
-    """Largest share of bad rows in a lane."""
-    names: tuple[str, ...]
-    """Names of all units, by the numbers that rows carry."""
-
-    def stamps(self) -> dict[str, str]:
-        """Return the stamp of each file."""
-        return {name: stamp for source in self.sources for name, stamp in stream_stamps(source.units).items()}
-
-    def first_state(self) -> LaneState:
-        return LaneState((Cursor(),) * len(self.sources), (0.0,) * len(self.sources))
-
-    def bad_row(self, unit: int, row: BadRow) -> Problem:
-        """Return the problem of a bad row, with its line in the file."""
-        source = [each for each in self.sources if each.first_unit <= unit][-1]
-        return Problem("bad-row", row.reason, source.units[unit - source.first_unit].locate(row.number, row.column))
-
-    def shares_at(self, step: int) -> tuple[float, ...]:
-        return [shares for first, shares in self.shares if first <= step][-1]
 
 
 class Lane:
@@ -167,7 +77,7 @@ class Lane:
 
 
 class _Reader:
-    """Reads the units of one source that belong to one lane, pass after pass."""
+    """Reads the rows of one source that belong to one lane, pass after pass."""
 
     def __init__(self, stream: RowStream, source: int, lane: int, cursor: Cursor) -> None:
         self._stream, self._source, self._index, self._lane = stream, stream.sources[source], source, lane
@@ -175,8 +85,10 @@ class _Reader:
         self._has_rows = cursor.row > 0  # a lane stops after a row, unless the source has ended
         """Whether this pass has given a row."""
         self._empty_passes = 0
-        self._units = self._units_of_pass()
-        self._rows = self._open()
+        self._units: Sequence[int] = ()
+        self._part = (0, 0)
+        self._rows: Iterator[tuple[int, NumberedRow | BadRow]] = iter(())
+        self._begin_pass()
 
     @property
     def has_ended(self) -> bool:
@@ -184,45 +96,83 @@ class _Reader:
         return self.cursor.unit == NO_UNIT or (repeats is not None and self.cursor.passes >= repeats)
 
     def take(self, count: int) -> tuple[list[RawRow], list[tuple[int, BadRow]]]:
-        """Return up to `count` rows, and the bad ones between them with the number of their file."""
+        """Return up to `count` rows of one pass, and the bad ones between them with the number of their file."""
         rows: list[RawRow] = []
         bad: list[tuple[int, BadRow]] = []
-        source = self._source
         while len(rows) + len(bad) < count and not self.has_ended:
-            row = next(self._rows, None)
-            if row is None:
-                self._next_unit()
+            found = next(self._rows, None)
+            if found is None:
+                if rows or bad:
+                    break  # the next pass
+                self._next_part()
                 continue
-            self.cursor, self._has_rows = replace(self.cursor, row=self.cursor.row + 1), True
-            unit = source.first_unit + self._units[self.cursor.unit]
+            self.cursor, self._has_rows = replace(self.cursor, row=self.cursor.row + 1, read=self.cursor.read + 1), True
+            unit, row = found
+            unit += self._source.first_unit
             try:
                 if isinstance(row, BadRow):
                     bad.append((unit, row))
                 else:
-                    rows.append(RawRow(self._index, unit, row[0], kept_columns(row[1], source.opened.entry)))
+                    rows.append(RawRow(self._index, unit, row[0], kept_columns(row[1], self._source.opened.entry)))
             except RowError as error:
                 bad.append((unit, BadRow(row.number if isinstance(row, BadRow) else row[0], str(error))))
+            if self._source.rows is not None and self.cursor.row == self._part[1] - self._part[0]:
+                self._next_part()
+                break
         return rows, bad
 
+    def _begin_pass(self) -> None:
+        """Open the lane's part of the pass at the cursor; passes over a counted source in which the lane has no row are left out."""
+        source, lanes = self._source, self._stream.lanes
+        if source.rows == 0:
+            self.cursor = replace(self.cursor, unit=NO_UNIT)
+        if source.rows:
+            lane = (self._lane - source.first_lane) % lanes
+            while not self.has_ended:
+                self._part = part_of_pass(source.rows, lanes, lane, self.cursor.passes)
+                if self._part[0] < self._part[1]:
+                    break
+                self.cursor = replace(self.cursor, passes=self.cursor.passes + 1)
+        if not self.has_ended:
+            self._units = self._units_of_pass()
+            self._rows = self._open()
+
     def _units_of_pass(self) -> list[int]:
-        """Return the numbers of the lane's units within the source. They are others in each pass: see EMPTY_PASSES."""
+        """Return the units of a counted source in the order of the pass, or the lane's own units of another source."""
         stream, count, passes = self._stream, len(self._source.units), self.cursor.passes
-        if stream.shuffle:
-            return shuffled(count, stream.seed, UNITS, self._index, passes)[self._lane :: stream.lanes].tolist()
-        return list(range((self._lane + passes) % stream.lanes, count, stream.lanes))
+        order = shuffled(count, stream.seed, UNITS, self._index, passes).tolist() if stream.shuffle else list(range(count))
+        return order if self._source.rows is not None else order[(self._lane + passes) % stream.lanes :: stream.lanes]
 
-    def _open(self) -> Iterator[NumberedRow | BadRow]:
-        return iter(()) if self.has_ended else self._source.units[self._units[self.cursor.unit]].read(self.cursor.row)
+    def _open(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
+        source, cursor = self._source, self.cursor
+        if source.rows is None:
+            numbers = self._units[cursor.unit : cursor.unit + 1]
+            return ((number, row) for number in numbers for row in source.units[number].read(cursor.row))
+        return self._rows_between(self._part[0] + cursor.row, self._part[1])
 
-    def _next_unit(self) -> None:
-        if self.cursor.unit + 1 < len(self._units):
-            self.cursor = Cursor(self.cursor.passes, self.cursor.unit + 1)
-        else:
-            self._empty_passes = 0 if self._has_rows else self._empty_passes + 1
-            is_empty = self._empty_passes > EMPTY_PASSES * self._stream.lanes
-            self.cursor = Cursor(self.cursor.passes + 1, NO_UNIT if is_empty else 0)
-            self._units, self._has_rows = self._units_of_pass(), False
-        self._rows = self._open()
+    def _rows_between(self, begin: int, end: int) -> Iterator[tuple[int, NumberedRow | BadRow]]:
+        """Yield the rows `begin` to `end - 1` of a pass over a counted source."""
+        before = 0
+        for number in self._units:
+            unit = self._source.units[number]
+            assert unit.rows is not None
+            if begin < before + unit.rows and before < end:
+                is_last = end < before + unit.rows
+                rows = unit.read(max(0, begin - before))
+                for row in islice(rows, end - max(begin, before)) if is_last else rows:
+                    yield number, row
+            before += unit.rows
+
+    def _next_part(self) -> None:
+        cursor = self.cursor
+        if self._source.rows is None and cursor.unit + 1 < len(self._units):
+            self.cursor = replace(cursor, unit=cursor.unit + 1, row=0)
+            self._rows = self._open()
+            return
+        self._empty_passes = 0 if self._has_rows else self._empty_passes + 1
+        is_empty = self._empty_passes > EMPTY_PASSES * self._stream.lanes
+        self.cursor, self._has_rows = Cursor(cursor.passes + 1, NO_UNIT if is_empty else 0, 0, cursor.read), False
+        self._begin_pass()
 
 
 class _Window:
@@ -235,19 +185,26 @@ class _Window:
         self._stream, self._lane, self._state = stream, lane, state
         self.has_ended = False
         """Whether no source has rows left."""
-        found, tokens, trained, owed = self._read(readers)
+        self._planned_sources: list[int] = []
+        self._passes: list[int] = []
+        """Of each example, the pass over its source."""
+        stage = stream.stage_at(state.emitted * stream.lanes // stream.global_batch)
+        self._base = state.base if stage == state.stage else state.drawn
+        self._shares = stream.shares[stage][1]
+        found, tokens, trained, drawn = self._read(readers)
         self.rows_read = found.counts["rows"]
         self.bad = (*bad, *((stream.names[file], row) for file, row in found.bad))
         self._untrained = found.untrained[:1]
         self._tokens, self._trained = np.concatenate([*tokens, np.zeros(0, np.int32)]), np.concatenate([*trained, np.zeros(0, np.uint8)])
         self._examples = found.examples()
-        examples = self._examples.take(self._shuffled(len(self._examples), EXAMPLES))
+        examples = self._examples.take(self._order_of_examples())
         pieces = self._cut(examples, self._trained)
         counts = (state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad), state.rows_truncated + len(pieces.truncated))
-        self.after = LaneState(tuple(reader.cursor for reader in readers), owed, state.window + 1, 0, 0, *counts)
+        self.after = LaneState(tuple(reader.cursor for reader in readers), drawn, self._base, stage, state.window + 1, 0, 0, *counts)
         packing = stream.packing is not None and len(pieces.segments) > 0
         _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
-        self.order = self._shuffled(len(self._rows.rows) - 1, ROWS)
+        count = len(self._rows.rows) - 1
+        self.order = self._shuffled(count, ROWS) if packing else np.arange(count)
 
     def row(self, index: int, after: LaneState) -> StreamRow:
         at = self.order[index]
@@ -265,37 +222,78 @@ class _Window:
 
     def _read(self, readers: Sequence[_Reader]) -> tuple[TokenisedRows, list[Any], list[Any], tuple[float, ...]]:
         """Draw and tokenise rows until the window is full or no source has rows left."""
-        stream, state = self._stream, self._state
-        shares = stream.shares_at(state.emitted * stream.lanes // stream.global_batch)
+        stream, state, shares = self._stream, self._state, self._shares
         # The first windows have different sizes, so that lanes do not build theirs at the same time.
         size = (self._lane + 1) / stream.lanes if state.window == 0 else 1.0
         least_rows = max(1, round(size * stream.window_rows))
         least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing is not None else 0
         found, tokens, trained, kept, useful = TokenisedRows(), list[Any](), list[Any](), 0, 0
-        owed = list(state.owed)
+        drawn = list(state.drawn)
         while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] - useful < MOST_UNTRAINED):
             live = [source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended]
             if not live:
                 self.has_ended = True
                 break
-            source = max(live, key=lambda source: owed[source])
-            rows, bad = readers[source].take(CHUNK_ROWS)
-            chunk = stream.tokeniser.chunk(rows)
-            chunk.bad += bad
-            chunk.counts["rows"] += len(bad)
-            self._refuse(chunk.bad)
-            found.add(chunk)
+            missing = least_rows - found.counts["rows"]
+            planned = self._planned(shares, live, drawn, readers, min(PLANNED_ROWS, missing) if missing > 0 else PLANNED_ROWS)
+            self._planned_sources += planned
+            for source in sorted(set(planned)):
+                wanted = planned.count(source)
+                while wanted > 0 and not readers[source].has_ended:
+                    passes = readers[source].cursor.passes
+                    rows, bad = readers[source].take(wanted)
+                    wanted -= len(rows) + len(bad)
+                    chunk = stream.tokeniser.chunk(rows)
+                    chunk.bad += bad
+                    chunk.counts["rows"] += len(bad)
+                    self._refuse(chunk.bad)
+                    found.add(chunk)
+                    self._passes += [passes] * len(chunk.lengths)
+                    tokens.append(chunk.tokens)
+                    trained.append(chunk.trained)
+                    length = self._kept_tokens(chunk)
+                    kept += length
+                    useful = found.counts["rows"] if length else useful
+                    drawn[source] += length if stream.weighs_tokens else len(rows) + len(bad)
             bad_rows, rows_read = state.rows_bad + len(found.bad), state.rows_read + found.counts["rows"]
             refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
-            tokens.append(chunk.tokens)
-            trained.append(chunk.trained)
-            length = self._kept_tokens(chunk)
-            kept += length
-            useful = found.counts["rows"] if length else useful
-            drawn = length if stream.weighs_tokens else len(rows)
-            for each in live:
-                owed[each] += drawn * shares[each] / sum(shares[every] for every in live) - (drawn if each == source else 0)
-        return found, tokens, trained, tuple(owed)
+        return found, tokens, trained, tuple(drawn)
+
+    def _planned(
+        self, shares: Sequence[float], live: Sequence[int], drawn: Sequence[float], readers: Sequence[_Reader], count: int
+    ) -> list[int]:
+        """Return the sources of the next rows to draw. Shares of rows follow the schedule of all lanes, until a source of it has ended;
+        shares of tokens, and what follows such an end, are smooth in each lane."""
+        stream = self._stream
+        if len(live) == 1:
+            return [live[0]] * count
+        here = [amount - before for amount, before in zip(drawn, self._base, strict=True)]
+        if not stream.weighs_tokens and len(live) == sum(share > 0 for share in shares):
+            return Schedule(tuple(shares), stream.lanes).sources(self._lane, int(sum(here)), count).tolist()
+        read = [reader.cursor.read for reader in readers]
+        mean = sum(drawn) / max(1, sum(read)) or 1.0
+        lengths = [amount / rows if amount and rows else mean for amount, rows in zip(drawn, read, strict=True)]
+        return planned_sources(shares, here, lengths, live, phases_of(self._lane, shares, stream.lanes), count)
+
+    def _order_of_examples(self) -> Int64:
+        """Return the order of the examples: sources as planned, and the examples of each source shuffled within their pass."""
+        sources, count = self._examples.sources, len(self._examples)
+        if not self._stream.shuffle and self._stream.packing is not None and len(self._stream.sources) == 1:
+            return np.arange(count)
+        random = np.argsort(self._shuffled(count, EXAMPLES))
+        by_pass = np.lexsort((random, np.array(self._passes, np.int64)))
+        planned = np.array(self._planned_sources, np.int64)
+        phases = phases_of(self._lane, self._shares, self._stream.lanes)
+        due = np.zeros(count)
+        for source in np.unique(sources):
+            mine = by_pass[sources[by_pass] == source]
+            slots = np.flatnonzero(planned == source)
+            if self._stream.weighs_tokens:
+                lengths = self._examples.lengths[mine]
+                due[mine] = (np.cumsum(lengths) - lengths * (0.5 + phases[source])) / max(1, lengths.sum()) * len(planned)
+            else:
+                due[mine] = slots[np.arange(len(mine)) * len(slots) // len(mine)]
+        return by_pass[np.argsort(due[by_pass], kind="stable")]
 
     def _kept_tokens(self, chunk: Tokenised) -> int:
         """Return the tokens of a chunk that `overlong` leaves in rows: all pieces of a row that is split, none of one that is dropped."""
@@ -326,55 +324,20 @@ class _Window:
             return usage_error("stream-ended", message, hint="leave `data.streaming` out, or lower `data.stream_lanes`")
         if self.has_ended:
             steps = (self._state.emitted * stream.lanes + self._lane) // stream.global_batch
-            message = f"the stream has no row left for step {steps + 1}: every source with a weight was read as often as `repeats` allows"
+            ended = [self._account(source, cursor) for source, cursor in enumerate(self.after.cursors)]
+            message = f"the stream has no row left for step {steps + 1}: lane {self._lane} of {stream.lanes} has read {'; '.join(ended)}"
             hint = f"`--resume auto --set training.max_steps={steps}` ends the run there; higher `repeats` need a new run"
             return usage_error("stream-ended", message, hint=hint)
         where = Where(stream.names[self._untrained[0][0] if self._untrained else 0])
         message = f"none of {untrained:,} rows that were read in turn has a token to train"
         return usage_error("no-supervised-tokens", message, where=where, hint="check `loss_on`, and that `max_length` reaches the answers")
 
-
-# ---- The stream of a recipe.
-
-
-def open_stream(recipe: Recipe, encoder: Encoder) -> RowStream:
-    """Return the stream of a resolved recipe. Raises: FsdpTuneError if a source cannot be opened."""
-    data, training = recipe.data, recipe.training
-    assert data.stream_lanes != "auto", "the recipe is resolved"
-    inputs = open_inputs(recipe, encoder, train_only=True)
-    sources: list[StreamSource] = []
-    names: list[str] = []
-    for opened in inputs:
-        units = stream_units(opened.source, data.stream_lanes)
-        sources.append(StreamSource(opened, units, len(names), opened.entry.repeats))
-        names += map(unit_name, units)
-    return RowStream(
-        sources=tuple(sources),
-        tokeniser=Tokeniser(encoder, tuple(opened.settings for opened in inputs)),
-        lanes=data.stream_lanes,
-        global_batch=recipe.global_batch_size,
-        shares=shares_by_step(recipe),
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        shuffle=data.shuffle,
-        window_rows=-(-data.shuffle_buffer_size // data.stream_lanes),
-        max_length=data.max_length,
-        packing=data.packing_strategy if data.packing else None,
-        weighs_tokens=data.mixture.weight_by == "tokens",
-        skips_bad_rows=data.on_bad_row == "skip",
-        most_bad=data.max_bad_share,
-        names=tuple(names),
-    )
-
-
-def unit_name(unit: StreamUnit) -> str:
-    """Return the name of the file, with the range of bytes in which its rows are numbered."""
-    name = unit.source.names[unit.number]
-    return name if unit.file_bytes is None or unit.piece == 0 else f"{name} (part {unit.piece + 1} of {unit.pieces})"
-
-
-def shares_by_step(recipe: Recipe) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Return (first step, shares) of each stage of the curriculum, and of the rest of the run."""
-    stages = recipe.data.curriculum
-    starts = [0, *(stage.until_step for stage in stages)]
-    weights = [tuple(stage.weights) for stage in stages]
-    return tuple(zip(starts, [*weights, tuple(source.weight or 1.0 for source in recipe.data.train)], strict=True))
+    def _account(self, source: int, cursor: Cursor) -> str:
+        """Describe how many rows of a source the lane has read, of how many that are known to be its part."""
+        opened = self._stream.sources[source]
+        name = opened.opened.entry.label or opened.opened.entry.path
+        if opened.rows is None or opened.repeats is None:
+            return f"{cursor.read:,} rows of `{name}`, {cursor.passes:,} passes over its part"
+        lane = (self._lane - opened.first_lane) % self._stream.lanes
+        known = -(-(opened.rows * opened.repeats - lane) // self._stream.lanes)
+        return f"{cursor.read:,} of its {max(0, known):,} rows of `{name}` ({opened.rows:,} rows, `repeats: {opened.repeats}`)"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +38,18 @@ class EvaluatedExample:
 
 
 def read_examples(store: Path | str, *, most: int | None = None) -> list[EvaluatedExample]:
-    """Return the first `most` examples of a prepared set; those of a packed row one by one."""
+    """Return the first `most` examples of a prepared set in the order in which they were read, packed or not; all pieces of each."""
     rows = RowStore(store)
-    return list(islice(_examples(rows), most))
+    segments = rows.segments()
+    order = np.lexsort((segments.starts, segments.examples))
+    chosen = np.isin(segments.examples, np.unique(segments.examples)[:most])
+    first_of_row = np.searchsorted(segments.rows, segments.rows)
+    return [_example(rows, int(segments.rows[at]), int(at - first_of_row[at])) for at in order if chosen[at]]
 
 
-def _examples(store: RowStore) -> Iterator[EvaluatedExample]:
-    for index in range(len(store)):
-        row = store[index]
-        for example, (file, line), is_complete in zip(examples_of(row), store.origins(index), store.are_complete(index), strict=True):
-            yield EvaluatedExample(example, Where(file, line), not is_complete)
+def _example(store: RowStore, index: int, position: int) -> EvaluatedExample:
+    file, line = store.origins(index)[position]
+    return EvaluatedExample(examples_of(store[index])[position], Where(file, line), not store.are_complete(index)[position])
 
 
 def refuse_without_prompt(examples: Sequence[EvaluatedExample]) -> None:

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.data.stream.lanes import Lane, LaneState, RowStream, StreamRow
+from fsdp_tune.data.stream.lanes import Lane, StreamRow
+from fsdp_tune.data.stream.row_stream import STATE_VERSION, LaneState, RowStream
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
 from fsdp_tune.worker.rows.training_rows import described
@@ -115,9 +116,17 @@ class StreamedRows:
         """Return the states of all lanes, the same on every rank. Collective."""
         every = gather(({lane: state.as_list() for lane, state in self.states.items()}, self.tokens))
         lanes = {lane: state for mine, _ in every for lane, state in mine.items()}
-        return {"lanes": lanes, "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)]}
+        return {
+            "version": STATE_VERSION,
+            "lanes": lanes,
+            "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)],
+        }
 
     def restore(self, state: Any, step: int) -> None:
+        if state.get("version") != STATE_VERSION:
+            message = "the checkpoint is from a version of fsdp-tune that read streams in another order, so its next rows are not known"
+            hint = "continue it with the version in its `launch.json`, or start over with `--overwrite`"
+            raise usage_error("stream-state-old", message, hint=hint)
         every = {lane: LaneState.from_list(stored) for lane, stored in state["lanes"].items()}
         self.states = {lane: every[lane] for lane in self.states}
         self.tokens = list(state["tokens"]) if self.data_rank == 0 and self.counts else [0] * len(self.tokens)

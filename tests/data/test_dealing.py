@@ -1,0 +1,196 @@
+"""The law of streams, stated by a plain model: after k · N rows each of N rows was read k - 1 to k + 1 times, with `repeats: n` exactly n
+times; and each prefix of a mixture has the shares of its weights."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.stream.dealing import Schedule, part_of_pass, phases_of, planned_sources
+from fsdp_tune.data.stream.lanes import Lane, StreamRow
+from fsdp_tune.data.stream.row_stream import LaneState, RowStream
+from tests.data.test_lanes import read, stream_of
+from tests.data.test_stream_units import tar, write_arrow, write_parquet, zstd
+
+
+def run_of_lanes(rows: int, lanes: int, passes: int) -> Iterator[int]:
+    """Yield the rows that lanes give in turn, by the planner; the end of the first lane that has none is the end of the run."""
+    parts = [[row for number in range(passes) for row in range(*part_of_pass(rows, lanes, lane, number))] for lane in range(lanes)]
+    for turn in range(max(map(len, parts)) + 1):
+        for part in parts:
+            if turn == len(part):
+                return
+            yield part[turn]
+
+
+def assert_law(found: Sequence[Any], known: Sequence[Any]) -> None:
+    """Model: whatever the division, no row is a complete pass ahead of another, or behind it."""
+    counts = Counter(dict.fromkeys(known, 0))
+    for number, row in enumerate(found, 1):
+        counts[row] += 1
+        if number % len(known) == 0:
+            passes = number // len(known)
+            assert passes - 1 <= min(counts.values()) <= max(counts.values()) <= passes + 1
+    assert len(counts) == len(known)
+
+
+def test_ten_thousand_divisions_give_each_row_as_often_as_repeats_say() -> None:
+    draw = random.Random(0)
+    for _ in range(10_000):
+        rows, lanes, passes = draw.randint(1, 60), draw.randint(1, 24), draw.randint(1, 4)
+        found = list(run_of_lanes(rows, lanes, passes))
+        assert len(found) == rows * passes, (rows, lanes, passes)
+        assert set(Counter(found).values()) == {passes}, (rows, lanes, passes)
+        assert_law(found, range(rows))
+
+
+WEIGHTS = [
+    (0.99, 0.01),
+    (0.5, 0.5),
+    (0.6, 0.39, 0.01),
+    (0.01, 0.02, 0.97),
+    (1, 1, 1),
+    (1,) * 8,
+    (0.5, 0.3, 0.1, 0.05, 0.04, 0.01),
+    (0, 1, 2),
+]
+
+
+def assert_shares(sources: Sequence[int], weights: Sequence[float]) -> None:
+    """Model: at each prefix from 1,000 rows on a source has its share within one row or 2 % of it."""
+    numbers = np.arange(1, len(sources) + 1)
+    for source, weight in enumerate(weights):
+        expected = numbers * weight / sum(weights)
+        difference = np.abs(np.cumsum(np.array(sources) == source) - expected)
+        assert (difference[999:] <= np.maximum(1, 0.02 * expected[999:]) + 1e-6).all(), (weights, source)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 8, 16])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_each_prefix_of_a_schedule_has_its_shares_and_each_lane_too(weights: tuple[float, ...], lanes: int) -> None:
+    rounds = 20_000 // lanes
+    schedule = Schedule(weights, lanes)
+    sources = np.stack([schedule.sources(lane, 0, rounds) for lane in range(lanes)], axis=1)
+    assert_shares(sources.reshape(-1).tolist(), weights)
+    for source, weight in enumerate(weights):
+        mine = np.count_nonzero(sources == source, axis=0)
+        assert np.abs(mine - rounds * weight / sum(weights)).max() <= 2 + len(weights) * -(-rounds // 2048)
+    assert schedule.sources(lanes - 1, 3000, 50).tolist() == Schedule(weights, lanes).sources(lanes - 1, 3000, 50).tolist()
+
+
+def test_planned_sources_are_smooth_by_tokens() -> None:
+    shares, lengths = (0.7, 0.29, 0.01), (30.0, 10.0, 50.0)
+    drawn = [0.0, 0.0, 0.0]
+    for source in planned_sources(shares, drawn, lengths, (0, 1, 2), phases_of(3, shares, 16), 4000):
+        drawn[source] += lengths[source]
+    assert all(abs(amount - share * sum(drawn)) <= 2 * max(lengths) for amount, share in zip(drawn, shares, strict=True))
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+FORMATS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], object]] = {
+    "jsonl": lambda path, rows: path.write_bytes(lines(rows)),
+    "jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
+    "jsonl.zst": lambda path, rows: path.write_bytes(zstd(lines(rows))),
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "csv": lambda path, rows: path.write_text("text\n" + "".join(row["text"] + "\n" for row in rows)),
+    "tar": lambda path, rows: path.write_bytes(tar({f"{number:05}.json": json.dumps(row).encode() for number, row in enumerate(rows)})),
+}
+
+
+def written(folder: Path, name: str, sizes: Sequence[int]) -> list[str]:
+    """Write a file of each size, and return the texts of their rows."""
+    texts: list[str] = []
+    for file, size in enumerate(sizes):
+        rows = [{"text": f"{file}-{row}"} for row in range(size)]
+        FORMATS[name](folder / f"{file:02}.{name}", rows)
+        texts += [row["text"] for row in rows]
+    return texts
+
+
+def run(stream: RowStream, count: int | None = None) -> list[StreamRow]:
+    """Return the rows of a run: `count`, or all until the first lane has none."""
+    lanes = [iter(Lane(stream, number, stream.first_state())) for number in range(stream.lanes)]
+    found: list[StreamRow] = []
+    try:
+        while count is None or len(found) < count:
+            found.append(next(lanes[len(found) % stream.lanes]))
+    except FsdpTuneError as error:
+        assert error.problems[0].code == "stream-ended", error.problems  # noqa: PT017
+        assert count is None
+    return found
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_files_of_any_sizes_are_read_by_the_law(tmp_path: Path, number: int) -> None:
+    draw = random.Random(number)
+    name, files = list(FORMATS)[number % len(FORMATS)], draw.randint(1, 12)
+    equal = draw.random() < 0.4
+    sizes = [40] * files if equal else [max(1, round(draw.lognormvariate(3, 1.3))) for _ in range(files)]
+    if sum(sizes) < 40:
+        sizes[0] += 40
+    known = written(tmp_path, name, sizes)
+    options: dict[str, Any] = {
+        "lanes": draw.choice([1, 2, 3, 8, 16]),
+        "shuffle": draw.random() < 0.8,
+        "shuffle_buffer_size": draw.choice([1, 16, 200, 10_000]),
+    }
+    entry = {"path": str(tmp_path / f"*.{name}")}
+    passes = draw.randint(1, 3)
+    exact = run(stream_of(tmp_path, {**entry, "repeats": passes}, **options))
+    assert Counter(map(read, exact)) == dict.fromkeys(known, passes)
+    endless = stream_of(tmp_path, entry, **options)
+    rows = run(endless, 3 * len(known))
+    assert_law([read(row) for row in rows], known)
+    at = draw.randrange(len(rows) - endless.lanes)
+    lane = Lane(endless, at % endless.lanes, LaneState.from_list(rows[at].after.as_list()))
+    assert next(iter(lane)).origins == rows[at + endless.lanes].origins
+
+
+def test_mixture_with_repeats_reads_each_row_exactly_as_often(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = []
+    for name, sizes, weight, passes in (("parquet", [300, 7, 41], 0.7, 1), ("jsonl.gz", [90, 3], 0.29, 2), ("csv", [17], 0.01, 3)):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, name, sizes)
+        entries.append({"path": str(tmp_path / name / f"*.{name}"), "weight": weight, "repeats": passes})
+    rows = run(stream_of(tmp_path, *entries, lanes=16, shuffle_buffer_size=64))
+    counts = Counter((row.sources[0], read(row)) for row in rows)
+    assert Counter(counts.values()) == {1: 348, 2: 93, 3: 17}
+
+
+def mixture(tmp_path: Path, weights: Sequence[float], **options: Any) -> RowStream:
+    entries: list[dict[str, Any]] = []
+    for number, weight in enumerate(weights):
+        (tmp_path / str(number)).mkdir()
+        written(tmp_path / str(number), "parquet", [1000, 50, 20])
+        entries.append({"path": str(tmp_path / str(number) / "*.parquet"), "weight": weight})
+    return stream_of(tmp_path, *entries, lanes=16, **options)
+
+
+@pytest.mark.parametrize("weights", [(0.99, 0.01), (0.6, 0.39, 0.01)])
+def test_prefixes_of_a_streamed_mixture_have_its_shares(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    assert_shares([row.sources[0] for row in run(mixture(tmp_path, weights), 6000)], weights)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_shares_of_tokens_are_within_a_row_in_each_lane(tmp_path: Path, packing: bool) -> None:
+    weights = (0.6, 0.39, 0.01)
+    stream = mixture(tmp_path, weights, mixture={"weight_by": "tokens"}, packing=packing)
+    tokens = np.zeros(3)
+    for number, row in enumerate(run(stream, 6000), 1):
+        np.add.at(tokens, list(row.sources), row.lengths)
+        if number in (1000, 3000, 6000):
+            difference = np.abs(tokens - np.array(weights) * tokens.sum())
+            assert (difference <= stream.lanes * (stream.max_length if packing else 8) + 0.02 * tokens).all(), number
