@@ -90,6 +90,9 @@ def build_store(
     refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint="fix them", first=first)
     _write_bad_rows(stage, found.bad, names)
     examples = found.examples()
+    if recipe.data.streaming and len({opened.set_name for opened in inputs}) > 1:
+        is_train = np.array([opened.set_name == TRAIN for opened in inputs])
+        writer.add_evaluation_hashes(examples.hashes[~is_train[examples.sources]])
     refuse_nothing(examples, names, rows=found.counts["rows"], bad=len(found.bad), untrained=found.untrained)
     writer.finish_pool()
     index = _index(recipe, inputs, examples, writer, names)

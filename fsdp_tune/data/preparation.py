@@ -22,7 +22,7 @@ from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.read.stream_units import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.review import refuse_bad_share
-from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
@@ -107,7 +107,10 @@ def prepare(
         check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
     training_key = content_key([*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])])
-    key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False)])
+    with_hashes = [EVALUATION_HASHES] if recipe.data.streaming else []  # older stores of streams lack them
+    key = content_key(
+        [training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False), *with_hashes]
+    )
     path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, Any]:

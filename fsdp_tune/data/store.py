@@ -35,6 +35,7 @@ SHOWN_ROWS = 8
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.uint8]
 Number = TypeVar("Number", np.int32, np.int64, np.uint8)
 
@@ -53,6 +54,9 @@ class Row:
     lengths: tuple[int, ...]
     row_id: int
     sources: tuple[int, ...] = ()
+
+
+EVALUATION_HASHES = "evaluation.uint64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,12 @@ def row_of(tokens: Int32, trained: Mask, segments: Int64, row_id: int) -> Row:
     return Row(input_ids, labels, lengths, row_id)
 
 
+def evaluation_hashes(train: Path | str) -> UInt64:
+    """Return the sorted hashes of the rows of the evaluation sets next to the training set of a stream; empty without such sets."""
+    path = Path(train).parent / EVALUATION_HASHES
+    return np.fromfile(path, "<u8") if path.exists() else np.zeros(0, np.uint64)
+
+
 class StoreWriter:
     """Write a store into a directory that the caller stages. Examples are appended in the order of the calls."""
 
@@ -200,6 +210,11 @@ class StoreWriter:
         DISK.mkdir(self.stage / name)
         self._write(self.stage / name / "segments.int64", segments)
         self._write(self.stage / name / "rows.int64", rows)
+
+    def add_evaluation_hashes(self, hashes: UInt64) -> None:
+        """Write the hashes of evaluation rows, which a stream compares with its rows."""
+        with DISK.open(self.stage / EVALUATION_HASHES) as file:
+            DISK.write(file, np.ascontiguousarray(np.unique(hashes), "<u8").data)
 
     def trained(self) -> Mask:
         """Return the trained flags of the complete pool."""

@@ -17,7 +17,7 @@ from fsdp_tune.data.order.permutation import order_of
 from fsdp_tune.data.order.token_batches import budget_of
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.stream_units import refuse_changed_files
-from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.store import RowStore, evaluation_hashes
 from fsdp_tune.data.stream.row_stream import open_stream
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.kernels.attention import has_variable_lengths
@@ -175,7 +175,7 @@ def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank:
     store = RowStore(prepared.train)
     if not recipe.data.streaming:
         return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report["inputs"]))
-    stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows)
+    stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows, evaluation_hashes(prepared.train))
     refuse_changed_files(prepared.stamps, stream.stamps())
     return StreamedRows(
         stream=stream,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.store import evaluation_hashes
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import LaneState, RowStream, open_stream
-from tests.data.support import ByteEncoder, recipe_for, write_jsonl
+from tests.data.support import ByteEncoder, prepared, recipe_for, write_jsonl
 
 
 def texts(name: str, count: int, length: int = 8) -> list[dict[str, str]]:
@@ -214,6 +216,20 @@ def test_stage_whose_sources_ended_is_the_end_of_the_stream(tmp_path: Path) -> N
     stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 80, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
     with pytest.raises(FsdpTuneError, match="no row left for step 1"):
         rows_of_run(stream, 200)
+
+
+def test_rows_of_evaluation_sets_are_counted_in_all_rows(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 1500))
+    write_jsonl(tmp_path / "eval.jsonl", [*texts("a", 1500)[1100:1120], {"text": "other"}])
+    evals = [{"path": str(tmp_path / "eval.jsonl"), "label": "held"}]
+    data = prepared(tmp_path, tmp_path / "a.jsonl", streaming=True, stream_lanes=4, eval=evals)
+    stream = replace(stream_of(tmp_path, tmp_path / "a.jsonl"), evaluated=evaluation_hashes(data.train))
+    assert len(stream.evaluated) == 21
+    last = {row.row_id % 4: row.after.rows_evaluated for row in rows_of_run(replace(stream, window_rows=375), 3000)}
+    assert sum(last.values()) == pytest.approx(40, abs=20)
+    assert sum(last.values()) >= 20
+    alone = prepared(tmp_path, tmp_path / "a.jsonl", streaming=True, stream_lanes=4)
+    assert len(evaluation_hashes(alone.train)) == 0
 
 
 def test_truncated_rows_are_counted_through_a_resume(tmp_path: Path) -> None:

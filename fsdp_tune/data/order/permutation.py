@@ -7,15 +7,12 @@ original order. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from fsdp_tune.data.store import Int64
+from fsdp_tune.data.store import Int64, UInt64
 from fsdp_tune.recipe.schema import Recipe
 
 WINDOW_ROWS = 4096
 """Rows that are sorted by length together: enough to leave little padding, few compared with an epoch."""
-
-UInt64 = npt.NDArray[np.uint64]
 
 
 def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_by_length: bool, global_batch_size: int) -> Int64:

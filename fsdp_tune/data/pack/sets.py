@@ -12,13 +12,12 @@ import numpy.typing as npt
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.order.permutation import splitmix64
 from fsdp_tune.data.pack.packing import PackedRows, best_fit, one_a_row, wrapped
-from fsdp_tune.data.store import Int64, Mask
+from fsdp_tune.data.store import Int64, Mask, UInt64
 from fsdp_tune.recipe.schema.model_and_data import EvalFraction, EvalRows, Mixture
 
 NAMED_ROWS = 10
 """Number of rows that a message or a report lists; the rest are only counted."""
 
-UInt64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
 

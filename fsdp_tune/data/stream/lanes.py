@@ -199,7 +199,12 @@ class _Window:
         self._examples = found.examples()
         examples = self._examples.take(self._order_of_examples())
         pieces = self._cut(examples, self._trained)
-        counts = (state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad), state.rows_truncated + len(pieces.truncated))
+        counts = (
+            state.rows_read + found.counts["rows"],
+            state.rows_bad + len(found.bad),
+            state.rows_truncated + len(pieces.truncated),
+            state.rows_evaluated + self._also_evaluated(),
+        )
         self.after = LaneState(tuple(reader.cursor for reader in readers), drawn, self._base, stage, state.window + 1, 0, 0, *counts)
         packing = stream.packing is not None and len(pieces.segments) > 0
         _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
@@ -294,6 +299,13 @@ class _Window:
             else:
                 due[mine] = slots[np.arange(len(mine)) * len(slots) // len(mine)]
         return by_pass[np.argsort(due[by_pass], kind="stable")]
+
+    def _also_evaluated(self) -> int:
+        """Return the number of rows whose content an evaluation row has."""
+        examples, evaluated = self._examples, self._stream.evaluated
+        found = np.isin(examples.hashes, evaluated) if len(evaluated) else np.zeros(len(examples), bool)
+        keys = np.column_stack([examples.origins, np.array(self._passes, np.int64)])
+        return len(np.unique(keys[found], axis=0))  # a row may be several examples
 
     def _kept_tokens(self, chunk: Tokenised) -> int:
         """Return the tokens of a chunk that `overlong` leaves in rows: all pieces of a row that is split, none of one that is dropped."""

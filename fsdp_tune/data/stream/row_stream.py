@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.format.inputs import Input, open_inputs
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.stream_units import StreamUnit, count_units, stream_stamps, stream_units
+from fsdp_tune.data.store import UInt64
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema import Recipe
@@ -51,12 +54,14 @@ class LaneState:
     rows_read: int = 0
     rows_bad: int = 0
     rows_truncated: int = 0
+    rows_evaluated: int = 0
+    """Of these, those whose content an evaluation row has."""
     """Of the windows before this one."""
 
     def as_list(self) -> list[Any]:
         """Return the state in plain values, for a checkpoint."""
         cursors = [[cursor.passes, cursor.unit, cursor.row, cursor.read] for cursor in self.cursors]
-        counts = [self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated]
+        counts = [self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated, self.rows_evaluated]
         return [cursors, list(self.drawn), list(self.base), self.stage, *counts]
 
     @classmethod
@@ -101,6 +106,8 @@ class RowStream:
     skips_bad_rows: bool
     most_bad: float
     """Largest share of bad rows in a lane."""
+    evaluated: UInt64
+    """Sorted hashes of the rows of the evaluation sets."""
     names: tuple[str, ...]
     """Names of all units, by the numbers that rows carry."""
 
@@ -122,8 +129,9 @@ class RowStream:
         return sum(first <= step for first, _ in self.shares) - 1
 
 
-def open_stream(recipe: Recipe, encoder: Encoder, counts: Mapping[str, int]) -> RowStream:
-    """Return the stream of a resolved recipe. `counts`: rows of each unit by its name; units that it lacks are counted now.
+def open_stream(recipe: Recipe, encoder: Encoder, counts: Mapping[str, int], evaluated: UInt64 | None = None) -> RowStream:
+    """Return the stream of a resolved recipe. `counts`: rows of each unit by its name; units that it lacks are counted now. `evaluated`:
+    sorted hashes of the rows of the evaluation sets.
 
     Raises: FsdpTuneError if a source cannot be opened.
     """
@@ -153,6 +161,7 @@ def open_stream(recipe: Recipe, encoder: Encoder, counts: Mapping[str, int]) -> 
         weighs_tokens=data.mixture.weight_by == "tokens",
         skips_bad_rows=data.on_bad_row == "skip",
         most_bad=data.max_bad_share,
+        evaluated=np.zeros(0, np.uint64) if evaluated is None else evaluated,
         names=tuple(names),
     )
 

@@ -104,12 +104,15 @@ class StreamedRows:
         """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
         passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
         truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0
-        every = gather((self.tokens, passes, truncated))
-        facts: dict[str, int | float] = {"rows_truncated": sum(count for *_, count in every)}
+        evaluated = sum(state.rows_evaluated for state in self.states.values()) if self.counts else 0
+        every = gather((self.tokens, passes, truncated, evaluated))
+        facts: dict[str, int | float] = {"rows_truncated": sum(count for *_, count, _ in every)}
+        if len(self.stream.evaluated):
+            facts |= {"rows_also_evaluated": sum(count for *_, count in every)}
         for index, source in enumerate(self.stream.sources):
             name = source.opened.entry.label or str(index)
             facts[f"source_{name}_tokens"] = sum(tokens[index] for tokens, *_ in every)
-            facts[f"source_{name}_passes"] = min(passes[index] for _, passes, _ in every)
+            facts[f"source_{name}_passes"] = min(passes[index] for _, passes, *_ in every)
         return facts
 
     def state(self) -> Any:
