@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
+from fsdp_tune.data.read.stream_units import StreamUnit
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
@@ -536,3 +537,15 @@ def test_rows_with_the_content_of_an_earlier_row_are_counted(tmp_path: Path) -> 
     train = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "y", "x", "z", "x")])
     found = prepared(tmp_path, train)
     assert found.report["sets"]["train"]["repeated"] == {"rows": 2, "first": [f"{train}:3", f"{train}:5"]}
+
+
+def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(70)])
+    counted = StreamUnit.counted
+    found: list[StreamUnit] = []
+    monkeypatch.setattr(StreamUnit, "counted", lambda unit: found.append(unit) or counted(unit))
+    first, again = (prepared(tmp_path, path, streaming=True, stream_lanes=2) for _ in range(2))
+    assert sum(first.unit_rows.values()) == 70
+    assert (again.unit_rows, len(found)) == (first.unit_rows, len(first.unit_rows))
+    write_jsonl(path, [{"text": f"row {number}"} for number in range(71)])
+    assert sum(prepared(tmp_path, path, streaming=True, stream_lanes=2).unit_rows.values()) == 71
