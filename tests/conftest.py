@@ -21,6 +21,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # `nohup pytest`, `pytest &` in 
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
+os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # as ranks have it; read when torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

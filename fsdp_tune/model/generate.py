@@ -40,6 +40,7 @@ def generate(
     if plain.config.model_type in READS_PADDING:
         return _generate_without_cache(model, prompts, max_new_tokens, end_ids, pad_id, device, all_finished)
     takes = inspect.signature(plain.forward).parameters
+    cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers 5.24 renamed the argument and the output
     # Router logits of a forward with a cache do not fit the attention mask (transformers' `load_balancing_loss_func`).
     options: dict[str, Any] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
     ids, mask = _padded(prompts, pad_id, device)
@@ -55,10 +56,10 @@ def generate(
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             options["position_ids"] = positions[:, -inputs.shape[1] :]
         if cache is not None:
-            options["past_key_values"] = cache
+            options[cache_name] = cache
         with attention_with_masks(plain.config):
             outputs = model(input_ids=inputs, attention_mask=mask, use_cache=True, **options)
-        cache = getattr(outputs, "past_key_values", None)
+        cache = _keys_and_values(outputs, cache_name)
         token = torch.where(finished, pad_id, outputs.logits[:, -1].argmax(-1))
         new.append(token)
         finished = finished | torch.isin(token, ends) | (len(new) >= limits)
@@ -66,6 +67,12 @@ def generate(
         mask = torch.cat([mask, (~finished).to(mask.dtype)[:, None]], dim=1)  # positions of finished rows stay below the model's last
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
     return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
+
+
+def _keys_and_values(outputs: Any, name: str) -> Any:
+    """Return the cache of a forward; None if there is none, or if all its layers are recurrent: these take the mask of a step for a text."""
+    cache = getattr(outputs, name, None)
+    return None if cache is None or all(getattr(cache, "is_linear", [False])) else cache
 
 
 def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:

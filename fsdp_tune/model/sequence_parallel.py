@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
@@ -119,12 +119,25 @@ def _of_complete_rows(make_mask: Callable[..., Any], rows: SharedRows) -> Callab
 
     def mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
         if rows.examples is not None:
-            mask_function = packed_sequence_compatibility_function(mask_function, rows.position_ids, rows.examples)
+            mask_function = _of_packed_examples(mask_function, rows.position_ids, rows.examples)
             allow_is_causal_skip = False
         kwargs["q_length"] = kwargs["kv_length"] = rows.position_ids.shape[1]
         return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
 
     return mask
+
+
+def _of_packed_examples(pattern: Callable[..., Any], position_ids: torch.Tensor, examples: torch.Tensor) -> Callable[..., Any]:
+    """Return a pattern of (row, head, query, key) that keeps examples apart and applies `pattern` to positions in the example.
+
+    Each argument and the result is a tensor of transformers' mask functions (`masking_utils.create_causal_mask` combines the same two).
+    """
+
+    def packed_pattern(row: Any, head: Any, query: Any, key: Any) -> Any:
+        is_same_example = examples[row, query] == examples[row, key]
+        return is_same_example & pattern(row, head, position_ids[row, query], position_ids[row, key])
+
+    return packed_pattern
 
 
 # ---- The exchange

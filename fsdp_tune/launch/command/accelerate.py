@@ -222,6 +222,8 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
         "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in without_ignored(SIGNALS_TO_HANDLE)),
         "PYTHONSAFEPATH": "1",  # otherwise ranks import a `datasets.py` of the working directory instead of the library
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
+        # torch 2.15 makes another implementation of NCCL groups by default, whose flight recorder and time limits no run here has shown.
+        "TORCH_DIST_USE_NCCL2": "0",
     }
     if recipe.launch.num_machines == 1:
         settings |= {

@@ -30,12 +30,14 @@ def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
     Call it after the weights are on their device.
     """
     assert isinstance(wrapped, FSDPModule)
-    wrapped._get_fsdp_state()._lazy_init()  # otherwise the first forward would set the dtype again
-    for group in fsdp_groups(wrapped):
-        group._orig_dtype = torch.float32  # what `foreach_reduce` casts its output to
+    groups = fsdp_groups(wrapped)
+    for group in groups:
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad:
-                parameter.sharded_param.grad_dtype = None  # any
+                parameter.sharded_param.grad_dtype = None  # any; torch 2.15 reads it in `_lazy_init` and keeps `reduce_dtype`
+    wrapped._get_fsdp_state()._lazy_init()  # otherwise the first forward would set the dtype again
+    for group in groups:
+        group._orig_dtype = torch.float32  # what `foreach_reduce` casts its output to before torch 2.15
 
 
 @torch.no_grad()

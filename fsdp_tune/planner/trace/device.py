@@ -92,6 +92,10 @@ class Stream:
     def synchronize(self) -> None:
         clock.wait(0, self.index, clock.now)
 
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is captured; optimizers of torch 2.15 query it in each step."""
+        return False
+
 
 def current_stream(*_device: Any) -> Stream:
     return Stream(index=clock.streams[-1])
