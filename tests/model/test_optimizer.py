@@ -10,10 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.muon import orthogonalised_names
 from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
 from fsdp_tune.model.step import decayed_names
 from fsdp_tune.recipe.schema import optimizers
+from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
@@ -32,6 +34,48 @@ def test_optimizer_equals_that_of_trainer(name: str | None, tmp_path: Path) -> N
     recipe = recipe_of(training=fields)
     theirs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))
     assert optimizer_of(recipe.training) == theirs
+
+
+VALUES = {
+    optimizers.STATE_DTYPE: ("bf16", torch.bfloat16),
+    optimizers.STOCHASTIC: ("true", True),
+    optimizers.BLOCK: ("64", 64),
+    "momentum": ("0.7", 0.7),
+    "dampening": ("0.3", 0.3),
+    "nesterov": ("true", True),
+    "lr_decay": ("0.2", 0.2),
+    "eps": ("1e-3", 1e-3),
+    "alpha": ("0.6", 0.6),
+    "centered": ("true", True),
+    "ns_steps": ("3", 3),
+    "ns_coefficients": ("3/-4/2", (3.0, -4.0, 2.0)),
+    "adjust_lr_fn": ("original", "original"),
+}
+"""A value of each argument that is not its default, as text and as the optimizer has it."""
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, each) for name, row in optimizers.OPTIMIZERS.items() for each in row.arguments])
+def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str) -> None:
+    text, wanted = VALUES[argument]
+    if (name, argument) == ("muon", "nesterov"):  # its default is true
+        text, wanted = "false", False
+    given = f"{argument}={text}" + (",momentum=0.5" if (name, argument) == ("sgd", "nesterov") else "")
+    dtype = "bf16" if argument == optimizers.STOCHASTIC else "fp32"
+
+    def found(optim_args: str | None) -> list[Any]:
+        recipe = recipe_of(
+            {"from_config": FAMILIES["llama"], "dtype": dtype}, training={"optim": name, "optim_args": optim_args, "weight_decay": 0.1}
+        )
+        model = build_full(recipe)
+        optimizer = build_optimizer(recipe, model, decayed_names(model))
+        groups = [group for group in optimizer.param_groups if name != "muon" or group["orthogonal"]]
+        assert groups
+        attribute = "rounds_parameters" if isinstance(optimizer, LeanAdamW) and argument == optimizers.STOCHASTIC else argument
+        return [group[argument] if argument in group else getattr(optimizer, attribute, None) for group in groups]
+
+    with_argument, without = found(given), found(None)
+    assert all(value == wanted for value in with_argument)
+    assert all(value != wanted for value in without)
 
 
 def test_weight_decay_acts_on_the_decayed_names_alone() -> None:

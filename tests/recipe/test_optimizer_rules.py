@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.schema.optimizers import optimizer_arguments, state_bytes, state_dtype
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, optimizer_arguments, state_bytes, state_dtype
 from tests.recipe.loading import load_with, one_problem, problems
 
 HEAD = "model: {name_or_path: gpt2DTYPE}\ndata: {train: [{path: a}]}\n"
@@ -34,6 +34,19 @@ def test_invalid_optimizer_argument_is_refused_with_its_line(extra: str, words: 
     problem = refused(extra)
     assert words in problem.message  # type: ignore[attr-defined]
     assert problem.where.line == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(("argument", "key"), [("weight_decay", "training.weight_decay"), ("lr", "training.learning_rate")])
+def test_argument_that_has_a_key_is_refused_with_the_key(optim: str, argument: str, key: str) -> None:
+    problem = refused(f'training: {{optim: {optim}, optim_args: "{argument}=0.01"}}')
+    assert f"`{argument}`, which `training.optim: {optim}` does not take" in problem.message  # type: ignore[attr-defined]
+    assert problem.hint == f"write `{key}`"  # type: ignore[attr-defined]
+
+
+def test_betas_of_adamw_are_refused_with_their_keys() -> None:
+    assert "training.adam_beta2" in refused('training: {optim_args: "betas=0.9"}').hint  # type: ignore[attr-defined]
+    assert "training.adam_epsilon" in refused('training: {optim: adamw_torch, optim_args: "eps=1e-6"}').hint  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])

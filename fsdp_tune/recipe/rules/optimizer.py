@@ -11,6 +11,14 @@ from fsdp_tune.recipe.schema.keys import closest
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, STATE_DTYPE, STOCHASTIC, TRUE_WORDS, optimizer_name, pairs_of, state_bits
 
 _KEY = "training.optim_args"
+_KEYS_OF_ALL = {"weight_decay": "training.weight_decay", "lr": "training.learning_rate"}
+_KEYS_OF_ADAMW = {
+    "betas": "training.adam_beta1` and `training.adam_beta2",
+    "beta1": "training.adam_beta1",
+    "beta2": "training.adam_beta2",
+    "eps": "training.adam_epsilon",
+}
+"""Arguments of torch's classes that have a key here. In `optim_args` they would have no effect: each parameter group has its own value."""
 
 
 def optimizer_arguments_exist(recipe: Recipe) -> Iterator[Finding]:
@@ -21,8 +29,9 @@ def optimizer_arguments_exist(recipe: Recipe) -> Iterator[Finding]:
     arguments = OPTIMIZERS[name].arguments
     for word, value in pairs_of(recipe.training):
         if word not in arguments:
-            near = closest(word, list(arguments))
+            near, key = closest(word, list(arguments)), _key_of(name, word)
             hint = f"did you mean `{near}`?" if near else f"it takes {', '.join(arguments) or 'nothing'}"
+            hint = f"write `{key}`" if key else hint
             yield Finding("wrong-value", (_KEY,), f"`{_KEY}` has `{shown(word)}`, which `training.optim: {name}` does not take", hint)
             continue
         try:
@@ -30,6 +39,12 @@ def optimizer_arguments_exist(recipe: Recipe) -> Iterator[Finding]:
         except ValueError:
             given = "has no value" if value is None else f"is `{shown(value)}`"
             yield Finding("wrong-value", (_KEY,), f"`{_KEY}`: `{word}` {given}; it takes {arguments[word].description}", f'"{word}=…"')
+
+
+def _key_of(optimizer: str, argument: str) -> str | None:
+    """Return the key of the recipe that sets an argument of torch's class."""
+    keys = _KEYS_OF_ALL | (_KEYS_OF_ADAMW if optimizer.startswith("adamw") or optimizer == "muon" else {})
+    return keys.get(argument)
 
 
 def _given(recipe: Recipe) -> dict[str, str]:

@@ -87,7 +87,7 @@ def _adjustment(text: str) -> str:
 _NUMBER, _SWITCH = OptimizerArgument("a number", float), OptimizerArgument("true or false", _switch)
 _ROUNDING = {STOCHASTIC: _SWITCH}
 _BLOCKS = {BLOCK: OptimizerArgument("a power of two, 16 or more", _block), **_ROUNDING}
-_RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps", "weight_decay"), _NUMBER), "centered": _SWITCH}
+_RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps"), _NUMBER), "centered": _SWITCH}
 
 _MUON = {
     **dict.fromkeys(("momentum", "eps"), _NUMBER),
@@ -112,10 +112,8 @@ OPTIMIZERS: dict[str, SupportedOptimizer] = {
     "adamw_torch": SupportedOptimizer({}, 2),
     "adamw_torch_8bit": SupportedOptimizer(_BLOCKS, 2, block_bits=8),
     "adamw_torch_4bit": SupportedOptimizer(_BLOCKS, 2, block_bits=4),
-    "sgd": SupportedOptimizer(
-        {**dict.fromkeys(("momentum", "dampening", "weight_decay"), _NUMBER), "nesterov": _SWITCH}, 0, state_if=("momentum",)
-    ),
-    "adagrad": SupportedOptimizer(dict.fromkeys(("lr_decay", "weight_decay", "eps"), _NUMBER), 1),
+    "sgd": SupportedOptimizer({**dict.fromkeys(("momentum", "dampening"), _NUMBER), "nesterov": _SWITCH}, 0, state_if=("momentum",)),
+    "adagrad": SupportedOptimizer(dict.fromkeys(("lr_decay", "eps"), _NUMBER), 1),
     "rmsprop": SupportedOptimizer(_RMSPROP, 1, state_if=("momentum", "centered")),
     "adafactor": SupportedOptimizer({}, 0, needs_shapes=True, state_dtype="fp32"),
     "muon": SupportedOptimizer(_MUON, 1, needs_shapes=True),
