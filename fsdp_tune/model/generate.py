@@ -70,7 +70,10 @@ def generate(
 
 
 def _keys_and_values(outputs: Any, name: str) -> Any:
-    """Return the cache of a forward; None if there is none, or if all its layers are recurrent: these take the mask of a step for a text."""
+    """Return the cache of a forward; None if it has none.
+
+    Layers that are all recurrent count as none: with their states they would take the mask of the full text for that of one token.
+    """
     cache = getattr(outputs, name, None)
     return None if cache is None or all(getattr(cache, "is_linear", [False])) else cache
 

@@ -20,6 +20,7 @@ CALLED_BY = {
         *("_prepare_for_training", "get_train_dataloader"),
     },
     "torch's device modules": {
+        "is_capturing",
         *("synchronize", "wait_stream", "wait_event", "record_event", "current_stream", "get_amp_supported_dtype"),
     },
     "torch's DDP": {"_rebuild_buckets"},
