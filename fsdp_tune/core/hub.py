@@ -190,3 +190,20 @@ def cache_only() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def resolves_inside(path: Path, folder: Path) -> bool:
+    """Return whether `path`, with all its links followed, is in `folder` or is a file of the hub's cache, whose snapshots are links."""
+    from huggingface_hub import constants
+
+    target = path.resolve()
+    if target.is_relative_to(folder.resolve()):
+        return True
+    cache = Path(constants.HF_HUB_CACHE).resolve()
+    return (target.is_relative_to(cache) and target.parent.name == "blobs") or target.parent == _blobs(folder)
+
+
+def _blobs(snapshot: Path) -> Path | None:
+    """Return the store of a snapshot in a cache at another place: `…/models--ORG--NAME/{snapshots/COMMIT,blobs}`."""
+    store = snapshot.resolve().parent
+    return store.parent / "blobs" if store.name == "snapshots" and store.parent.name.startswith("models--") else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.hub import HubResource, snapshot
+from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.paths import can_only_be_a_path
@@ -73,7 +73,7 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
 
 def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
     """Return the companions in one model directory; Python files only if its config needs them."""
-    config = _read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
+    config = _read_config(folder) if (folder / CONFIG_NAME).is_file() else None
     wants_code = config is not None and "auto_map" in config
     files = _files_of(folder, _FILES) | (_files_of(folder, _CODE) if wants_code else {})
     return Companions(folder, config, files, origin or str(folder))
@@ -81,14 +81,30 @@ def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
 
 def _files_of(folder: Path, wanted: re.Pattern[str]) -> dict[str, Path]:
     paths = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
-    return {name: path for path in paths if path.is_file() and wanted.fullmatch(name := path.relative_to(folder).as_posix())}
+    found = {name: path for path in paths if path.is_file() and wanted.fullmatch(name := path.relative_to(folder).as_posix())}
+    for path in found.values():
+        refuse_outside(path, folder)
+    return found
+
+
+def refuse_outside(path: Path, folder: Path) -> None:
+    """Refuse a file of `folder` that is a link to outside of it: a model from elsewhere may name any file of this machine."""
+    if not resolves_inside(path, folder):
+        raise usage_error(
+            "merge-link",
+            f"it is a link to `{path.resolve()}`, outside of its directory, so it is not copied or published as a file of the model",
+            where=Where(str(path)),
+            hint="if the file belongs to the model, put a copy in the place of the link (`cp --remove-destination`), else remove the link",
+        )
 
 
 def _is_tokenizer(name: str) -> bool:
     return name.startswith("tokenizer") or name.endswith((".model", ".tiktoken"))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_NAME
+    refuse_outside(path, folder)
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError("it is too large")

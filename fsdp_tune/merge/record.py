@@ -68,7 +68,9 @@ def write_companions(
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
-    put(stage / RECORD_NAME, (json.dumps(_record(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {RECORD_NAME, CARD_NAME}
+    record = _record(facts) | {"files": sorted(files)}
+    put(stage / RECORD_NAME, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     rows = [
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),

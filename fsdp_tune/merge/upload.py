@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,11 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.peft_fields import CONFIG_FILE
+from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
+from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.record import CARD_NAME, without_folders
+from fsdp_tune.run.base_model import BASE_FILE
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index of shards."""
@@ -58,15 +61,12 @@ def check_access(target: HubTarget) -> None:
 
 
 def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
-    """Upload a complete model or adapter directory. `retry` is the command that repeats the push.
+    """Upload the files of a model or adapter directory that its merge.json lists. `retry` is the command that repeats the push.
 
     An interrupted upload goes on where it stopped: the hub skips what it has. Files of an earlier model that loaders prefer are removed.
     Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
     """
-    if not (folder / RECORD_NAME).is_file():
-        raise usage_error(
-            "push-not-merged", f"it has no {RECORD_NAME}, so it is not a complete output of a merge", where=Where(str(folder))
-        )
+    files = _listed(folder)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -76,8 +76,8 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
         _refuse_public(api, name, target)
         if target.revision is not None:
             api.create_branch(name, branch=target.revision, exist_ok=True)
-        notices = _add_licence(api, folder)
-        with _published(folder) as stage:
+        notices = [*_unlisted(folder, files), *_add_licence(api, folder)]
+        with _published(folder, files) as stage:
             commit = api.upload_folder(
                 repo_id=name, folder_path=stage, revision=target.revision, commit_message="Upload model", delete_patterns=list(STALE)
             )
@@ -95,11 +95,56 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
     return Pushed(str(commit.commit_url), tuple(notices))
 
 
+def _listed(folder: Path) -> list[Path]:
+    """Return the files that the record of the merge lists and that are there. Raises: usage error without a sound record."""
+    record = folder / RECORD_NAME
+    try:
+        document = json.loads(record.read_bytes())
+        files = document["files"] if "files" in document else _files_before_the_list(folder, document)
+        paths = [_path_in(folder, str(name)) for name in files]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        message = f"it has no {RECORD_NAME} that can be read, so it is not a complete output of a merge"
+        raise usage_error(
+            "push-not-merged", message, where=Where(str(folder)), hint="merge again: `fsdp-tune merge-checkpoint RUN`"
+        ) from error
+    present = [path for path in paths if path.is_file()]
+    for path in present:
+        refuse_outside(path, folder)
+    return present
+
+
+def _path_in(folder: Path, name: str) -> Path:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name!r} is not a file of its directory")
+    return folder / name
+
+
+def _files_before_the_list(folder: Path, record: dict[str, Any]) -> set[str]:
+    """Return the files of an output of an earlier version, whose record lists only the files of tensors."""
+    weights = {str(tensor["file"]) for tensor in record["tensors"].values()}
+    rest = {name for name in (INDEX_NAME, CONFIG_FILE, BASE_FILE) if (folder / name).is_file()}
+    companions = read_folder(folder)
+    return weights | rest | set(companions.files) | {RECORD_NAME, CARD_NAME} | ({CONFIG_NAME} if companions.config is not None else set())
+
+
+def _unlisted(folder: Path, files: Sequence[Path]) -> Iterator[Notice]:
+    """Report the other files of the directory: whatever fell into it must not be published."""
+    others = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} - _names(folder, files))
+    if others:
+        message = f"{len(others)} files are not published, because {RECORD_NAME} does not list them: {', '.join(map(repr, others[:5]))}"
+        hint = "if one belongs to the model, upload it by name: `hf upload OWNER/NAME FILE`"
+        yield Notice("push-unlisted", message + (", …" if others[5:] else ""), Where(str(folder)), hint)
+
+
+def _names(folder: Path, files: Sequence[Path]) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in files}
+
+
 @contextmanager
-def _published(folder: Path) -> Iterator[Path]:
-    """Yield a directory of links to the files of `folder`, where the files that name folders of this machine are copies without them."""
+def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
+    """Yield a directory of links to `files` of `folder`, where the files that name folders of this machine are copies without them."""
     with tempfile.TemporaryDirectory() as stage:
-        for path in filter(Path.is_file, folder.rglob("*")):
+        for path in files:
             copy = Path(stage, path.relative_to(folder))
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path.name in PROVENANCE:

@@ -118,6 +118,8 @@ def test_branch_is_created(hub, merged):
 def test_uploaded_files_name_no_folders_of_this_machine(hub, merged):
     adapter = {"base_model_name_or_path": str(merged.parent / "base"), "target_modules": ["q_proj"]}
     (merged / "adapter_config.json").write_text(json.dumps(adapter))
+    record = json.loads((merged / "merge.json").read_text())
+    (merged / "merge.json").write_text(json.dumps(record | {"files": [*record["files"], "adapter_config.json"]}))
     assert invoke("push", merged, "--to", "me/model")[0] == 0
     files = hub.calls[-1][3]["files"]
     assert [name for name, content in files.items() if str(merged.parent).encode() in content] == []
@@ -158,3 +160,35 @@ def test_what_cannot_be_pushed_is_refused(hub, merged, arguments, code):
     assert (exit_code, document["errors"][0]["code"]) == (2, code)
     assert document["errors"][0]["hint"]
     assert hub.calls == []
+
+
+def test_only_what_the_merge_wrote_is_published(hub, merged):
+    (merged / ".env").write_text("SECRET=1")
+    (merged / "notes").mkdir()
+    (merged / "notes" / "todo.txt").write_text("later")
+    code, document = invoke("push", merged, "--to", "me/model")
+    assert (code, hub.calls[-1][2]) == (0, FILES)
+    (notice,) = [notice for notice in document["notices"] if notice["code"] == "push-unlisted"]
+    assert ".env" in notice["message"]
+    assert "notes/todo.txt" in notice["message"]
+
+
+def test_output_of_an_earlier_version_is_published_without_strange_files(hub, merged):
+    record = json.loads((merged / "merge.json").read_text())
+    del record["files"]
+    (merged / "merge.json").write_text(json.dumps(record))
+    (merged / "tokenizer.json").write_text("{}")
+    (merged / ".env").write_text("SECRET=1")
+    assert invoke("push", merged, "--to", "me/model")[0] == 0
+    assert hub.calls[-1][2] == sorted([*FILES, "tokenizer.json"])
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "linked.json", "inner/../../secret"])
+def test_record_cannot_publish_files_from_outside(hub, merged, name):
+    (merged.parent / "secret").write_text("key")
+    (merged / "linked.json").symlink_to(merged.parent / "secret")
+    record = json.loads((merged / "merge.json").read_text())
+    (merged / "merge.json").write_text(json.dumps(record | {"files": [*record["files"], name]}))
+    code, document = invoke("push", merged, "--to", "me/model")
+    assert (code, document["errors"][0]["code"]) == (2, "merge-link" if name == "linked.json" else "push-not-merged")
+    assert [call for call in hub.calls if call[0] == "upload"] == []

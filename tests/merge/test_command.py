@@ -93,3 +93,40 @@ def test_adapter_option_selects_merge_or_export(tmp_path):
     failed = invoke(tmp_path / "c", "-o", tmp_path / "again", "--json")
     assert (failed.exit_code, json.loads(failed.stdout)["errors"][0]["code"]) == (2, "merge-adapter-config")
     assert invoke(tmp_path / "c", "-o", tmp_path / "again", "--adapter-config", elsewhere).exit_code == 0
+
+
+LINKS = ("tokenizer.model", "tokenizer_config.json", "config.json", "additional_chat_templates/tool.jinja", "modeling_x.py")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_link_to_outside_of_the_model_is_neither_read_nor_copied(tmp_path, name):
+    (tmp_path / "secret").write_text('{"password": "hidden"}')
+    base = tmp_path / "base"
+    (base / name).parent.mkdir(parents=True)
+    (base / "config.json").write_text('{"model_type": "x", "auto_map": {}}')
+    (base / name).unlink(missing_ok=True)
+    (base / name).symlink_to(tmp_path / "secret")
+    run = make_run(tmp_path / "run", {5: STATE})
+    result = invoke(run, "--base", base, "--verify", "none", "--json")
+    (error,) = json.loads(result.stdout)["errors"]
+    assert (result.exit_code, error["code"]) == (2, "merge-link")
+    assert error["file"] == str(base / name)
+    assert not (run / "merged").exists()
+
+
+def test_links_inside_of_the_model_and_into_the_store_of_a_snapshot_are_files_of_it(tmp_path):
+    """The hub's cache has every file in `blobs` and links to it in `snapshots/COMMIT`."""
+    store = tmp_path / "models--org--name"
+    snapshot = store / "snapshots" / "abc"
+    (store / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (store / "blobs" / "123").write_text('{"model_type": "x"}')
+    (snapshot / "config.json").symlink_to("../../blobs/123")
+    (snapshot / "vocab.json").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("vocab.json")
+    run = make_run(tmp_path / "run", {5: STATE})
+    result = invoke(run, "--base", snapshot, "--verify", "none", "--json")
+    assert result.exit_code == 0, result.stdout
+    record = json.loads((run / "merged" / "merge.json").read_text())
+    assert record["files"] == sorted(path.name for path in (run / "merged").iterdir())
+    assert {"config.json", "tokenizer.json"} <= set(record["files"])
