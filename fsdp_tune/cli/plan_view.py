@@ -21,6 +21,7 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
         f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
     )
     screen.message(f"batch: {plan.batch}")
+    screen.message(f"rate: {plan.rate}")
     for key, what in plan.decided.items():
         screen.message(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)

@@ -34,6 +34,7 @@ def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> li
         ("time", _time(facts, steps)),
         ("tokens", _tokens(facts, steps)),
         ("loss", _losses(steps, "loss")),
+        ("rate", _rates(steps)),
         ("eval loss", _losses([line for line in lines if "eval_loss" in line], "eval_loss")),
         *(("sample", each) for each in _samples(lines)),
         ("peak memory", _memory(steps)),
@@ -110,6 +111,15 @@ def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:
 def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:
     tokens = facts.get("tokens") or (steps[-1].get("tokens") if steps else None)
     return f"{tokens:,}" if tokens is not None else ""
+
+
+def _rates(steps: Sequence[Line]) -> str:
+    """Return the highest learning rate that was logged, and the last one."""
+    logged = [(line["learning_rate"], line["step"]) for line in steps if isinstance(line.get("learning_rate"), float | int)]
+    if not logged:
+        return ""
+    highest, step = max(logged, key=lambda each: each[0])
+    return f"{highest:.3g} at step {step:,} at its highest, {logged[-1][0]:.3g} at step {logged[-1][1]:,}"
 
 
 def _losses(lines: Sequence[Line], name: str) -> str:

@@ -18,7 +18,9 @@ from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_to_resume
 from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.not_yet import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
@@ -51,6 +53,7 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     screen.message(f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}")
     for change in start.trajectory_changes:
         screen.message(f"#   from step {start.step} on {change}")
+    screen.message(f"#   {rate_line(resolution.recipe, total_steps(resolution.recipe, None))}")
     screen.message("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
     for name, value in sorted(plan.settings.items()):
         screen.message(f"{name}={masked(name, value)}")
@@ -234,6 +237,7 @@ def show_inputs(screen: Terminal, inputs: TrainingInputs, *, verbose: bool) -> N
         kernels_line(inputs.model),
         *data_lines(inputs.data.report, reused=inputs.data.reused),
         batch_arithmetic(recipe),
+        rate_line(recipe, total_steps(recipe, inputs.data.train_rows)),
         *filling_lines(recipe, inputs.data),
         *(f"{key}: {value}" for key, value in inputs.decided.items()),
         *([predicted_line(inputs.plan)] if inputs.plan else []),

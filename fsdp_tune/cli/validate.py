@@ -48,12 +48,14 @@ def validate(
     """
     with command(json_output) as screen:
         import fsdp_tune
+        from fsdp_tune.planner.predict.totals import total_steps
+        from fsdp_tune.recipe.schedule import rate_line
         from fsdp_tune.recipe.world import batch_arithmetic
 
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
         allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions)
         found = fsdp_tune.validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=screen)
-        arithmetic = batch_arithmetic(found.recipe)
+        arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
         screen.document(
             {
                 "recipe": str(loaded.path),
@@ -62,6 +64,7 @@ def validate(
                 "reasons": found.resolution.reasons,
                 "overrides": list(loaded.overrides),
                 "arithmetic": arithmetic,
+                "rate": rate.removeprefix("rate: "),
                 "model": found.model,
                 "data": found.inputs,
                 "unchecked": list(found.unchecked),
@@ -69,10 +72,10 @@ def validate(
         )
         if found.problems:
             raise FsdpTuneError(*found.problems)
-        _show(screen, loaded, found, arithmetic)
+        _show(screen, loaded, found, arithmetic, rate)
 
 
-def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str) -> None:
+def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str, rate: str) -> None:
     from fsdp_tune.cli.train_view import adapter_lines, show_decided
 
     model = found.model
@@ -83,6 +86,7 @@ def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: s
         for line in adapter_lines(model):
             screen.message(line)
     screen.message(f"batch: {arithmetic}")
+    screen.message(rate)
     for each in found.inputs:
         rows = f"first {each['rows_looked_at']} rows are fine"
         screen.message(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")

@@ -49,8 +49,10 @@ from fsdp_tune.merge.upload import check_access
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
+from fsdp_tune.recipe.findings import as_problem
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.rules.schedule import schedule_of_steps
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BaseModel, describe_base
@@ -277,7 +279,10 @@ class _Job:
         base = _base(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             _check_base(RunDir(start.checkpoint.path.parent), base)
-        refuse_beyond_end(start, total_steps(recipe, data.train_rows))
+        steps = total_steps(recipe, data.train_rows)
+        refuse_beyond_end(start, steps)
+        if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
+            raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
         resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)

@@ -66,6 +66,7 @@ def _verdict(plan: Plan) -> str:
         ("peak allocated / reserved", f"{plan.peak_allocated_gib:.2f} / {plan.peak_reserved_gib:.2f} GiB, at {escape(plan.where)}"),
         ("step", f"{escape(_seconds(plan.step_seconds))}, {speed} tokens a second and GPU, MFU {_number(plan.mfu, '.1%')}"),
         ("batch", escape(plan.batch)),
+        ("learning rate", escape(plan.rate)),
     ]
     return html_table(("", ""), rows)
 

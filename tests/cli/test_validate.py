@@ -279,3 +279,22 @@ def test_schema_is_json_on_stdout(extra: list[str]) -> None:
     code, out, _ = run("recipes", "schema", *extra)
     assert code == 0
     assert json.loads(out)["title"] == "fsdp-tune recipe"
+
+
+RATE = "rate: 0 → 0.01 at step 2 → 0.001 at step 10"
+
+
+def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path, fake_model):
+    file = tmp_path / "my.yaml"
+    schedule = "lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-3}"
+    small = SMALL.replace("arithmetic}]", "arithmetic}], max_length: 32")
+    file.write_text(f"{small}training: {{max_steps: 10, warmup_steps: 2, learning_rate: 0.01, {schedule}}}\n")
+    for words in (["validate", str(file)], ["train", str(file), "--dry-run"], ["plan", str(file), "--gpu", "A100-80GB", "--num-gpus", "2"]):
+        code, stdout, stderr = run(*words)
+        assert (code, RATE in stdout + stderr) == (0, True), stdout + stderr
+    for words in (["validate"], ["train", "--dry-run"], ["plan", "--gpu", "A100-80GB"], ["rehearse"]):
+        code, stdout, stderr = run(words[0], str(file), *words[1:], "--set", "training.learning_rate=1e-5")
+        assert code == 2
+        assert "rises to 0.001, above `training.learning_rate: 1e-05`" in stderr
+        assert "my.yaml:4" in stderr
+        assert "hint: `min_lr` is a learning rate" in stderr

@@ -13,7 +13,7 @@ from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.rules.inactive import INACTIVE
-from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
+from fsdp_tune.recipe.rules.schedule import SCHEDULE_ARGUMENTS
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
@@ -111,6 +111,9 @@ CONTRADICTIONS = [
         *(6, "is 2 (`training.per_device_train_batch_tokens` on line 5)"),
     ),
     ("training: {lr_scheduler_type: warmup_stable_decay}", 3, "`num_decay_steps`"),
+    ("training: {lr_scheduler_type: cosine, lr_scheduler_kwargs: {num_cycles: many}}", 3, "not a number"),
+    ("training: {max_steps: 6, lr_scheduler_type: polynomial, lr_scheduler_kwargs: {lr_end: 1}}", 3, "must be below"),
+    ("training: {max_steps: 6, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1}}", 3, "rises to 1"),
     ("fsdp:\n  reshard_after_forward: 2\n  version: 1", 4, "line 5"),
     ("output_dir: runs/{nmae}", 3, "`{nmae}`"),
     ('output_dir: "runs/{seed:>999999999}"', 3, "`{seed:>999999999}`"),

@@ -17,6 +17,7 @@ from fsdp_tune.planner.predict.mfu import ModelDimensions, expert_count, mfu
 from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.planner.predict.totals import disk, host_memory, total_steps
 from fsdp_tune.planner.trace_format import Segments, Trace
+from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.world import batch_arithmetic
 
@@ -48,6 +49,8 @@ class Plan:
     disk_gib: dict[str, float | None]
     run: dict[str, float | None]
     batch: str
+    rate: str
+    """Learning rate at the start, at its peak, and at the end."""
     tokens_per_step: int
     errors: dict[str, Any]
     """Error of each figure on published runs: median, 90th percentile, rows."""
@@ -140,6 +143,7 @@ def plan(
         disk_gib=_disk(recipe, trace, tokens, unknown),
         run=_run(recipe, hardware, timed, rows, unknown),
         batch=batch_arithmetic(recipe),
+        rate=rate_line(recipe, total_steps(recipe, rows)).removeprefix("rate: "),
         tokens_per_step=row_tokens * recipe.data_size,
         errors=accuracy(recipe.launch.num_machines),
         unknown=unknown,

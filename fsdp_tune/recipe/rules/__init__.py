@@ -14,6 +14,7 @@ from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.lora_limits import ADAPTER_RULES
 from fsdp_tune.recipe.rules.optimizer import OPTIMIZER_RULES, rounds_stochastically
 from fsdp_tune.recipe.rules.precision import FP8_RULES
+from fsdp_tune.recipe.rules.schedule import SCHEDULE_RULES
 from fsdp_tune.recipe.rules.sequence import SEQUENCE_RULES
 from fsdp_tune.recipe.rules.streaming import STREAMING_RULES
 from fsdp_tune.recipe.rules.training import TRAINING_RULES
@@ -269,7 +270,7 @@ RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
     *(no_shell_variables_in_paths, written_paths, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
-    *SEQUENCE_RULES,
+    *(*SCHEDULE_RULES, *SEQUENCE_RULES),
 )
 
 

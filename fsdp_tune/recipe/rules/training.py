@@ -11,13 +11,6 @@ from fsdp_tune.recipe.schema.keys import closest
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 
-def warmup_ends(recipe: Recipe) -> Iterator[Finding]:
-    steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
-    if 0 < steps <= warmup and warmup >= 1:
-        message = f"`training.warmup_steps: {warmup:g}` is at least `training.max_steps: {steps}`: the learning rate would never be reached"
-        yield Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
-
-
 def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
     training = recipe.training
     if recipe.data.eval is not None:
@@ -82,49 +75,6 @@ def measured_metrics(recipe: Recipe, labels: Collection[str]) -> list[str]:
 def is_better_when_smaller(metric: str) -> bool:
     """Return whether a metric is a loss or a perplexity. A user's metric is taken for one by the same endings."""
     return metric.endswith(("loss", "perplexity"))
-
-
-SCHEDULE_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "constant": (),
-    "constant_with_warmup": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
-}
-"""Arguments of transformers' schedules, which its `get_scheduler` passes on or, for constant ones, ignores."""
-_SCHEDULE_NEEDS = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-"""Exactly one of them is needed."""
-_SCHEDULE_KEYS = ("training.lr_scheduler_kwargs", "training.lr_scheduler_type")
-
-
-def schedule_has_its_arguments(recipe: Recipe) -> Iterator[Finding]:
-    kind, arguments = training_value(recipe.training, "lr_scheduler_type"), training_value(recipe.training, "lr_scheduler_kwargs")
-    takes, needs = SCHEDULE_ARGUMENTS.get(kind), _SCHEDULE_NEEDS.get(kind, ())
-    if isinstance(arguments, str) or takes is None:
-        return
-    words: list[str] = list(arguments or {})
-    for word in words:
-        if word not in takes:
-            near = closest(word, list(takes))
-            hint = f"did you mean `{near}`?" if near else f"it takes {', '.join(takes) or 'no arguments'}"
-            message = f"`{_SCHEDULE_KEYS[0]}` has `{shown(word)}`, which `{_SCHEDULE_KEYS[1]}: {kind}` does not take"
-            yield Finding("wrong-value", _SCHEDULE_KEYS, message, hint)
-    found = [word for word in needs if word in words]
-    if needs and not found:
-        message = f"`{_SCHEDULE_KEYS[1]}: {kind}` needs {' or '.join(f'`{name}`' for name in needs)} in `{_SCHEDULE_KEYS[0]}`"
-        yield Finding("missing-key", _SCHEDULE_KEYS[::-1], message)
-    if len(found) > 1:
-        message = f"`{_SCHEDULE_KEYS[0]}` has {' and '.join(f'`{name}`' for name in found)}, which both set the lowest learning rate"
-        yield Finding("contradiction", _SCHEDULE_KEYS, message, "leave one of them out")
 
 
 # transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, with the module that each imports.
@@ -207,6 +157,6 @@ def push_is_of_the_merged_model(recipe: Recipe) -> Iterator[Finding]:
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
-    *(warmup_ends, evaluation_has_data, best_model_is_evaluated, best_metric_is_measured),
-    *(schedule_has_its_arguments, trackers_are_known, token_budget_fits, push_is_of_the_merged_model),
+    *(evaluation_has_data, best_model_is_evaluated, best_metric_is_measured),
+    *(trackers_are_known, token_budget_fits, push_is_of_the_merged_model),
 )

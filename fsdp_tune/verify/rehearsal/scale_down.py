@@ -338,6 +338,10 @@ _LISTED_TRAINING = (
 def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sequence: int, steps: int) -> None:
     training = small.document["training"]
     training.pop("num_train_epochs", None)
+    phases: dict[str, Any] | None = training.get("lr_scheduler_kwargs")
+    if phases and "num_decay_steps" in phases:
+        kept = {name: value for name, value in phases.items() if name != "num_stable_steps"}
+        training["lr_scheduler_kwargs"] = kept | {"num_decay_steps": min(int(phases["num_decay_steps"]), steps // 2)}
     micro_batch = min(recipe.training.per_device_train_batch_size, MICRO_BATCH_SIZE)
     accumulation = 2 if (recipe.training.gradient_accumulation_steps or 1) > 1 else 1
     training |= {
