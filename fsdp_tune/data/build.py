@@ -260,7 +260,6 @@ def _report(
         "bos_repeated_in_text": counts["bos_repeated_in_text"],
         "bos_missing_in_chat": counts["bos_missing_in_chat"],
         "joined_without_space": counts["no_space"],
-        "tokenised_apart": counts["apart"],
         "notes": found.notes.report(names),
     }
 

@@ -195,12 +195,6 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
             f"in {count:,} of {kept:,} rows there is no white space between prompt and completion",
             hint='add a separator (`data.separator: "\\n"`), unless the prompt itself marks the beginning of the answer',
         )
-    if count := report["tokenised_apart"]:
-        yield Notice(
-            "tokenised-apart",
-            f"in {count:,} of {kept:,} rows a token would span prompt and completion, so the two were tokenised separately",
-            hint="move white space from the end of prompts to the beginning of completions",
-        )
     for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
         yield Notice("alpaca-prompt", f"alpaca rows are formatted with {prompt}")
 
@@ -228,6 +222,12 @@ _NOTES = (
         "special-tokens-inseparable",
         "special tokens in rows cannot be encoded as text with this tokenizer and template and remain special",
         hint="remove them from the rows",
+    ),
+    Notice(
+        "tokenised-apart",
+        "a token would span the text that the model receives and the answer that it must generate, so these were tokenised "
+        "separately, as at inference",
+        hint="no change is needed; white space that ends a prompt or begins an answer causes it",
     ),
     Notice(
         "text-changed",

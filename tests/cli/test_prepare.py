@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.prepare import prepare
@@ -104,3 +106,43 @@ def test_rows_emptied_by_truncation_are_counted_as_left_out(recipe: Path, tmp_pa
     assert "3 rows read, 1 left out, 1 cut at max_length" in done.output
     assert f"the first: {rows}:2" in done.output
     assert "trained in 3 of 3 examples, before the cut" in done.output
+
+
+def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation_prompt(recipe: Path, tmp_path: Path) -> None:
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    line_end = "\u010a"  # of a byte-level tokenizer
+    vocabulary = {**letters, 2 * line_end: 256, 3 * line_end: 257, "\u0120\u0120": 258}
+    merges = [(line_end, line_end), (2 * line_end, line_end), ("\u0120", "\u0120")]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<pad>"])  # pyright: ignore[reportUnknownMemberType]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    answers = ["\n\nHello.", " Hello.", "    x = 1", "\n    x = 1", "\n\n```py\nx\n```", "Hello.\n\n"]
+    rows = tmp_path / "rows.jsonl"
+    chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in answers]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    settings = [
+        f"data.train=[{{path: {rows}}}]",
+        "data.eval=null",
+        "data.max_length=99",
+        f"model.tokenizer={tmp_path / 'tokenizer'}",
+        "data.chat_template=chatml",
+    ]
+    options = [option for setting in settings for option in ("--set", setting)]
+    done = CliRunner().invoke(app, [str(recipe), "--json", "--show", "9", "--ids", *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["report"]["rows_bad"]["rows"] == 0
+    (notice,) = (notice for notice in found["notices"] if notice["code"] == "tokenised-apart")
+    prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").input_ids
+    trained: list[str] = []
+    for (example,) in found["shown"]:
+        (context, not_trained), (answer, is_trained), *_ = example["runs"]
+        assert (not_trained, is_trained) == (False, True)
+        assert example["ids"][0] == prompt
+        trained.append(answer.removesuffix("<|im_end|>"))
+        assert context.endswith("assistant\n")
+    assert sorted(trained) == sorted(answers)
+    assert "answers of chats (3 rows)" in notice["message"]

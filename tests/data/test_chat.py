@@ -40,7 +40,7 @@ def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistan
 
 def examples(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> list[ChatTokens]:
     rendered = render_chat(chat, template, encoder, check_repeat=True)
-    return [text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos) for text in rendered.examples]
+    return [tokens for text in rendered.examples for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos)]
 
 
 def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:
@@ -138,7 +138,9 @@ def test_half_of_a_surrogate_pair_in_json_text_of_a_row_is_refused() -> None:
 
 def test_conversation_with_too_long_contexts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "MOST_CHARACTERS", 100)
-    assert "needs 2 examples for the conversation, with 2" in refused(conversation("a", "b", "c", "d"), REASONING)
+    assert "the conversation needs 2 examples, each with the context of its answer at inference, with 2" in refused(
+        conversation("a", "b", "c", "d"), REASONING
+    )
     assert tokenised(conversation("a", "b" * 200), REASONING, ByteEncoder()).ids
 
 
@@ -206,12 +208,62 @@ def test_template_whose_prompt_is_not_a_prefix_of_the_answer_is_refused() -> Non
     assert "not prefix-stable" in refused(conversation("a", "b"), template)
 
 
-def test_token_that_spans_prompt_and_answer_is_refused() -> None:
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    assert shown(tokenised(conversation("a", "b"), template, ByteEncoder()), ByteEncoder()) == "user: a</s>assistant:[ b</s>]"
-    says = refused(conversation("a", "b"), template, ByteEncoder(merges=[": "]))
-    assert "a token spans" in says
-    assert "assistant:' ' b" in says
+SPANS = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def test_token_that_would_span_prompt_and_answer_is_divided_as_at_inference() -> None:
+    encoder = ByteEncoder(merges=[": "])
+    tokens = tokenised(conversation("a", "b"), SPANS, encoder)
+    assert shown(tokens, encoder) == shown(tokenised(conversation("a", "b"), SPANS, ByteEncoder()), encoder)
+    prompt = encoder.encode(["user: a</s>assistant:"])[0]
+    assert tokens.ids == [*prompt, *encoder.encode([" b</s>"])[0]]
+    assert [note.kind for note in tokens.notes] == ["tokenised-apart"]
+    assert tokenised(conversation("a", "b"), SPANS, ByteEncoder()).notes == ()
+
+
+@pytest.mark.parametrize("answer", ["\n\nb", "\nb", " b", "    b", "\n    b", "\tb", "\r\nb", "\u00a0b", "\n\n```py\nb\n```", "b", "b\n\n"])
+@pytest.mark.parametrize("header", ["assistant\n", "assistant\n\n", "assistant ", "assistant:"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_every_answer_has_the_ids_of_the_generation_prompt_before_it(answer: str, header: str, turns: int) -> None:
+    """Whatever white space an answer begins with, and however the tokenizer joins it with that of the template."""
+    spaces = [left + right for left in ("\n", "\n\n", " ", ":") for right in ("\n", "\n\n", " ", "    ", "\t", "\r\n", "\u00a0")]
+    encoder = ByteEncoder(eos="<|im_end|>", merges=sorted({*spaces, "\n\n", "    "}, key=len, reverse=True))
+    template = CHATML.replace("{{ m.role }}\n", "{{ header if m.role == 'assistant' else 'user\\n' }}").replace(
+        "assistant\n", "{{ header }}"
+    )
+    template = template.replace("{% for", "{% set header = " + repr(header) + " %}{% for", 1)
+    chat = conversation(*(text for _ in range(turns) for text in ("a", answer)))
+    prompts = [
+        encoder.encode([encoder.render(chat.messages[:index], template, tools=None, generation_prompt=True)])[0]
+        for index in range(1, 2 * turns, 2)
+    ]
+    found: list[list[int]] = []
+    for tokens in examples(chat, template, encoder):
+        flags = [False, *tokens.trained, False]
+        begins = [at for at in range(len(tokens.ids)) if flags[at + 1] and not flags[at]]
+        ends = [at for at in range(1, len(flags) - 1) if flags[at] and not flags[at + 1]]
+        found += [tokens.ids[:begin] for begin in begins]
+        assert {encoder.decode(tokens.ids[begin:end]) for begin, end in zip(begins, ends, strict=True)} == {answer + "<|im_end|>"}
+    assert sorted(found) == sorted(prompts)
+
+
+def test_answer_that_needs_a_divided_token_does_not_change_the_context_of_the_next() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>", merges=["\n\n"])
+    first, last = examples(conversation("a", "\nb", "c", "d"), CHATML, encoder)
+    assert shown(first, encoder) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[\nb<|im_end|>]\n"
+    assert shown(last, encoder).endswith("assistant\n\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]\n")
+    (only,) = examples(conversation("a", "b", "c", "\nd"), CHATML, encoder)
+    assert shown(only, encoder).count("[") == 2
+    chat = conversation("a", "\nb", "c", "d", trained=(False, True, False, False))  # no end of sequence but that of the answer
+    (alone,) = examples(chat, CHATML, encoder)
+    assert shown(alone, encoder) == shown(first, encoder)
+
+
+def test_divided_token_leaves_the_end_of_sequence_as_it_is_elsewhere() -> None:
+    encoder = ByteEncoder(merges=["\n\n"])
+    tokens = tokenised(conversation("a", "\nb"), CHATML, encoder)
+    assert shown(tokens, encoder).endswith("assistant\n[\nb<|im_end|>\n</s>]")
+    assert tokens.eos_appended
 
 
 class LeadingSpaceEncoder(ByteEncoder):

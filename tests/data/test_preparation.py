@@ -90,7 +90,7 @@ def test_prompt_tokens_do_not_depend_on_completion(tmp_path: Path) -> None:
     first = rows_of(found)[0].input_ids.tolist()
     assert first[:2] == encoder.encode(["ab:"])[0]
     assert first == [encoder.id("ab"), ord(":"), ord(" "), encoder.id("ab"), encoder.eos_id]
-    assert "in 1 of 2 rows a token would span" in told(found)["tokenised-apart"]
+    assert "prompts and completions (1 row)" in told(found)["tokenised-apart"]
 
 
 def test_missing_white_space_between_prompt_and_completion_is_reported(tmp_path: Path) -> None:

@@ -283,7 +283,9 @@ def tokenised(published: Published, conversation: str, *, append_eos: bool = Tru
     encoder = published.encoder()
     chat = Chat(messages, tuple(message["role"] == "assistant" for message in messages), tools)
     rendered = render_chat(chat, published.text(), encoder, check_repeat=True)
-    return encoder, [text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos) for text in rendered.examples]
+    return encoder, [
+        tokens for text in rendered.examples for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos)
+    ]
 
 
 def marked(tokens: ChatTokens, encoder: TokenizerEncoder) -> str:

@@ -50,7 +50,8 @@ def problem(wanted: Recipe) -> Problem:
 
 def tokenised(chat: Chat, template: str, encoder: TokenizerEncoder) -> ChatTokens:
     (rendered,) = render_chat(chat, template, encoder, check_repeat=True).examples
-    return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=True)
+    (tokens,) = rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=True)
+    return tokens
 
 
 def test_saved_builtin_tokenizer_loads_with_transformers(tmp_path: Path) -> None:

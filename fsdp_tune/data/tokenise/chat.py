@@ -19,6 +19,7 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.answers import Answer, Rendering
+from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Continuation, continuation
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
 from fsdp_tune.data.tokenise.unrendered import find_unrendered
 
@@ -39,6 +40,7 @@ class ChatTokens:
     trained: list[bool]
     eos_appended: bool
     """Whether the end-of-sequence token was appended because the template does not write it after the last answer."""
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +59,89 @@ class RenderedText:
         ends = [border for answer in self.answers or () for border in answer]
         return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
 
-    def tokens(self, encoded: list[list[int]], encoder: TextEncoder, *, append_eos: bool) -> ChatTokens:
-        """Return ids and trained flags. `encoded` are the ids of `pieces`. Raises: RowError if a token spans the border of an answer."""
+    def tokens(self, encoded: list[list[int]], encoder: TextEncoder, *, append_eos: bool) -> list[ChatTokens]:
+        """Return ids and trained flags; `encoded` are the ids of `pieces`.
+
+        Several, if a token spans the border of an answer: the ids of that answer's context then differ from those that the model
+        receives before a later answer.
+        """
         ids, *parts = encoded
         if self.answers is None:
-            trained = [True] * len(ids)
+            flagged = [_Flagged(self.whole, len(self.whole), ids, [True] * len(ids), self.ends_trained)]
+        elif list(chain.from_iterable(parts)) == ids:
+            trained = [bool(number % 2) for number, part in enumerate(parts) for _ in part]
+            flagged = [_Flagged(self.whole, self._end, ids, trained, self.ends_trained)]
         else:
-            lengths = (
-                [len(part) for part in parts] if list(chain.from_iterable(parts)) == ids else self._lengths_by_beginnings(ids, encoder)
-            )
-            trained = [bool(number % 2) for number, length in enumerate(lengths) for _ in range(length)]
-        end = self.answers[-1][1] if self.answers and self.ends_trained else len(self.whole)
-        if not append_eos or encoder.eos_id in ids[-1:] or self.whole[:end].rstrip().endswith(encoder.eos_token):
-            return ChatTokens(ids, trained, eos_appended=False)
+            flagged = self._as_received(ids, self.answers, encoder)
+        return [sequence.ended(encoder, append_eos=append_eos) for sequence in flagged]
+
+    @property
+    def _end(self) -> int:
+        return self.answers[-1][1] if self.answers and self.ends_trained else len(self.whole)
+
+    def _as_received(self, ids: list[int], answers: tuple[tuple[int, int], ...], encoder: TextEncoder) -> list[_Flagged]:
+        """Encode each answer after the ids of its context alone; answers whose context begins another's share a sequence.
+
+        Some tokenizers encode the beginning of a text differently (an added space), so contexts are encoded from the first character.
+        """
+        contexts = encoder.encode([self.whole[:begin] for begin, _ in answers])
+        joined = encoder.encode([self.whole[:end] for _, end in answers])
+        found: list[_Flagged] = []
+        for (begin, end), context, both in reversed(list(zip(answers, contexts, joined, strict=True))):
+            answer = continuation(context, both, self.whole[begin:end], encoder.encode, encoder.decode)
+            sequence = next((sequence for sequence in found if sequence.ids[: len(answer.ids)] == answer.ids), None)
+            if sequence is None:
+                sequence = self._from(end, ids, answer, encoder, is_last=not found)
+                found.append(sequence)
+            sequence.trained[len(context) : len(answer.ids)] = [True] * (len(answer.ids) - len(context))
+            sequence.is_apart |= answer.is_apart
+            sequence.is_exact &= answer.is_exact
+        if len(found) > 1:
+            _limit_characters(len(found), sum(len(sequence.text) for sequence in found))
+        return found[::-1]
+
+    def _from(self, end: int, ids: list[int], answer: Continuation, encoder: TextEncoder, *, is_last: bool) -> _Flagged:
+        """Return the sequence of an answer that ends at `end`: the complete text after it, or white space alone."""
+        if is_last and ids[: len(answer.ids)] == answer.ids:
+            return _Flagged(self.whole, self._end, ids, [False] * len(ids), self.ends_trained)
+        text = self.whole[: len(self.whole) - len(self.whole[end:].lstrip())]
+        after = continuation(answer.ids, encoder.encode([text])[0], text[end:], encoder.encode, encoder.decode)
+        return _Flagged(text, end, after.ids, [False] * len(after.ids), ends_trained=True)
+
+
+@dataclass(slots=True)
+class _Flagged:
+    """The ids of a text, before the end of sequence is added."""
+
+    text: str
+    end: int
+    """Where the last answer ends, in characters."""
+    ids: list[int]
+    trained: list[bool]
+    ends_trained: bool
+    is_apart: bool = False
+    is_exact: bool = True
+
+    def ended(self, encoder: TextEncoder, *, append_eos: bool) -> ChatTokens:
+        notes = [Note(TOKENISED_APART, "answers of chats")] * self.is_apart + [Note(TEXT_CHANGED, "between context and answer")] * (
+            not self.is_exact
+        )
+        ids, trained = self.ids, self.trained
+        if not append_eos or encoder.eos_id in ids[-1:] or self.text[: self.end].rstrip().endswith(encoder.eos_token):
+            return ChatTokens(ids, trained, eos_appended=False, notes=tuple(notes))
         if self.ends_trained and any(trained):  # with white space that the template writes after the end of the turn
             after = len(trained) - trained[::-1].index(True)
             trained[after:] = [True] * (len(trained) - after)
-        return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True)
+        return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True, notes=tuple(notes))
 
-    def _lengths_by_beginnings(self, ids: list[int], encoder: TextEncoder) -> list[int]:
-        """Return the number of tokens between borders, for tokenizers that encode the beginning of a text differently (an added space)."""
-        borders = [border for answer in self.answers or () for border in answer]
-        ends: list[int] = []
-        for border, beginning in zip(borders, encoder.encode([self.whole[:border] for border in borders]), strict=True):
-            if ids[: len(beginning)] != beginning:
-                raise RowError(
-                    "the chat template is not prefix-stable: a token spans the border between context and answer, at "
-                    f"{self.whole[max(0, border - 15) : border]!r} {self.whole[border : border + 15]!r}"
-                )
-            ends.append(len(beginning))
-        return [end - begin for begin, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
+
+def _limit_characters(count: int, characters: int) -> None:
+    """Raises: RowError if the examples of one conversation are too long together."""
+    if characters > MOST_CHARACTERS:
+        raise RowError(
+            f"the conversation needs {count} examples, each with the context of its answer at inference, with {characters:,} characters "
+            "(`loss_on: last_assistant` trains the last answer only)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +176,8 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
     for answer in reversed(answers):
         inside = next((inside for text in found if (inside := rendering.within(answer, text)) is not None), answer)
         found.setdefault(inside.text, []).insert(0, inside)
-    characters = sum(map(len, found))
-    if len(found) > 1 and characters > MOST_CHARACTERS:
-        raise RowError(
-            f"the chat template needs {len(found)} examples for the conversation, with {characters:,} characters "
-            "(`loss_on: last_assistant` trains the last answer only)"
-        )
+    if len(found) > 1:
+        _limit_characters(len(found), sum(map(len, found)))
     return tuple(
         RenderedText(text, tuple((answer.begin, answer.end) for answer in inside), ends_trained or text != rendering.whole)
         for text, inside in reversed(found.items())

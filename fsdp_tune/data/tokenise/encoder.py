@@ -38,6 +38,10 @@ class TextEncoder(Protocol):
         """Return the ids of each text, without special tokens that the text does not contain."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text, with special tokens and without clean-up of spaces."""
+        ...
+
 
 class Encoder(TextEncoder, Protocol):
     """Picklable: rows are encoded in several processes."""
@@ -67,10 +71,6 @@ class Encoder(TextEncoder, Protocol):
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, with special tokens in it encoded as ordinary text."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text, with special tokens and without clean-up of spaces."""
         ...
 
     def render(

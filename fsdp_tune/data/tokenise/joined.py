@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_tune.data.format.formats import FormatSettings, Text
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Encode, continuation
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.special_tokens import AS_CONTROL, AS_TEXT, GUARDS, INSEPARABLE, SpecialTokens, encode_after, notes_of
-
-Encode = Callable[[list[str]], list[list[int]]]
+from fsdp_tune.data.tokenise.special_tokens import AS_CONTROL, AS_TEXT, INSEPARABLE, SpecialTokens, notes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +48,14 @@ def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counte
     alone = iter(encode([text.prompt for text in texts if text.prompt]))
     joined = encode([text.prompt + text.completion for text in texts])
     for text, ids in zip(texts, joined, strict=True):
-        notes: tuple[Note, ...] = ()
         prompt_ids = next(alone) if text.prompt else []
-        if ids[: len(prompt_ids)] != prompt_ids:
-            ids, notes = _apart(text, prompt_ids, ids, encode, encoder)
-            counts["apart"] += 1
+        found = continuation(prompt_ids, ids, text.completion, encode, encoder.decode)
+        notes = [Note(TOKENISED_APART, "prompts and completions")] * found.is_apart
+        notes += [Note(TEXT_CHANGED, "between prompt and completion")] * (not found.is_exact)
         if text.prompt:
             counts["no_space"] += not (text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace())
-        trained = [text.train_prompt] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
-        yield EncodedText(*_with_prefix(ids, trained, encoder.prefix_ids), notes)
-
-
-def _apart(text: Text, prompt_ids: list[int], joined: list[int], encode: Encode, encoder: Encoder) -> tuple[list[int], tuple[Note, ...]]:
-    """Return the ids of prompt and completion, for a text in which a token would span both.
-
-    Some tokenizers add a space before every text. The completion is then encoded after another text (a guard), so that the ids
-    decode to the text of the row.
-    """
-    wanted = encoder.decode(joined)
-    for guard in GUARDS:
-        completion_ids = encode_after(guard, text.completion, encode)
-        if completion_ids is not None and encoder.decode([*prompt_ids, *completion_ids]) == wanted:
-            return [*prompt_ids, *completion_ids], ()
-    return [*prompt_ids, *encode([text.completion])[0]], (Note("text-changed", "between prompt and completion"),)
+        trained = [text.train_prompt] * len(prompt_ids) + [True] * (len(found.ids) - len(prompt_ids))
+        yield EncodedText(*_with_prefix(found.ids, trained, encoder.prefix_ids), tuple(notes))
 
 
 def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -> tuple[list[int], list[bool]]:

@@ -75,7 +75,7 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, apart, no_space,
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, no_space,
     split_rows, split_examples."""
     notes: RowNotes = field(default_factory=RowNotes)
 
@@ -182,8 +182,9 @@ class _Chunk:
         append_eos = self._settings[row.source].append_eos
         try:
             examples = [
-                text.tokens(ids, encoded.encoder, append_eos=append_eos)
+                tokens
                 for text, ids in zip(encoded.rendered.examples, encoded.ids, strict=True)
+                for tokens in text.tokens(ids, encoded.encoder, append_eos=append_eos)
             ]
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
@@ -194,7 +195,8 @@ class _Chunk:
             self.counts["split_rows"] += 1
             self.counts["split_examples"] += len(examples)
         if any(kept):
-            self._note(row, (*chat.notes, *encoded.rendered.notes, *encoded.notes))
+            border_notes = dict.fromkeys(note for tokens in examples for note in tokens.notes)
+            self._note(row, (*chat.notes, *encoded.rendered.notes, *encoded.notes, *border_notes))
 
     def add(self, row: RawRow, example: Example, encoded: EncodedText) -> None:
         if self._keep(row, example, *self._ended(encoded.ids, encoded.trained, self._settings[row.source])):

@@ -10,7 +10,7 @@ conversation, which proves that encoding it separately changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -147,6 +147,9 @@ class RestoringEncoder:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [self.special.encode_restored(text, self.placeholders) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.encoder.decode(ids)
 
 
 def encode_after(guard: str, text: str, encode: Callable[[list[str]], list[list[int]]]) -> list[int] | None:
