@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.prepare import prepare
+from tests.data.real_templates import PUBLISHED
 
 app = typer.Typer()
 app.command()(prepare)
@@ -146,3 +147,36 @@ def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation
         assert context.endswith("assistant\n")
     assert sorted(trained) == sorted(answers)
     assert "answers of chats (3 rows)" in notice["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "gemma 4",
+            ["<|channel>thought\n<channel|>⟦<|tool_call>call:add{a:1}<tool_call|><|tool_response>⟧", "<tool_response|>⟦a2<turn|>⟧"],
+        ),
+        ("glm 4.5 whose calls are special", ["</tool_call><|observation|>⟧", "⟦\n<think></think>\na2<|endoftext|>⟧"]),
+        ("diffusion gemma training", ["<|tool_response>⟧", "⟦<|turn>model\na2<turn|>⟧"]),
+    ],
+)
+def test_calls_of_tools_are_trained_to_the_end_of_their_turn(recipe: Path, tmp_path: Path, name: str, expected: list[str]) -> None:
+    PUBLISHED[name].encoder().tokenizer.save_pretrained(tmp_path / "tokenizer")  # pyright: ignore[reportUnknownMemberType]
+    template, rows = tmp_path / "template.jinja", tmp_path / "rows.jsonl"
+    template.write_text(PUBLISHED[name].text(), encoding="utf-8")
+    call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "add", "tool_call_id": "c1", "content": "2"}
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "user", "content": "q1"}, answer, result, {"role": "assistant", "content": "a2"}]
+    rows.write_text(json.dumps({"messages": messages, "tools": [tool]}))
+    settings = [
+        *(f"data.train=[{{path: {rows}}}]", "data.eval=null", "data.max_length=2000"),
+        *(f"model.tokenizer={tmp_path / 'tokenizer'}", f"data.chat_template={template}"),
+    ]
+    options = [option for setting in settings for option in ("--set", setting)]
+    done = CliRunner().invoke(app, [str(recipe), "--json", "--show", "9", *options])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)["shown"]
+    text = "".join(f"⟦{run}⟧" if trained else run for row in shown for example in row for run, trained in example["runs"])
+    assert all(part in text for part in expected)

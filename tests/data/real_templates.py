@@ -75,6 +75,19 @@ def _sentencepiece() -> Tokenizer:
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
 GEMMA = ("<start_of_turn>", "<end_of_turn>")
+GEMMA4 = (
+    "<|turn>",
+    "<turn|>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
 PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 DEEPSEEK = (
@@ -106,6 +119,8 @@ PUBLISHED = {
     "mistral v7 tekken": Published("axolotl/mistral_v7_tekken", "</s>", "<s>", (*MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
     "gemma 2": Published("trl/gemma", "<end_of_turn>", "<bos>", GEMMA),
     "gemma 3": Published("trl/gemma3", "<end_of_turn>", "<bos>", GEMMA),
+    "gemma 4": Published("axolotl/gemma4", "<turn|>", "<bos>", GEMMA4),
+    "diffusion gemma training": Published("trl/diffusion_gemma_training", "<turn|>", "<bos>", GEMMA4),
     "phi 3": Published("trl/phi3", "<|endoftext|>", "<s>", PHI, strips_right=True),
     "phi 3.5": Published("trl/phi3_5", "<|endoftext|>", "<s>", PHI),
     "phi 3.5 that stops at <|end|>": Published("trl/phi3_5", "<|end|>", "<s>", PHI),
@@ -116,6 +131,7 @@ PUBLISHED = {
     "gpt-oss": Published("trl/gptoss", "<|return|>", "<|startoftext|>", HARMONY),
     "glm 4": Published("glm4", "<|endoftext|>", None, GLM),
     "glm 4.5": Published("trl/glm4moe", "<|endoftext|>", None, GLM),
+    "glm 4.5 whose calls are special": Published("trl/glm4moe", "<|endoftext|>", None, (*GLM, "<tool_call>", "</tool_call>")),
     "granite": Published("granite", "<|end_of_text|>", None, GRANITE),
     "smollm 2": Published("smollm2", "<|im_end|>", None, CHATML),
     "smollm 3": Published("smollm3", "<|im_end|>", None, CHATML),

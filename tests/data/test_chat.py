@@ -279,6 +279,80 @@ def test_space_adding_tokenizer_is_checked_from_first_character() -> None:
     assert shown(tokens, encoder) == " <s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"
 
 
+NEXT_ROLE = (  # as GLM 4: the token of the next role ends a turn
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}{{ m.content }}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+)
+
+
+class CallTokens(ByteEncoder):
+    SPECIAL = (*ByteEncoder.SPECIAL, "<call>", "</call>")
+
+
+@pytest.mark.parametrize("encoder", [ByteEncoder(), CallTokens()], ids=["text", "special"])
+def test_turn_of_a_call_ends_where_the_template_ends_it(encoder: ByteEncoder) -> None:
+    """Whether or not the tokenizer marks the end of a call as special."""
+    messages = conversation("a", "", "c", "d").messages
+    messages[1]["tool_calls"] = [{"function": {"name": "f"}}]
+    chat = Chat(messages, (False, True, False, True))
+    assert shown(tokenised(chat, NEXT_ROLE, encoder), encoder) == "<|im_start|>a<s>[<call>f</call><|im_start|>]c<s>[d</s>]"
+    ended = NEXT_ROLE.replace("{% endfor %}{% endfor %}", "{% endfor %}{{ '<|im_end|>' if m.role != 'user' }}{% endfor %}")
+    assert "[<call>f</call><|im_end|>]<|im_start|>c" in shown(tokenised(chat, ended, encoder), encoder)
+    ended = ended.replace("<|im_end|>", "[END]\n")  # several tokens, none of them special
+    assert "[<call>f</call>[END]]\n<|im_start|>c" in shown(tokenised(chat, ended, encoder), encoder)
+
+
+def test_special_token_that_ends_the_content_does_not_end_the_turn() -> None:
+    encoder = CallTokens()
+    text = shown(tokenised(conversation("a", "b</call>", "c", "d</call>"), NEXT_ROLE, encoder), encoder)
+    assert text == "<|im_start|>a<s>[b</call><|im_start|>]c<s>[d</call></s>]"
+    spaces = NEXT_ROLE.replace("{% endfor %}{% endfor %}", "{% endfor %}\n\n{% endfor %}").replace("<|im_start|>", "user:")
+    text = shown(tokenised(conversation("a", "b</call>", "c", "d</call>"), spaces, encoder), encoder)
+    assert text == "user:a\n<s>[b</call>\n]user:c\n<s>[d</call>\n</s>]"  # the line end is all that the template writes
+
+
+@pytest.mark.parametrize(
+    "block", ["<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>", "[THINK][/THINK]", "</think>", "<|t|></|t|>"]
+)
+def test_closed_block_of_the_generation_prompt_precedes_each_answer(block: str) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ " + repr(block) + " }}{% endif %}")
+    first, last = examples(conversation("a", "b", "c", "d"), template, encoder)
+    assert shown(first, encoder) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{block}[b<|im_end|>]\n"
+    assert shown(last, encoder).endswith(
+        f"assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n{block}[d<|im_end|>]\n"
+    )
+
+
+def test_answer_with_reasoning_after_a_closed_block_is_refused() -> None:
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think></think>\n{% endif %}{% endif %}")
+    chat = conversation("a", "<think>r</think>b")
+    assert "`chat_template_kwargs: {enable_thinking: true}`" in refused(
+        chat, template.replace("not enable_thinking", "true or enable_thinking")
+    )
+    encoder = ByteEncoder(eos="<|im_end|>")
+    on = replace(chat, variables={"enable_thinking": True})
+    assert shown(tokenised(on, template, encoder), encoder).endswith("assistant\n[<think>r</think>b<|im_end|>]\n")
+
+
+@pytest.mark.parametrize("prompt", ["<think>\n", "<think>", "</think", "Sure: ", "<think></think>Sure"])
+def test_open_block_that_the_conversation_lacks_is_refused(prompt: str) -> None:
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n" + prompt + "{{ '' }}{% endif %}")
+    assert "not prefix-stable" in refused(conversation("a", "b"), template)
+
+
+def test_header_outside_of_the_markers_is_trained_where_no_prompt_supplies_it() -> None:
+    marked = MARKED.replace("MARKED", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+    template = marked.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role == 'user' %}")
+    encoder = ByteEncoder(eos="<|im_end|>")
+    chat = Chat(
+        [*conversation("a", "b").messages, {"role": "tool", "content": "c"}, {"role": "assistant", "content": "d"}],
+        (False, True, False, True),
+    )
+    text = shown(tokenised(chat, template, encoder), encoder)
+    assert text.endswith("[b<|im_end|>]\n<|im_start|>tool\nc<|im_end|>\n[<|im_start|>assistant\nd<|im_end|>]\n")
+
+
 def test_loss_on_all_trains_every_token() -> None:
     tokens = tokenised(conversation("a", "b", trained=None), CHATML, ByteEncoder())
     assert all(tokens.trained)

@@ -162,6 +162,19 @@ EXPECTED = [
         "<bos><start_of_turn>user⏎sys⏎⏎q1<end_of_turn>⏎<start_of_turn>model⏎⟦a1<end_of_turn>⟧⏎"
         "<start_of_turn>user⏎q2<end_of_turn>⏎<start_of_turn>model⏎⟦a2<end_of_turn>⟧⏎"
     ]),
+    ("gemma 4", "turns", [  # the prompt supplies a closed block that earlier turns lack
+        "<bos><|turn>user⏎q1<turn|>⏎<|turn>model⏎<|channel>thought⏎<channel|>⟦a1<turn|>⟧⏎",
+        "<bos><|turn>user⏎q1<turn|>⏎<|turn>model⏎a1<turn|>⏎<|turn>user⏎q2<turn|>⏎<|turn>model⏎<|channel>thought⏎<channel|>⟦a2<turn|>⟧⏎",
+    ]),
+    ("gemma 4", "tools", [
+        "…<|turn>user⏎q1<turn|>⏎<|turn>model⏎<|channel>thought⏎<channel|>⟦<|tool_call>call:add{a:1}<tool_call|><|tool_response>⟧",
+        "…<|turn>user⏎q1<turn|>⏎<|turn>model⏎<|tool_call>call:add{a:1}<tool_call|><|tool_response>"
+        'response:add{value:<|"|>2<|"|>}<tool_response|>⟦a2<turn|>⟧⏎',
+    ]),
+    ("diffusion gemma training", "tools", [  # no prompt after the result of a tool, so the model must generate the header, without markers
+        "…<|turn>user⏎q1<turn|>⏎<|turn>model⏎⟦<|tool_call>call:add{a:1}<tool_call|><|tool_response>⟧"
+        'response:add{value:<|"|>2<|"|>}<tool_response|>⟦<|turn>model⏎a2<turn|>⟧⏎'
+    ]),
     ("phi 3", "system", [  # its special tokens include the line ends after them
         "<|system|>sys<|end|><|user|>q1<|end|><|assistant|>⟦a1<|end|>⟧<|user|>q2<|end|><|assistant|>⟦a2<|end|><|endoftext|>⟧"
     ]),
@@ -208,6 +221,10 @@ EXPECTED = [
     ("glm 4.5", "reasoning", [
         "[gMASK]<sop><|user|>⏎q1<|assistant|>⟦⏎<think>r1</think>⏎a1<|endoftext|>⟧",
         "[gMASK]<sop><|user|>⏎q1<|assistant|>⏎<think></think>⏎a1<|user|>⏎q2<|assistant|>⟦⏎<think>r2</think>⏎a2<|endoftext|>⟧",
+    ]),
+    ("glm 4.5 whose calls are special", "tools", [  # `<|observation|>` ends the turn, not the token that ends the call
+        "…<|user|>⏎q1<|assistant|>⟦⏎<think></think>⏎<tool_call>add⏎<arg_key>a</arg_key>⏎<arg_value>1</arg_value>⏎</tool_call>"
+        "<|observation|>⟧⏎<tool_response>⏎2⏎</tool_response><|assistant|>⟦⏎<think></think>⏎a2<|endoftext|>⟧"
     ]),
     ("granite", "system", [
         "<|start_of_role|>system<|end_of_role|>sys<|end_of_text|>⏎<|start_of_role|>user<|end_of_role|>q1<|end_of_text|>⏎"

@@ -20,11 +20,24 @@ from fsdp_tune.data.format.conversations import Message, tool_calls
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.special_tokens import FIRST_MARK, LAST_MARK
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that switch reasoning on and off. The generation prompt then supplies the beginning of the answer, such as an
 empty reasoning block (Qwen3, GLM 4.5, DeepSeek V3.1)."""
+CLOSED_BLOCKS = tuple(
+    re.compile(rf"\s*{pair}\s*", re.DOTALL)
+    for pair in (
+        r"<([\w:]+)>.*</\1>",
+        r"<\|(\w+)\|?>.*</?\|?/?\1\|>",
+        r"\[(\w+)\].*\[/\1\]",
+        r"<\|(?:START|begin_of)_(\w+)\|>.*<\|(?:END|end_of)_\1\|>",
+        r"</[\w:]+>",
+    )
+)
+"""Reasoning that a generation prompt begins and ends, or only ends (DeepSeek V3.1): the model generates the answer itself after it."""
+TAG = re.compile(r"\s*[<\[][^>\]]*[>\]]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 SHOWN = 30
 """Number of characters of a rendered text to show in a message."""
@@ -39,7 +52,8 @@ class Answer:
     """Where the generation prompt ends, in characters."""
     end: int
     """After the token that ends the turn."""
-    content: str = ""
+    index: int = 0
+    """Index of its message."""
 
 
 class Rendering:
@@ -49,14 +63,18 @@ class Rendering:
         self._chat, self._template, self._encoder = chat, template, encoder
         self._special = re.compile("|".join(token.pattern for token in encoder.special_tokens) or r"(?!)")
         self._switches = [name for name in REASONING_SWITCHES if re.search(rf"\b{name}\b", template) and name not in chat.variables]
+        self._turn_ends: tuple[str, ...] | None = None
         self.whole = self._render_whole()
         if (half := SURROGATE.search(self.whole)) is not None:  # JSON text inside a row may contain one
             raise RowError(f"the rendered conversation contains `{ascii(half[0])[1:-1]}`, half of a surrogate pair and not a character")
 
     def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
         """Render the first `count` messages as text. Raises: RowError if the template raises."""
-        messages, tools, variables = self._chat.messages[:count], self._chat.tools, self._chat.variables | variables
-        with self._template_errors(count):
+        return self._render(self._chat.messages[:count], generation_prompt=generation_prompt, **variables)
+
+    def _render(self, messages: list[Message], *, generation_prompt: bool = False, **variables: Any) -> str:
+        tools, variables = self._chat.tools, self._chat.variables | variables
+        with self._template_errors(len(messages)):
             return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
 
     def _render_whole(self) -> str:
@@ -83,7 +101,7 @@ class Rendering:
         text = self.whole if last else self.render(index + 1)
         begin = self._end_of_prompt(index, text)
         if begin is None:
-            return self._moved_context(index, text)
+            return self._after_closed_block(index, text) or self._moved_context(index, text)
         answer = self._answer(index, text, begin)
         if GENERATION_MARKER.search(self._template):
             self._check_markers(index, answer)
@@ -92,20 +110,68 @@ class Rendering:
     def within(self, answer: Answer, text: str) -> Answer | None:
         """Return the answer in another text of the conversation; None if its context or its end differ there."""
         if text.startswith(answer.text[: answer.end]):
-            return replace(answer, text=text, end=self._next_role(answer, text))
+            return replace(answer, text=text, end=answer.end if self.is_ended(answer) else self._next_role(answer.begin, answer.end, text))
         # Phi 3 ends a conversation, but not each turn, with the end of sequence. Inside a conversation the turn ends before it.
         shorter = answer.text.rstrip().removesuffix(self._encoder.eos_token)
         last = self._last_special(shorter, answer.begin)
-        is_end = last is not None and answer.content in shorter[answer.begin : last.start()]
-        return replace(answer, text=text, end=last.end()) if last and is_end and text.startswith(shorter) else None
+        content = self._chat.messages[answer.index]["content"].strip()
+        if last is None or content not in shorter[answer.begin : last.start()] or not text.startswith(shorter):
+            return None
+        end = last.end() if self._is_ended(answer.index, last, inside=True) else self._next_role(answer.begin, last.end(), text)
+        return replace(answer, text=text, end=end)
 
-    def _next_role(self, answer: Answer, text: str) -> int:
-        """Return the end of an answer in a longer text. In GLM 4 the token of the next role ends a turn."""
-        follows = self._special.match(text, answer.end)
-        if follows is None or self._last_special(answer.text, answer.begin) is not None:
-            return answer.end
-        is_generation_prompt = follows[0] in self._special.findall(text[: answer.begin])[-1:]
-        return answer.end if is_generation_prompt else follows.end()
+    def is_ended(self, answer: Answer) -> bool:
+        """Return whether the template ends the turn of an answer itself, rather than by the token of the next role."""
+        if answer.text[: answer.end].endswith(self._encoder.eos_token):
+            return True
+        return self._is_ended(answer.index, self._last_special(answer.text, answer.begin))
+
+    def _next_role(self, begin: int, end: int, text: str) -> int:
+        """Return the end of an answer whose turn the token of the next role ends, as in GLM 4."""
+        follows = self._special.match(text, end)
+        if follows is None:
+            return end
+        is_generation_prompt = follows[0] in self._special.findall(text[:begin])[-1:]
+        return end if is_generation_prompt else follows.end()
+
+    def _is_ended(self, index: int, last: re.Match[str] | None, *, inside: bool = False) -> bool:
+        """Return `is_ended` of message `index`; `last` is the last special token of the turn.
+
+        `last` may belong to the message instead, such as `</tool_call>` where a tokenizer marks it as special. Then the text after an
+        answer without calls decides; with `inside`, without the end of sequence, which ends the conversation.
+        """
+        if last is not None and not self._may_belong(index, last):
+            return True
+        end = self._turn_end
+        if end is None:
+            return last is not None
+        return bool((end.removesuffix(self._encoder.eos_token) if inside else end).strip())
+
+    def _may_belong(self, index: int, last: re.Match[str]) -> bool:
+        message = self._chat.messages[index]
+        return bool(message.get("tool_calls")) or message["content"].rstrip().endswith(last[0].strip())
+
+    @property
+    def _turn_end(self) -> str | None:
+        """What the template writes after the content of an answer that is the last message, without white space at its end.
+
+        None if it rejects or changes an answer without calls.
+        """
+        if self._turn_ends is None:
+            index = next(index for index, message in enumerate(self._chat.messages) if message["role"] == "assistant")
+            plain = self._around_plain(index)
+            self._turn_ends = () if plain is None else (plain[1].rstrip(),)
+        return next(iter(self._turn_ends), None)
+
+    def _around_plain(self, index: int) -> tuple[str, str] | None:
+        """Return the text before and after the content of an answer without calls at `index`; None if the template allows none."""
+        mark = next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in self.whole)
+        try:
+            text = self._render([*self._chat.messages[:index], {"role": "assistant", "content": mark}])
+        except RowError:
+            return None
+        before, _, after = text.partition(mark)
+        return (before, after) if text.count(mark) == 1 else None
 
     def _end_of_prompt(self, index: int, text: str) -> int | None:
         """Return the length of the longest generation prompt that begins `text`, with reasoning as by default, or switched off or on."""
@@ -116,6 +182,27 @@ class Rendering:
 
         lengths = fitting([{}, *({name: False} for name in self._switches)]) or fitting([{name: True} for name in self._switches])
         return max(lengths, default=None)
+
+    def _after_closed_block(self, index: int, text: str) -> Answer | None:
+        """Return an answer after a prompt that supplies a closed block of reasoning, which `text` omits; None if it is another case.
+
+        The template writes no such block before answers that have been given. The model nevertheless receives it and must generate
+        the answer after it (Gemma 4). Raises: RowError if the answer has reasoning of its own.
+        """
+        header, _ = self._around_plain(index) or ("", "")
+        if not header or not text.startswith(header):
+            return None
+        for mode in ({}, *({name: False} for name in self._switches)):
+            given = self.render(index, generation_prompt=True, **mode)
+            block = given.removeprefix(header)
+            if block == given or not any(pattern.fullmatch(block) for pattern in CLOSED_BLOCKS):
+                continue
+            answer = text[len(header) :]
+            opening = TAG.match(block)
+            if opening is not None and answer.lstrip().startswith(opening[0].strip()):
+                raise RowError(_reasoning_twice(index, self._switches))
+            return self._answer(index, given + answer, len(given))
+        return None
 
     def _moved_context(self, index: int, text: str) -> Answer:
         """Return an answer whose context the template changes once the answer follows, after the context that the model receives.
@@ -142,14 +229,14 @@ class Rendering:
         return self._answer(index, given + answer, self._end_of_prompt(index, given + answer) or len(given))
 
     def _answer(self, index: int, text: str, begin: int) -> Answer:
-        content = self._chat.messages[index]["content"].strip()
-        return Answer(text, begin, self._end_of_turn(text, begin, content), content)
+        return Answer(text, begin, self._end_of_turn(index, text, begin), index)
 
-    def _end_of_turn(self, text: str, begin: int, content: str) -> int:
+    def _end_of_turn(self, index: int, text: str, begin: int) -> int:
         """Return the end of an answer, without what the template writes after the token that ends the turn.
 
         This may be white space, the generation prompt (Command A) or the end of sequence once more (Phi 3).
         """
+        content = self._chat.messages[index]["content"].strip()
         eos = self._encoder.eos_token
         *_, context = text[:begin].rpartition(eos)
         answer, found, after = text[begin:].rpartition(eos)
@@ -158,7 +245,10 @@ class Rendering:
             is_twice = earlier != answer.rstrip() and content in earlier
             return begin + len(earlier if is_twice else answer) + len(eos)
         last = self._last_special(text, begin)
-        return len(text) if last is None else last.end()
+        if last is not None and (not self._may_belong(index, last) or self._turn_end != ""):
+            return last.end()
+        is_written = self._turn_end and text.rstrip().endswith(self._turn_end)  # tokens that are not special
+        return len(text.rstrip()) if is_written else len(text)
 
     def _last_special(self, text: str, begin: int) -> re.Match[str] | None:
         """Return the last special token after `begin`; None if there is none or if other text than white space follows."""
@@ -177,12 +267,10 @@ class Rendering:
             )
         if text != answer.text:
             raise RowError("the chat template renders the same conversation differently each time")
-        done = answer.begin
-        for begin, end in sorted(marked):
-            if begin > done:
-                break
-            done = max(done, end)
-        rest = text[done : answer.end]
+        rest = _unmarked(marked, answer.begin, text[: answer.end])
+        header, _ = (self._around_plain(index) if rest else None) or ("", "")
+        if len(header) > answer.begin and text.startswith(header):  # Gemma 4 supplies no header after the result of a tool
+            rest = _unmarked(marked, len(header), text[: answer.end])
         if rest and not self._special.fullmatch(rest.strip()):
             raise RowError(
                 f"message {index + 1}: the generation markers of the chat template exclude {rest[:SHOWN]!r}, which the model must generate "
@@ -199,6 +287,15 @@ class Rendering:
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             where = "" if count == len(self._chat.messages) else f", at message {count}"
             raise RowError(f"the chat template rejects the conversation{where}: {first_line}") from error
+
+
+def _unmarked(marked: list[tuple[int, int]], done: int, text: str) -> str:
+    """Return the text from `done` on that markers do not include, up to the end."""
+    for begin, end in sorted(marked):
+        if begin > done:
+            break
+        done = max(done, end)
+    return text[done:]
 
 
 def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
@@ -243,6 +340,11 @@ def _unstable(index: int, text: str, prompt: str) -> str:
         f"the chat template is not prefix-stable: before message {index + 1} the model receives {prompt[at : at + SHOWN]!r} "
         f"where the conversation with that message has {text[at : at + SHOWN]!r}"
     )
+
+
+def _reasoning_twice(index: int, switches: list[str]) -> str:
+    switched_on = f": switch it on for the row by `chat_template_kwargs: {{{switches[0]}: true}}`" if switches else ""
+    return f"message {index + 1} has reasoning, and the generation prompt of the chat template supplies an empty one before it{switched_on}"
 
 
 def common_length(left: str, right: str) -> int:

@@ -52,6 +52,8 @@ class RenderedText:
     """Begin and end of the trained answers, in characters; None = everything is trained."""
     ends_trained: bool
     """Whether an end-of-sequence token after the last message is trained."""
+    is_complete: bool = True
+    """Whether the end of sequence may follow. False where the template has ended a turn inside the conversation, for example a call."""
 
     @property
     def pieces(self) -> list[str]:
@@ -67,13 +69,13 @@ class RenderedText:
         """
         ids, *parts = encoded
         if self.answers is None:
-            flagged = [_Flagged(self.whole, len(self.whole), ids, [True] * len(ids), self.ends_trained)]
+            flagged = [_Flagged(self.whole, len(self.whole), ids, [True] * len(ids), self.ends_trained, self.is_complete)]
         elif list(chain.from_iterable(parts)) == ids:
             trained = [bool(number % 2) for number, part in enumerate(parts) for _ in part]
-            flagged = [_Flagged(self.whole, self._end, ids, trained, self.ends_trained)]
+            flagged = [_Flagged(self.whole, self._end, ids, trained, self.ends_trained, self.is_complete)]
         else:
             flagged = self._as_received(ids, self.answers, encoder)
-        return [sequence.ended(encoder, append_eos=append_eos) for sequence in flagged]
+        return [sequence.ended(encoder, append_eos=append_eos and sequence.is_complete) for sequence in flagged]
 
     @property
     def _end(self) -> int:
@@ -103,10 +105,11 @@ class RenderedText:
     def _from(self, end: int, ids: list[int], answer: Continuation, encoder: TextEncoder, *, is_last: bool) -> _Flagged:
         """Return the sequence of an answer that ends at `end`: the complete text after it, or white space alone."""
         if is_last and ids[: len(answer.ids)] == answer.ids:
-            return _Flagged(self.whole, self._end, ids, [False] * len(ids), self.ends_trained)
+            return _Flagged(self.whole, self._end, ids, [False] * len(ids), self.ends_trained, self.is_complete)
         text = self.whole[: len(self.whole) - len(self.whole[end:].lstrip())]
         after = continuation(answer.ids, encoder.encode([text])[0], text[end:], encoder.encode, encoder.decode)
-        return _Flagged(text, end, after.ids, [False] * len(after.ids), ends_trained=True)
+        is_complete = is_last and self.ends_trained and self.is_complete
+        return _Flagged(text, end, after.ids, [False] * len(after.ids), ends_trained=True, is_complete=is_complete)
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class _Flagged:
     ids: list[int]
     trained: list[bool]
     ends_trained: bool
+    is_complete: bool
     is_apart: bool = False
     is_exact: bool = True
 
@@ -179,7 +183,12 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
     if len(found) > 1:
         _limit_characters(len(found), sum(map(len, found)))
     return tuple(
-        RenderedText(text, tuple((answer.begin, answer.end) for answer in inside), ends_trained or text != rendering.whole)
+        RenderedText(
+            text,
+            tuple((answer.begin, answer.end) for answer in inside),
+            ends_trained or text != rendering.whole,
+            is_complete=text == rendering.whole or not rendering.is_ended(inside[-1]),
+        )
         for text, inside in reversed(found.items())
         if inside or len(found) == 1
     )
