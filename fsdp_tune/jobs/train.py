@@ -272,7 +272,7 @@ class _Job:
         packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if model.model.get("packaged") else []
         if model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        check_vocabulary(model.model, recipe.model, data.vocabulary_size)
+        observer.notices(check_vocabulary(model.model, recipe, data.vocabulary_size))
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
         check_data(start, data.key)

@@ -71,7 +71,7 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
         found.unchecked.append(f"the files of `{name}`: the hub cannot be reached; shapes are those in the package")
     elif found.model and found.vocabulary_size is not None:
         try:
-            check_vocabulary(found.model, recipe.model, found.vocabulary_size)
+            found.notices.extend(check_vocabulary(found.model, recipe, found.vocabulary_size))
         except FsdpTuneError as error:
             found.problems.extend(error.problems)
 

@@ -200,6 +200,24 @@ def test_tokenizer_larger_than_embedding_is_an_error(recipe: Path, monkeypatch: 
     assert [error["code"] for error in document["errors"]] == ["vocabulary-larger-than-embedding"]
 
 
+@pytest.mark.e2e
+def test_tokens_that_lora_would_leave_untrained_are_refused_by_validate(tmp_path: Path) -> None:
+    """By the model itself, with tied weights; the way out in the hint is valid."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")  # pyright: ignore[reportUnknownMemberType]
+    base = f"model: {{name_or_path: {tmp_path / 'base'}, tokenizer: builtin:arithmetic, tokens: {{add: [<x>, <y>, <z>]}}"
+    rest = "}\ndata: {train: [{path: builtin:arithmetic}], max_length: 32}\nlaunch: {device: cpu, num_processes: 1}\n"
+    path = tmp_path / "r.yaml"
+    code, document = validated(path, f"{base}{rest}lora: {{r: 4}}\n")
+    assert (code, [error["code"] for error in document["errors"]]) == (2, ["lora-new-tokens"])
+    assert document["errors"][0]["line"] == 1
+    untied = f"{base}, config_overrides: {{tie_word_embeddings: false}}{rest}lora: {{r: 4, modules_to_save: [embed_tokens, lm_head]}}\n"
+    code, document = validated(path, untied)
+    assert code == 0, document
+
+
 def problem(code: str, message: str) -> dict[str, Any]:
     return {"code": code, "file": None, "line": None, "column": None, "key": None, "message": message, "hint": "h"}
 

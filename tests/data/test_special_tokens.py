@@ -75,6 +75,16 @@ def encoder_of(backend: Tokenizer) -> TokenizerEncoder:
     return TokenizerEncoder(wrapped)
 
 
+ADDED = ("<|mask|>", "<|query|>", "<|/query|>")
+
+
+def encoder_with_added(backend: Tokenizer, *added: str) -> TokenizerEncoder:
+    """As `model.tokens.add` does."""
+    encoder = encoder_of(backend)
+    encoder.tokenizer.add_tokens(list(added), special_tokens=True)
+    return TokenizerEncoder(encoder.tokenizer, added=added)
+
+
 def tokenised(
     encoder: TokenizerEncoder, format_: str, *rows: dict[str, Any], special: str = "auto", template: str | None = CHATML
 ) -> Tokenised:
@@ -200,3 +210,46 @@ def test_longest_of_several_special_tokens_is_found(added: list[str]) -> None:
 
 def _rendered(content: str) -> str:
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_added_tokens_are_special_in_content_and_those_of_the_template_are_text(name: str) -> None:
+    encoder = encoder_with_added(TOKENIZERS[name](), *ADDED)
+    row = chat("Fill <|mask|> in, <|im_end|>", "<|query|>2<|/query|> as 0</s>+2.")
+    chunk = tokenised(encoder, "messages", row)
+    ids = chunk.tokens.tolist()
+    counted = {token: ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in (*ADDED, "<|im_end|>", "</s>")}
+    assert counted == {"<|mask|>": 1, "<|query|>": 1, "<|/query|>": 1, "<|im_end|>": 2, "</s>": 0}
+    assert set(noted(chunk)["special-tokens-as-control"]) == {f"`{token}`" for token in ADDED}
+    assert set(noted(chunk)["special-tokens-as-text"]) == {"`<|im_end|>`", "`</s>`"}
+    trained = [token for token, flag in zip(ids, chunk.trained.tolist(), strict=True) if flag]
+    assert trained[0] == encoder.tokenizer.convert_tokens_to_ids("<|query|>")
+
+
+def test_added_tokens_that_the_template_writes_cannot_be_forged() -> None:
+    """Whether its text has them or builds them."""
+    turns = ("<|turn|>", "<|turn-end|>")
+    encoder = encoder_with_added(byte_level(), *turns, "<|mask|>")
+    template = CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "{{ '<|turn' + '-end|>' }}")
+    chunk = tokenised(encoder, "messages", chat("a<|turn-end|><|turn|>assistant<|mask|>"), template=template)
+    ids = chunk.tokens.tolist()
+    assert [ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in (*turns, "<|mask|>")] == [2, 2, 1]
+    ended = TokenizerEncoder(encoder.tokenizer, added=["<|im_end|>"])  # the end of sequence is not for the rows
+    assert not any(token.is_added for token in ended.special_tokens)
+
+
+def test_settings_other_than_auto_decide_about_added_tokens_too() -> None:
+    encoder = encoder_with_added(byte_level(), *ADDED)
+    mask = encoder.tokenizer.convert_tokens_to_ids("<|mask|>")
+    assert mask not in tokenised(encoder, "messages", chat("<|mask|>"), special="text").tokens.tolist()
+    assert mask in tokenised(encoder, "messages", chat("<|mask|></s>"), special="control").tokens.tolist()
+
+
+@pytest.mark.parametrize("output", ["<|mask|>b", "<|mask|>b</s>c"])
+def test_added_tokens_are_special_in_alpaca_rows_without_a_template(output: str) -> None:
+    encoder = encoder_with_added(byte_level(), *ADDED)
+    chunk = tokenised(encoder, "alpaca", {"instruction": "a <|mask|>", "output": output}, template=None)
+    ids = chunk.tokens.tolist()
+    assert ids.count(encoder.tokenizer.convert_tokens_to_ids("<|mask|>")) == 2
+    assert encoder.tokenizer.convert_tokens_to_ids("</s>") not in ids
+    assert encoder.decode(ids).endswith(output + "<|im_end|>")

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files, with_special_tokens
-from fsdp_tune.recipe.schema import Model, Tokens
+from fsdp_tune.recipe.schema import Lora, Model, Recipe, Tokens
 
 FACTS = {
     "config": {"model_type": "gpt2", "use_cache": False},
@@ -96,11 +96,37 @@ def test_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
 
 def test_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
     with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
-        check_vocabulary({"embedding_rows": 1000}, Model(), 1001)
+        check_vocabulary({"embedding_rows": 1000}, Recipe(), 1001)
     assert caught.value.exit_code == 2
-    check_vocabulary({"embedding_rows": 1000}, Model(), 1000)
+    check_vocabulary({"embedding_rows": 1000}, Recipe(), 1000)
 
 
 @pytest.mark.parametrize("says", [Model(resize_embeddings=True), Model(tokens=Tokens(add=["<call>"]))])
 def test_growing_embedding_accepts_any_vocabulary(says: Model) -> None:
-    check_vocabulary({"embedding_rows": 1000}, says, 1001)
+    check_vocabulary({"embedding_rows": 1000}, Recipe(model=says), 1001)
+
+
+FROZEN = {"embedding_rows": 1000, "is_embedding_trained": False, "tied_embeddings": True}
+ADDS_TOKENS = Recipe(model=Model(tokens=Tokens(add=["<call>"])), lora=Lora())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [(ADDS_TOKENS, "model.tokens.add"), (Recipe(model=Model(resize_embeddings=True), lora=Lora()), "model.resize_embeddings")],
+)
+def test_new_rows_of_a_frozen_embedding_are_refused_with_a_way_out(recipe: Recipe, key: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        check_vocabulary(FROZEN, recipe, 1001)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key, caught.value.exit_code) == ("lora-new-tokens", key, 2)
+    assert "modules_to_save" in str(problem.hint)
+    assert "tie_word_embeddings: false" in str(problem.hint)
+    with pytest.raises(FsdpTuneError) as caught:
+        check_vocabulary(FROZEN | {"tied_embeddings": False}, recipe, 1001)
+    assert "tie_word_embeddings" not in str(caught.value.problems[0].hint)
+    assert check_vocabulary(FROZEN | {"is_embedding_trained": True}, recipe, 1001) == []
+
+
+def test_added_tokens_in_spare_rows_of_a_frozen_embedding_are_noticed() -> None:
+    assert [notice.code for notice in check_vocabulary(FROZEN, ADDS_TOKENS, 1000)] == ["lora-new-tokens"]
+    assert check_vocabulary(FROZEN, Recipe(lora=Lora()), 1000) == []

@@ -17,6 +17,8 @@ class SpecialToken:
     strips_left: bool = False
     """Whether it includes the white space before it."""
     strips_right: bool = False
+    is_added: bool = False
+    """Whether the recipe added it by `model.tokens.add`, and not as the end of sequence or the padding."""
 
     @property
     def pattern(self) -> str:

@@ -11,7 +11,7 @@ from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Encode, continuation
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.special_tokens import AS_CONTROL, AS_TEXT, INSEPARABLE, SpecialTokens, notes_of
+from fsdp_tune.data.tokenise.special_tokens import AS_CONTROL, AS_TEXT, INSEPARABLE, RestoringEncoder, SpecialTokens, notes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,40 @@ def encode_texts(
 
     A prompt always has the ids that it has alone, because the model receives these at inference.
     """
-    spelled = [special.spelled_in([text.prompt, text.completion]) for text, _ in texts]
-    as_text = [
-        bool(found) and settings.encodes_special_tokens_as_text(text) for found, (text, settings) in zip(spelled, texts, strict=True)
-    ]
-    ordinary = _encoded([text for (text, _), other in zip(texts, as_text, strict=True) if not other], encoder.encode, encoder, counts)
-    for (text, _), found, other in zip(texts, spelled, as_text, strict=True):
-        if not other:
-            encoded, kind = next(ordinary), AS_CONTROL
+    spelled = [_special_tokens_of(text, settings, special) for text, settings in texts]
+    ordinary = _encoded(
+        [text for (text, _), (_, as_text) in zip(texts, spelled, strict=True) if not as_text], encoder.encode, encoder, counts
+    )
+    for (text, _), (meant, as_text) in zip(texts, spelled, strict=True):
+        kind = AS_TEXT
+        if not as_text:
+            encoded = next(ordinary)
         else:
             try:
-                encoded, kind = next(_encoded([text], special.encode_as_text, encoder, counts)), AS_TEXT
+                encoded = _with_text(text, as_text, encoder, special, counts, keeps_others=bool(meant))
             except RowError:
                 encoded, kind = next(_encoded([text], encoder.encode, encoder, counts)), INSEPARABLE
-        yield EncodedText(encoded.ids, encoded.trained, (*encoded.notes, *notes_of(kind, found)))
+        yield EncodedText(encoded.ids, encoded.trained, (*encoded.notes, *notes_of(AS_CONTROL, meant), *notes_of(kind, as_text)))
+
+
+def _special_tokens_of(text: Text, settings: FormatSettings, special: SpecialTokens) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the special tokens in a row that are encoded as such, and those that are encoded as ordinary text."""
+    content = [text.prompt, text.completion]
+    spelled = special.spelled_in(content)
+    if not settings.encodes_special_tokens_as_text(text):
+        return spelled, ()
+    meant = special.meant_by_rows(spelled, content, None, "") if settings.special_tokens == "auto" else ()
+    return meant, tuple(token for token in spelled if token not in meant)
+
+
+def _with_text(
+    text: Text, as_text: tuple[str, ...], encoder: Encoder, special: SpecialTokens, counts: Counter[str], *, keeps_others: bool
+) -> EncodedText:
+    """Encode the special tokens `as_text` as ordinary text. Raises: RowError if the tokenizer cannot."""
+    if not keeps_others:
+        return next(_encoded([text], special.encode_as_text, encoder, counts))
+    marked, placeholders = special.with_placeholders_in_text(text, as_text)
+    return next(_encoded([marked], RestoringEncoder(encoder, special, placeholders).encode, encoder, counts))
 
 
 def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counter[str]) -> Iterator[EncodedText]:

@@ -156,15 +156,20 @@ class _Chunk:
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return None
-        spelled = self._special.spelled_in([chat.messages, chat.tools])
+        content = [chat.messages, chat.tools]
+        spelled = self._special.spelled_in(content)
+        meant = spelled
+        if settings.encodes_special_tokens_as_text(chat):
+            text = "".join(text.whole for text in rendered.examples)
+            meant = self._special.meant_by_rows(spelled, content, settings.template, text) if settings.special_tokens == "auto" else ()
+        notes, spelled = notes_of(AS_CONTROL, meant), tuple(token for token in spelled if token not in meant)
         if not spelled:
-            return _EncodedChat(rendered, self._encoder)
-        if not settings.encodes_special_tokens_as_text(chat):
-            return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, spelled))
+            return _EncodedChat(rendered, self._encoder, notes=notes)
         try:
-            return self._with_text(chat, settings.template, rendered, spelled)
+            found = self._with_text(chat, settings.template, rendered, spelled)
         except RowError:
-            return _EncodedChat(rendered, self._encoder, notes=notes_of(INSEPARABLE, spelled))
+            return _EncodedChat(rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, spelled)))
+        return replace(found, notes=(*notes, *found.notes))
 
     def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
         """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""

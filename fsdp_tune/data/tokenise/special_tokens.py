@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.formats import Chat, Text
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -50,8 +50,12 @@ class Placeholders:
     tokens: tuple[str, ...]
 
     def insert(self, pattern: re.Pattern[str], value: Any) -> Any:
-        """Return `value` with placeholders in all of its texts."""
-        return _with_texts(value, lambda text: pattern.sub(lambda match: self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])), text))
+        """Return `value` with placeholders in all of its texts; `pattern` finds special tokens, those without a placeholder stay."""
+
+        def placeholder(match: re.Match[str]) -> str:
+            return self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])) if match[0] in self.tokens else match[0]
+
+        return _with_texts(value, lambda text: pattern.sub(placeholder, text))
 
     def restore(self, text: str) -> str:
         return re.sub(f"{self.mark}(.)", lambda match: self.tokens[ord(match[1]) - FIRST_NUMBER], text)
@@ -65,6 +69,7 @@ class SpecialTokens:
             encoder.special_tokens, key=lambda token: -len(token.text)
         )  # longest first: the longest match is used, as in the tokenizer
         self._encoder = encoder
+        self._added = frozenset(token.text for token in tokens if token.is_added)
         self._control_ids = frozenset(token.id for token in tokens if not token.is_unknown)
         self._spelled = re.compile(_any_of([token.text for token in tokens]))
         self._controls = re.compile("|".join(token.pattern for token in tokens) or NOTHING)
@@ -73,13 +78,24 @@ class SpecialTokens:
         """Return the special tokens that occur in the texts of `value`, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) if self._spelled.search(text) for token in self._spelled.findall(text)))
 
+    def meant_by_rows(self, spelled: tuple[str, ...], value: Any, template: str | None, rendered: str) -> tuple[str, ...]:
+        """Return those of `spelled` that the recipe added for the rows: not those that the chat template writes (the end of a turn)."""
+
+        def is_of_template(token: str) -> bool:
+            return template is not None and (token in template or rendered.count(token) > sum(text.count(token) for text in _texts(value)))
+
+        return tuple(token for token in spelled if token in self._added and not is_of_template(token))
+
     def with_placeholders(self, chat: Chat, spelled: tuple[str, ...], rendered: str) -> tuple[Chat, Placeholders]:
-        """Return the chat with a placeholder for each special token in its content; `rendered` is its text without placeholders."""
-        present = set(rendered).union(*_texts([chat.messages, chat.tools]))
-        mark = next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present)
-        placeholders = Placeholders(mark, spelled)
+        """Return the chat with a placeholder for each of `spelled` in its content; `rendered` is its text without placeholders."""
+        placeholders = _placeholders([chat.messages, chat.tools], spelled, rendered)
         messages, tools = (placeholders.insert(self._spelled, part) for part in (chat.messages, chat.tools))
         return replace(chat, messages=messages, tools=tools), placeholders
+
+    def with_placeholders_in_text(self, text: Text, spelled: tuple[str, ...]) -> tuple[Text, Placeholders]:
+        placeholders = _placeholders([text.prompt, text.completion], spelled, "")
+        prompt, completion = (placeholders.insert(self._spelled, part) for part in (text.prompt, text.completion))
+        return replace(text, prompt=prompt, completion=completion), placeholders
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
         """Return ids without control tokens. Raises: InseparableError if the tokenizer cannot encode a text otherwise."""
@@ -167,6 +183,11 @@ def _any_of(texts: list[str]) -> str:
         branches.setdefault(text[:BRANCH_LENGTH], []).append(re.escape(text[BRANCH_LENGTH:]))
     ordered = sorted(branches.items(), key=lambda branch: -len(branch[0]))  # a short text may begin a longer one
     return "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in ordered) or NOTHING
+
+
+def _placeholders(values: list[Any], spelled: tuple[str, ...], rendered: str) -> Placeholders:
+    present = set(rendered).union(*_texts(values))
+    return Placeholders(next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled)
 
 
 def notes_of(kind: str, spelled: tuple[str, ...]) -> tuple[Note, ...]:

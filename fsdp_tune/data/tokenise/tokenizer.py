@@ -61,13 +61,13 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
 
 def load_encoder(recipe: Recipe) -> TokenizerEncoder:
     loaded = open_tokenizer(recipe)
-    return TokenizerEncoder(loaded.tokenizer, loaded.notices)
+    return TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add)
 
 
 class TokenizerEncoder:
     """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, notices: tuple[Notice, ...] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, notices: tuple[Notice, ...] = (), added: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.notices = notices
         self.vocabulary_size = len(tokenizer)
@@ -77,7 +77,7 @@ class TokenizerEncoder:
         self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
         self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # a single template: `open_tokenizer` has selected it
         self.prefix_ids = _prefix_ids(tokenizer)
-        self.special_tokens = _special_tokens(tokenizer)
+        self.special_tokens = _special_tokens(tokenizer, added)
         self._backend = _plain_backend(tokenizer)
         self.digest = self._digest()
 
@@ -130,7 +130,7 @@ class TokenizerEncoder:
             type(self.tokenizer).__name__,
             contents,
             json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str),
-            json.dumps([self.prefix_ids, self.eos_id, self.bos_id]),
+            json.dumps([self.prefix_ids, self.eos_id, self.bos_id, [token.text for token in self.special_tokens if token.is_added]]),
             self.chat_template or "",
         ]
         return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -252,9 +252,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_speci
     )["input_ids"]
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[SpecialToken, ...]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[str]) -> tuple[SpecialToken, ...]:
+    for_rows = set(added) - {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token)}
     return tuple(
-        SpecialToken(str(token), number, str(token) == str(tokenizer.unk_token), token.lstrip, token.rstrip)
+        SpecialToken(str(token), number, str(token) == str(tokenizer.unk_token), token.lstrip, token.rstrip, str(token) in for_rows)
         for number, token in tokenizer.added_tokens_decoder.items()
         if token.special
     )

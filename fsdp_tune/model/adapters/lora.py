@@ -224,15 +224,3 @@ def first_values(lora: Lora, part: str, shape: tuple[int, ...], rank: int, key: 
         return values.normal_(std=1 / rank, generator=generator)
     bound = 1 / math.sqrt(shape[1])  # of a linear layer: kaiming_uniform_ with a = √5
     return values.uniform_(-bound, bound, generator=generator)
-
-
-def refuse_untrained_tokens(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Refuse an embedding that grew and is frozen: the rows of the new tokens would keep their random values. Raises: usage error."""
-    if recipe.lora is not None and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
-        raise usage_error(
-            "lora-new-tokens",
-            "the embedding grows for new tokens, and `lora:` freezes it: their rows would keep random values",
-            where=Where(key="model.tokens.add" if recipe.model.tokens.add else "model.resize_embeddings"),
-            hint="train embedding and head in full: `lora: {modules_to_save: [embed_tokens, lm_head]}`, which needs them untied "
-            "(`model.config_overrides: {tie_word_embeddings: false}`)",
-        )

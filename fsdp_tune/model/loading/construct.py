@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.model.adapters.lora import inject_lora, name_in_base, refuse_untrained_tokens
+from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4_linear import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.bitsandbytes_files import refuse_other_quantisation
+from fsdp_tune.model.loading.model_files import untrained_tokens
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
@@ -254,8 +255,8 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
     else:
         inject_lora(recipe, model, storage_dtype(recipe))
         check_adapter(recipe, model)
-        if has_grown:
-            refuse_untrained_tokens(recipe, model)
+        if has_grown and not is_embedding_trained(model):
+            raise untrained_tokens(recipe, is_tied=is_tied(model))
     check_parameter_groups(recipe, model)
     quantise_layers(recipe, model)
     _store_frozen(recipe, model)
@@ -291,6 +292,16 @@ def frozen_by_its_code(model: PreTrainedModel) -> frozenset[str]:
 def embedding_rows(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
+
+
+def is_embedding_trained(model: PreTrainedModel) -> bool:
+    return any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters())
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether embedding and head are one weight."""
+    head: Any = model.get_output_embeddings()
+    return head is not None and head.weight is getattr(model.get_input_embeddings(), "weight", None)
 
 
 def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> bool:

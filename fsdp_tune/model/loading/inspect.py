@@ -27,7 +27,14 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
-    from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
+    from fsdp_tune.model.loading.construct import (
+        build_empty,
+        config_or_facts,
+        embedding_rows,
+        generation_config,
+        is_embedding_trained,
+        is_tied,
+    )
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import positions_of_run
 
@@ -48,7 +55,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),
-            "tied_embeddings": _tied(model),
+            "tied_embeddings": is_tied(model),
+            "is_embedding_trained": is_embedding_trained(model),
             "max_positions": positions_of_run(recipe, config),
             "attention": model.config._attn_implementation,
         }
@@ -81,11 +89,6 @@ def _untrained_experts(model: Any) -> list[Notice]:
     share = sum(stacks.values())
     message = f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; `lora.target_parameters` adapts them"
     return [Notice("lora-experts-frozen", message)]
-
-
-def _tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_tune.core.atomic import write_json
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.peft_fields import CONFIG_FILE
-from fsdp_tune.recipe.schema.model_and_data import Model
+from fsdp_tune.recipe.schema import Recipe
 
 
 class Tokenizer(Protocol):
@@ -62,12 +62,39 @@ def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Seq
     return changed
 
 
-def check_vocabulary(facts: dict[str, Any], model: Model, vocabulary_size: int) -> None:
-    """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU kernel. Raises: usage error."""
-    rows = int(facts["embedding_rows"])
-    if vocabulary_size > rows and not model.grows_embedding:
+def check_vocabulary(facts: dict[str, Any], recipe: Recipe, vocabulary_size: int) -> list[Notice]:
+    """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU kernel, and new rows that
+    `lora:` would freeze. Raises: usage error."""
+    rows, model = int(facts["embedding_rows"]), recipe.model
+    has_grown = vocabulary_size > rows
+    if has_grown and not model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
             f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
             ways_out=("--set model.resize_embeddings=true grows the embedding", "set model.tokenizer to the tokenizer of the model"),
         )
+    if recipe.lora is None or facts["is_embedding_trained"]:
+        return []
+    if has_grown:
+        raise untrained_tokens(recipe, is_tied=facts["tied_embeddings"])
+    if not model.tokens.add:
+        return []
+    message = "`lora:` freezes the embedding: tokens of `model.tokens.add` that the base was not trained with keep its values"
+    return [
+        Notice("lora-new-tokens", message, where=Where(key="model.tokens.add"), hint=_trained_in_full(is_tied=facts["tied_embeddings"]))
+    ]
+
+
+def untrained_tokens(recipe: Recipe, *, is_tied: bool) -> FsdpTuneError:
+    """Return the error about an embedding that grows and is frozen: the rows of the new tokens would keep their random values."""
+    return usage_error(
+        "lora-new-tokens",
+        "the embedding grows for new tokens, and `lora:` freezes it: their rows would keep random values",
+        where=Where(key="model.tokens.add" if recipe.model.tokens.add else "model.resize_embeddings"),
+        hint=_trained_in_full(is_tied=is_tied),
+    )
+
+
+def _trained_in_full(*, is_tied: bool) -> str:
+    untied = " and untie them by `model: {config_overrides: {tie_word_embeddings: false}}`" if is_tied else ""
+    return f"train embedding and head in full by `lora: {{modules_to_save: [embed_tokens, lm_head]}}`{untied}"

@@ -129,6 +129,10 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         **dict.fromkeys(("lora_r", "lora_rank", "rank"), ("lora.r", None)),
         "lora_target_modules": ("lora.target_modules", None),
         "lora_modules_to_save": ("lora.modules_to_save", None),
+        **dict.fromkeys(
+            ("trainable_token_indices", "peft_trainable_token_indices"),
+            ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}"),
+        ),
         "loraplus_lr_ratio": ("lora.lr_ratio", None),
         "load_in_4bit": ("quantization.load", _NF4),
         "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES),

@@ -34,7 +34,7 @@ class Tokens(Section):
     eos: Text | None = None
     """End-of-sequence token; null = the tokenizer's. Also written to generation_config."""
     add: list[Text] = []
-    """Tokens to add; resizes the embedding."""
+    """Special tokens to add, for the chat template or the rows; resizes the embedding."""
 
 
 _ROPE_FIELDS = {
@@ -259,7 +259,7 @@ class Data(Section):
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
     """Append a trained end-of-sequence token to each example; auto = in all formats but tokenized. Never doubled."""
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
-    """Encoding of `<|im_end|>` and the like in the rows: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
+    """Encoding of `<|im_end|>` in the rows: text, or control tokens; auto = text in chats and alpaca rows, except `model.tokens.add`."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Read, tokenise and pack rows while training; needs training.max_steps."""
     stream_lanes: Annotated[Whole | Auto, Effect(DATA | MEMORY, REFUSED)] = "auto"
