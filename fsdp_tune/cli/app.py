@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune import __version__
 from fsdp_tune.cli.cache import cache
+from fsdp_tune.cli.chat_templates import templates
 from fsdp_tune.cli.env import env
 from fsdp_tune.cli.evaluate import evaluate
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
@@ -105,6 +106,7 @@ app.command(short_help="Score a model on rows of data, and compare it with its b
 app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)
+app.add_typer(templates, no_args_is_help=False)
 app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported like any other error, also with --json
 
 

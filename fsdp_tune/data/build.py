@@ -85,7 +85,7 @@ def build_store(
     if list(stamps) != [opened.source.stamps() for opened in inputs]:
         raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when the file is complete")
     if recipe.data.on_bad_row == "error":
-        refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
+        refuse_bad_rows(found.bad, names, rows=found.counts["rows"], encoded=found.counts["encoded"], most=recipe.data.max_bad_share)
     first = first_problems(found.bad, names)
     refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint="fix them", first=first)
     _write_bad_rows(stage, found.bad, names)

@@ -190,8 +190,8 @@ def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> l
 
 
 def _settings(opened: Input) -> dict[str, Any]:
-    """Return the settings that determine tokens. Original column names only occur in messages, and `_entry` includes them already."""
-    return {name: value for name, value in asdict(opened.settings).items() if name != "names_in_file"}
+    """Return the settings that determine tokens. Original column names and keys only occur in messages; `_entry` includes the former."""
+    return {name: value for name, value in asdict(opened.settings).items() if name not in ("names_in_file", "template_key")}
 
 
 def _entry(entry: DataSource) -> dict[str, Any]:

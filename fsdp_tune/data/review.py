@@ -15,20 +15,26 @@ SHOWN_BAD_ROWS = 5
 SHOWN_DETAILS = 8
 FEWEST_ROWS = 1000
 """With fewer rows than this, a share of bad rows is one of this many: the first ten of 0.01 are always skipped."""
+NO_GOOD_ROW = "no row can be used: check the columns, `data.format` and `data.chat_template`"
 POOR_FILL = 0.8
 MANY_REPEATS = 4
 """Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
 
 
-def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int) -> None:
-    """Raise a usage error with the first bad rows (file, line and column) and their number, if there are any."""
+def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int, encoded: int, most: float) -> None:
+    """Raise a usage error with the first bad rows (file, line and column) and their number, if there are any.
+
+    `encoded` of the rows were rendered and encoded, until one was bad; the others were only read.
+    """
     if not bad:
         return
     shown = first_problems(bad, names)
+    sampled = 0 < encoded < rows
+    ways = skipping(len(bad), encoded if sampled else rows, most, is_sample=sampled)
     total = Problem(
         "bad-rows",
         f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
-        hint="fix them, or skip them with `--set data.on_bad_row=skip` (they are then counted and listed)",
+        hint=ways,
     )
     raise FsdpTuneError(*shown, total)
 
@@ -42,11 +48,32 @@ def exceeds_bad_share(bad: int, rows: int, most: float) -> bool:
     return bad > most * max(rows, FEWEST_ROWS)
 
 
+def skipping(bad: int, rows: int, most: float, *, is_sample: bool = False) -> str:
+    """Return a hint with the options that leave out `bad` of `rows` rows: with another `data.max_bad_share` if there are more than `most`.
+
+    `is_sample`: more rows follow, with about the same share of bad ones.
+    """
+    if bad >= rows:
+        return NO_GOOD_ROW
+    options = "--set data.on_bad_row=skip"
+    if is_sample:
+        options += f" --set data.max_bad_share={min(1.0, bad / rows + 0.1):.1g}" if bad > most * rows else ""
+    elif exceeds_bad_share(bad, rows, most):
+        options += f" {_raised_share(bad, rows)}"
+    return f"fix them, or skip them with `{options}` (they are then counted and listed)"
+
+
+def _raised_share(bad: int, rows: int) -> str:
+    percent = next((percent for percent in range(100) if not exceeds_bad_share(bad, rows, percent / 100)), 100)
+    return f"--set data.max_bad_share={percent / 100:g}"
+
+
 def refuse_bad_share(bad: int, rows: int, most: float, *, hint: str, first: Sequence[Problem] = ()) -> None:
     """Raise a usage error if more than `data.max_bad_share` of the rows is bad; `first` are problems of the first bad rows."""
     if exceeds_bad_share(bad, rows, most):
         message = f"{bad:,} of {rows:,} rows cannot be used, more than `data.max_bad_share: {most}`"
-        raise FsdpTuneError(*first, Problem("too-many-bad-rows", message, hint=f"{hint}, or raise `data.max_bad_share`"))
+        ways = NO_GOOD_ROW if bad >= rows else f"{hint}, or leave them out: `{_raised_share(bad, rows)}`"
+        raise FsdpTuneError(*first, Problem("too-many-bad-rows", message, hint=ways))
 
 
 def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:

@@ -21,6 +21,7 @@ from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.review import skipping
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
@@ -149,7 +150,7 @@ def inspect_data(recipe: Recipe) -> Inspection:
         found.add(error)
         return found
     for opened in inputs:
-        _inspect_rows(opened, found)
+        _inspect_rows(opened, recipe, found)
     return found
 
 
@@ -162,7 +163,7 @@ def _find_sources(recipe: Recipe, found: Inspection) -> None:
             found.add(error)
 
 
-def _inspect_rows(opened: Input, found: Inspection) -> None:
+def _inspect_rows(opened: Input, recipe: Recipe, found: Inspection) -> None:
     bad: list[tuple[int, BadRow]] = []
     seen = 0
     try:
@@ -181,7 +182,7 @@ def _inspect_rows(opened: Input, found: Inspection) -> None:
     shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
     if bad:
         total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
-        hint = "fix them, or leave them out by `--set data.on_bad_row=skip`"
+        hint = skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
         found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
     found.inputs.append(
         {

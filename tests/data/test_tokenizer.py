@@ -15,7 +15,7 @@ from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.format.builtin import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.format.templates import BUNDLED
+from fsdp_tune.data.format.templates import BUNDLED, bundled_text
 from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.recipe.schema import Recipe
@@ -139,7 +139,7 @@ def test_unknown_token_error_suggests_close_matches() -> None:
 
 
 def test_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
-    assert tokenizer_of(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
+    assert tokenizer_of(recipe(template="chatml")).chat_template == bundled_text("chatml")
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert tokenizer_of(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"
     assert problem(recipe(template="missing.jinja")).code == "no-such-template"
@@ -147,14 +147,15 @@ def test_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", sorted(BUNDLED))
 def test_bundled_templates_are_prefix_stable(template: str) -> None:
-    encoder = load_encoder(recipe(tokens={"add": ["<|im_start|>", "<|im_end|>"]}, template=template))
+    encoder = load_encoder(recipe(tokens={"add": list(BUNDLED[template].tokens)}, template=template))
     turns = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user", "assistant")]
     chat = Chat(turns, (False, False, True, False, True))
-    tokens = tokenised(chat, BUNDLED[template], encoder)
-    trained = encoder.decode([token for token, flag in zip(tokens.ids, tokens.trained, strict=True) if flag])
-    assert trained.count("assistant says") == 2
-    assert "user says" not in trained
-    assert trained.endswith("<|endoftext|>")
+    examples = render_chat(chat, bundled_text(template), encoder, check_repeat=True).examples
+    tokens = [tokens for text in examples for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=True)]
+    trained = [encoder.decode([token for token, flag in zip(each.ids, each.trained, strict=True) if flag]) for each in tokens]
+    assert sum(text.count("assistant says") for text in trained) == 2
+    assert not any("user says" in text for text in trained)
+    assert trained[-1].endswith("<|endoftext|>")
 
 
 def test_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def parse(command: str) -> None:
     found: Any = typer.main.get_command(app)
     while words and words[0] in getattr(found, "commands", {}):
         found = found.commands[words.pop(0)]
-    assert not hasattr(found, "commands") or words[:1] == ["--version"], f"no such verb: {command}"
+    is_complete = not hasattr(found, "commands") or found.invoke_without_command or words[:1] == ["--version"]
+    assert is_complete, f"no such verb: {command}"
     parameters = found.make_context("fsdp-tune", words).params
     source = parameters.get("config") or parameters.get("recipe")
     if source is not None and not source.endswith((".yaml", ".yml")):

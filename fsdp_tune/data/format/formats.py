@@ -99,6 +99,8 @@ class FormatSettings:
     """`data.special_tokens_in_content`: auto | text | control"""
     names_in_file: Mapping[str, str] = field(default_factory=dict[str, str])
     """Original name of each renamed column, for messages about the user's file."""
+    template_key: str = "data.chat_template"
+    """The key that sets the template, for hints."""
 
     def example(self, row: dict[str, Any]) -> Example:
         """Convert a row. Raises: RowError if the row does not fit the format."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
-from fsdp_tune.data.format.templates import BUNDLED, resolve_template
+from fsdp_tune.data.format.templates import KEY, resolve_template, suggestion
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -125,14 +125,15 @@ def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
 def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder: Encoder) -> FormatSettings:
     entry, data = source.entry, recipe.data
     where = Where(key=source.key)
-    template = resolve_template(entry.chat_template) if entry.chat_template else encoder.chat_template
+    template_key = f"{source.key}.chat_template" if entry.chat_template else KEY
+    template = resolve_template(entry.chat_template, template_key) if entry.chat_template else encoder.chat_template
     format_ = _format(entry.format or data.format, source, columns)
     if format_ in {"messages", "sharegpt"} and template is None:
         raise usage_error(
             "no-chat-template",
             f"`{entry.path}` holds conversations, and the tokenizer has no chat template",
             where=where,
-            hint=f"set `data.chat_template`: {', '.join(BUNDLED)}, or a .jinja file",
+            hint=suggestion(encoder.encode, template_key),
         )
     wanted = entry.loss_on or data.loss_on
     possible = LOSS_ON[format_]
@@ -143,7 +144,16 @@ def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
     return FormatSettings(
-        format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, data.special_tokens_in_content, names
+        format_,
+        loss_on,
+        template,
+        data.separator,
+        append_eos,
+        encoder.vocabulary_size,
+        data.roles,
+        data.special_tokens_in_content,
+        names,
+        template_key,
     )
 
 
@@ -222,4 +232,4 @@ def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> Non
 
 
 def bad_row_problem(name: str, row: BadRow) -> Problem:
-    return Problem("bad-row", row.reason, Where(name, row.number, row.column))
+    return Problem("bad-row", row.reason, Where(name, row.number, row.column), hint=row.hint)

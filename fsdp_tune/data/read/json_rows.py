@@ -24,6 +24,7 @@ class BadRow:
     number: int
     reason: str
     column: int | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

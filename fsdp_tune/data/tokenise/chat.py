@@ -16,12 +16,13 @@ from types import FrameType
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.templates import bundled_text, fitting_templates
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.answers import Answer, Rendering
 from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Continuation, continuation
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
-from fsdp_tune.data.tokenise.unrendered import find_unrendered
+from fsdp_tune.data.tokenise.unrendered import find_unrendered, is_field
 
 TEMPLATE_SECONDS = 5.0
 """Limit of CPU time for all renderings of one row; a real conversation takes milliseconds."""
@@ -172,6 +173,24 @@ def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bo
         if chat.trained is None:
             return RenderedChat((RenderedText(rendering.whole, None, ends_trained=True),), notes)
         return RenderedChat(_examples(rendering, list(answers.values()), ends_trained=chat.trained[-1]), notes)
+
+
+def template_for(chat: Chat, encoder: Encoder, rejected: str) -> str | None:
+    """Return the name of a bundled template that renders a chat, with tokens that the vocabulary has; None if there is none.
+
+    It renders every content, function and call; fields such as the id of a call may be left out.
+    """
+    for name in fitting_templates(encoder.encode):
+        template = bundled_text(name)
+        if template == rejected:
+            continue
+        try:
+            rendered = render_chat(chat, template, encoder, check_repeat=False)
+        except RowError:
+            continue
+        if all(is_field(note) for note in rendered.notes):
+            return name
+    return None
 
 
 def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool) -> tuple[RenderedText, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.format.templates import suggestion
 from fsdp_tune.data.tokenise.chat import template_time_limit
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.recipe.schema import Recipe
@@ -47,7 +48,7 @@ def _rendered(messages: list[dict[str, str]], encoder: Encoder, where: Where) ->
     if not messages or messages[-1]["role"] == "assistant":
         raise usage_error("sample-prompt", "a chat to answer ends with a message that is not the assistant's", where=where)
     if encoder.chat_template is None:
-        hint = "set `data.chat_template`, or write the prompt as text"
+        hint = f"{suggestion(encoder.encode)}, or write the prompt as text"
         raise usage_error("no-chat-template", "the prompt is a chat, and the tokenizer has no chat template", where=where, hint=hint)
     try:
         with template_time_limit():

@@ -20,10 +20,11 @@ import numpy as np
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, Text
+from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.notes import Note, RowNotes
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
-from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat
+from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
 from fsdp_tune.data.tokenise.joined import EncodedText, encode_texts
 from fsdp_tune.data.tokenise.special_tokens import (
@@ -75,7 +76,7 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, no_space,
+    """rows, encoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, no_space,
     split_rows, split_examples."""
     notes: RowNotes = field(default_factory=RowNotes)
 
@@ -100,6 +101,7 @@ class Tokeniser:
         work.counts["rows"] = len(rows)
         if check_only:
             return work.finish()
+        work.counts["encoded"] = len(rows)
         texts = work.encode_texts([(row, example) for row, example in examples if isinstance(example, Text)])
         chats = work.encode_chats([(row, example) for row, example in examples if isinstance(example, Chat)])
         for row, example in examples:
@@ -125,6 +127,7 @@ class _Chunk:
     def __init__(self, encoder: Encoder, settings: tuple[FormatSettings, ...]) -> None:
         self._encoder, self._settings = encoder, settings
         self._special = SpecialTokens(encoder)
+        self._has_way_out = False
         self._ids: list[int] = []
         self._trained: list[bool] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
@@ -154,7 +157,7 @@ class _Chunk:
                 raise RowError("the row is a conversation, and there is no chat template")
             rendered = render_chat(chat, settings.template, self._encoder, check_repeat=check_repeat)
         except RowError as error:
-            self.bad.append((row.file, BadRow(row.number, str(error))))
+            self.bad.append((row.file, BadRow(row.number, str(error), hint=self._way_out(chat, settings))))
             return None
         content = [chat.messages, chat.tools]
         spelled = self._special.spelled_in(content)
@@ -170,6 +173,14 @@ class _Chunk:
         except RowError:
             return _EncodedChat(rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, spelled)))
         return replace(found, notes=(*notes, *found.notes))
+
+    def _way_out(self, chat: Chat, settings: FormatSettings) -> str | None:
+        """Return a hint that names a bundled template for a rejected chat; for the first alone, since each takes many renderings."""
+        if self._has_way_out or settings.template is None:
+            return None
+        self._has_way_out = True
+        name = template_for(chat, self._encoder, settings.template)
+        return None if name is None else f"`{settings.template_key}: {name}` renders this row ({BUNDLED[name].purpose})"
 
     def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
         """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""

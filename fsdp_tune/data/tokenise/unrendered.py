@@ -60,6 +60,11 @@ def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, 
     return tuple(notes)
 
 
+def is_field(note: Note) -> bool:
+    """Return whether a note is about a field of messages, such as `name`, rather than content, calls or tools."""
+    return note.detail.startswith("`")
+
+
 def _refuse_incomplete(index: int, message: Message, answer: Answer, render: Callable[[int], str]) -> None:
     """Raise a RowError if the template leaves out a part of a trained answer."""
     text = answer.text
