@@ -10,25 +10,29 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
-from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.review import skipping
+from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.prompts import sample_prompts
+from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
 
 INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0
 FIRST_ROWS = 200
+RENDERED_BYTES = 1 << 20
 SHOWN_BAD_ROWS = 5
 _UNREACHABLE = re.compile(
     r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
@@ -150,7 +154,7 @@ def inspect_data(recipe: Recipe) -> Inspection:
         found.add(error)
         return found
     for opened in inputs:
-        _inspect_rows(opened, recipe, found)
+        _inspect_rows(opened, recipe, encoder, found)
     return found
 
 
@@ -163,21 +167,25 @@ def _find_sources(recipe: Recipe, found: Inspection) -> None:
             found.add(error)
 
 
-def _inspect_rows(opened: Input, recipe: Recipe, found: Inspection) -> None:
+def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspection) -> None:
+    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does."""
     bad: list[tuple[int, BadRow]] = []
-    seen = 0
+    rows: list[RawRow] = []
     try:
         for row in islice(raw_rows([opened]), FIRST_ROWS):
-            seen += 1
-            if isinstance(row, tuple):
+            if isinstance(row, RawRow):
+                rows.append(row)
+            else:
                 bad.append(row)
-                continue
-            try:
-                opened.settings.example(row.values)
-            except RowError as error:
-                bad.append((row.file, BadRow(row.number, str(error))))
     except FsdpTuneError as error:
         found.add(error)
+    seen = len(rows) + len(bad)
+    sizes = accumulate(content_bytes(row.values) for row in rows)
+    # Chat templates are rendered under a time limit that only the main thread can have.
+    rendered = sum(size < RENDERED_BYTES for size in sizes) if threading.current_thread() is threading.main_thread() else 0
+    tokeniser = Tokeniser(encoder, (opened.settings,))
+    bad += tokeniser.chunk(rows[:rendered]).bad + tokeniser.chunk(rows[rendered:], check_only=True).bad
+    bad.sort(key=lambda each: (each[0], each[1].number))
     names = opened.source.names
     shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
     if bad:

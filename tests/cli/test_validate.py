@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,37 @@ def test_bad_first_rows_are_reported_with_file_and_line(recipe: Path) -> None:
         ("bad-rows", None, None),
     ]
     assert "2 of the first 5 rows cannot be used" in document["errors"][2]["message"]
+
+
+def chats_with_a_call(recipe: Path) -> str:
+    """A recipe with three rows, of which the chat template cannot render the second."""
+    call = {"function": {"name": "f", "arguments": {}}}
+    answers = [{"content": "a"}, {"content": "", "tool_calls": [call]}, {"content": "b"}]
+    chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant"} | answer]} for answer in answers]
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return SMALL.replace("train: [{path: builtin:arithmetic}]", f"chat_template: plain, train: [{{path: {rows}}}]")
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_row_that_the_chat_template_rejects_is_reported_with_a_way_out(recipe: Path) -> None:
+    code, document = validated(recipe, chats_with_a_call(recipe))
+    row, total = document["errors"]
+    assert (code, row["line"], total["code"]) == (2, 2, "bad-rows")
+    assert "omits 'f'" in row["message"]
+    assert "`data.chat_template: plain-tools` renders this row" in row["hint"]
+    code, _ = validated(recipe, chats_with_a_call(recipe).replace("plain", "plain-tools"))
+    assert code == 0
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_rows_beyond_the_limit_or_outside_the_main_thread_are_read_and_not_rendered(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        code, _ = pool.submit(validated, recipe, chats_with_a_call(recipe)).result()
+    assert code == 0
+    monkeypatch.setattr(checks, "RENDERED_BYTES", 10)
+    code, _ = validated(recipe, chats_with_a_call(recipe))
+    assert code == 0
 
 
 @pytest.mark.usefixtures("fake_model")

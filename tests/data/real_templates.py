@@ -32,8 +32,9 @@ class Published:
         package, _, name = self.template.rpartition("/")
         return (_folder(package) / f"{name}.jinja").read_text(encoding="utf-8")
 
-    def encoder(self) -> TokenizerEncoder:
-        tokenizer = _sentencepiece() if self.is_sentencepiece else _byte_level()
+    def encoder(self, *, joins_spaces: bool = False) -> TokenizerEncoder:
+        """`joins_spaces`: with tokens of several line ends and spaces, and without SentencePiece."""
+        tokenizer = _sentencepiece() if self.is_sentencepiece and not joins_spaces else _byte_level(SPACES if joins_spaces else [])
         texts = dict.fromkeys([self.eos, *([self.bos] if self.bos else []), "<pad>", *self.special])
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=self.strips_right) for text in texts])  # pyright: ignore[reportUnknownMemberType]
         return TokenizerEncoder(
@@ -50,10 +51,18 @@ def _folder(package: str) -> Path:
     return Path(found.origin).parent / ("chat_templates" if package == "trl" else "utils/chat_templates/templates")
 
 
-def _byte_level() -> Tokenizer:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+LINE_END, SPACE = "\u010a", "\u0120"
+"""As byte-level tokenizers write them."""
+SPACES = [
+    *((LINE_END, LINE_END), (2 * LINE_END, 2 * LINE_END), (SPACE, SPACE), (2 * SPACE, 2 * SPACE)),
+    *((LINE_END, SPACE), (":", SPACE), (">", LINE_END)),
+]
+
+
+def _byte_level(merges: list[tuple[str, str]]) -> Tokenizer:
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

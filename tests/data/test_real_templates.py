@@ -369,6 +369,29 @@ def test_context_of_each_answer_has_the_ids_of_inference(name: str, conversation
         assert all(tokens.ids[:begin] in prompts for begin in begins)
 
 
+@pytest.mark.parametrize("answer", ["\n\na1", " a1", "    a1", "\n    a1", "\n\n\n\n\na1", ":\n a1", "a1\n\n"])
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {"deepseek r1", "deepseek r1 training"}))
+def test_context_of_answers_that_begin_with_white_space_has_the_ids_of_inference(name: str, answer: str) -> None:
+    """With a tokenizer that would join it with the end of the generation prompt."""
+    encoder, template = PUBLISHED[name].encoder(joins_spaces=True), PUBLISHED[name].text()
+    messages = [user("q1"), assistant(answer), user("q2"), assistant(answer)]
+    rendered = render_chat(Chat(messages, (False, True, False, True)), template, encoder, check_repeat=True)
+    prompts = {
+        index: [
+            encoder.encode([encoder.render(messages[:index], template, tools=None, generation_prompt=True, **mode)])[0]
+            for mode in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+        ]
+        for index in (1, 3)
+    }
+    contexts: list[list[int]] = []
+    for text in rendered.examples:
+        for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=True):
+            flags = [False, *tokens.trained]
+            contexts += [tokens.ids[:at] for at in range(len(tokens.ids)) if flags[at + 1] and not flags[at]]
+    assert [any(context in prompts[index] for context in contexts) for index in (1, 3)] == [True, True]
+    assert len(contexts) == 2
+
+
 TOOLS_V3 = (
     '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": '
     '{"type": "object", "properties": {"a": {"type": "integer", "description": "A."}}}}}][/AVAILABLE_TOOLS]'

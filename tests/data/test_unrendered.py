@@ -106,3 +106,43 @@ def test_reasoning_that_the_template_reads_under_another_name_is_rendered() -> N
     answer = ANSWER | {"thinking": "It is June."}
     assert notes(thinking, USER, answer) == []
     assert "omits 'It is June.'" in refused(CHATML, USER, answer)
+
+
+def calling(content: str, name: str, **arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        calling("I search by query for cats.", "search", query="cats"),
+        calling("search", "search"),
+        calling("", "im"),  # as in `<|im_end|>`
+        calling("1", "n", start=1),
+    ],
+)
+def test_call_whose_words_occur_elsewhere_is_missed_if_the_template_omits_it(answer: dict[str, Any]) -> None:
+    function = answer["tool_calls"][0]["function"]
+    assert f"omits {function['name']!r}" in refused(CHATML, USER, answer)
+    as_text = answer | {"tool_calls": [{"function": function | {"arguments": json.dumps(function["arguments"])}}]}
+    assert f"omits {function['name']!r}" in refused(CHATML, USER, as_text)
+    for template in (AS_JSON, AS_XML):
+        assert notes(template, USER, answer) == []
+
+
+def test_argument_that_occurs_in_the_content_is_missed_if_the_template_omits_it() -> None:
+    assert "omits 'cats'" in refused(AS_NAME + "{# query #}", USER, calling("I search by query for cats", "search", query="cats"))
+
+
+def test_content_that_occurs_in_the_call_is_missed_if_the_template_omits_it() -> None:
+    template = AS_JSON.replace("{{ m.content | trim }}", "{{ m.content | trim if not m.tool_calls else '' }}")
+    assert "omits 'cats'" in refused(template, USER, calling("cats", "search", query="cats"))
+
+
+def test_reasoning_that_occurs_in_the_content_is_missed_if_the_template_omits_it() -> None:
+    answer = {"role": "assistant", "content": "It is sunny.", "reasoning_content": "It is"}
+    assert "omits 'It is'" in refused(CHATML, USER, answer)
+    template = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
+    assert notes(template, USER, answer) == []
+    assert notes(template, USER, answer | {"thinking": "It is"}) == []  # the same under another name
+    assert "omits 'Really'" in refused(template, USER, answer | {"thinking": "Really"})

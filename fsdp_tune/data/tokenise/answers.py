@@ -70,9 +70,18 @@ class Rendering:
 
     def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
         """Render the first `count` messages as text. Raises: RowError if the template raises."""
-        return self._render(self._chat.messages[:count], generation_prompt=generation_prompt, **variables)
+        return self.render_messages(self._chat.messages[:count], generation_prompt=generation_prompt, **variables)
 
-    def _render(self, messages: list[Message], *, generation_prompt: bool = False, **variables: Any) -> str:
+    @property
+    def messages(self) -> list[Message]:
+        """The messages, with arguments of calls as the template expects them."""
+        return self._chat.messages
+
+    def unused_character(self) -> str:
+        """Return a private character that the rendered conversation does not contain."""
+        return next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in self.whole)
+
+    def render_messages(self, messages: list[Message], *, generation_prompt: bool = False, **variables: Any) -> str:
         tools, variables = self._chat.tools, self._chat.variables | variables
         with self._template_errors(len(messages)):
             return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
@@ -165,9 +174,9 @@ class Rendering:
 
     def _around_plain(self, index: int) -> tuple[str, str] | None:
         """Return the text before and after the content of an answer without calls at `index`; None if the template allows none."""
-        mark = next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in self.whole)
+        mark = self.unused_character()
         try:
-            text = self._render([*self._chat.messages[:index], {"role": "assistant", "content": mark}])
+            text = self.render_messages([*self._chat.messages[:index], {"role": "assistant", "content": mark}])
         except RowError:
             return None
         before, _, after = text.partition(mark)

@@ -169,7 +169,7 @@ def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bo
         if check_repeat and rendering.whole != rendering.render(len(chat.messages)):
             raise RowError("the chat template renders the same conversation differently each time")
         answers = {index: rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained}
-        notes = find_unrendered(chat, template, rendering.whole, answers, rendering.render)
+        notes = find_unrendered(chat, template, rendering, answers)
         if chat.trained is None:
             return RenderedChat((RenderedText(rendering.whole, None, ends_trained=True),), notes)
         return RenderedChat(_examples(rendering, list(answers.values()), ends_trained=chat.trained[-1]), notes)

@@ -1,23 +1,26 @@
 """Find parts of a conversation that a chat template omits, by searching the rendered text for each value of the row.
 
 Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number of a message is
-searched for separately, in the forms that templates write. A trained answer that lacks its text, its reasoning or its tool
-call is an error, since the model would learn to answer without it. Context that is missing (tools, a system prompt, fields
-such as `name`) is noted and counted.
+searched for separately, in the forms that templates write. A short value may occur elsewhere by chance: calls and reasoning of
+trained answers are therefore also rendered with a mark at the end of each text, and the marks are searched for.
+
+A trained answer that lacks its text, its reasoning or its tool call is an error, since the model would learn to answer without it.
+Context that is missing (tools, a system prompt, fields such as `name`) is noted and counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from fsdp_tune.data.format.conversations import Message, tool_calls, tool_names
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError, parse_text
-from fsdp_tune.data.tokenise.answers import Answer, common_length
+from fsdp_tune.data.tokenise.answers import Answer, Rendering, common_length
 from fsdp_tune.data.tokenise.leaves import leaves
+from fsdp_tune.data.tokenise.special_tokens import FIRST_NUMBER
 
 NOT_RENDERED = "not-rendered"
 READ_FIELDS = ("role", "content", "tool_calls")
@@ -27,14 +30,14 @@ MOST_SHOWN = 40
 """Number of characters of a missing value to show in a message."""
 
 
-def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, Answer], render: Callable[[int], str]) -> tuple[Note, ...]:
-    """Return notes about context that is not in `text`, the rendered conversation.
+def find_unrendered(chat: Chat, template: str, rendering: Rendering, answers: Mapping[int, Answer]) -> tuple[Note, ...]:
+    """Return notes about context that is not in the rendered conversation.
 
-    `answers` are the trained answers by the index of their message; if it is empty, every answer is trained. `render` returns
-    the text of the first messages.
+    `answers` are the trained answers by the index of their message; if it is empty, every answer is trained.
 
     Raises: RowError if a trained answer is not rendered completely.
     """
+    text = rendering.whole
     notes: dict[Note, None] = {}
     contexts = list(dict.fromkeys([text, *(answer.text for answer in answers.values())]))
     begin = 0
@@ -43,7 +46,7 @@ def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, 
         if role == "assistant" and (chat.trained is None or chat.trained[index]):
             answer = answers.get(index, Answer(text, begin, len(text)))
             own, checked = answer.text, (*READ_FIELDS, *REASONING_FIELDS)
-            _refuse_incomplete(index, message, answer, render)
+            _refuse_incomplete(index, message, answer, rendering)
         else:
             if not any(_is_rendered(context, message["content"], 0, len(context)) for context in contexts):
                 notes[Note(NOT_RENDERED, f"content of `{role}` messages")] = None
@@ -65,14 +68,68 @@ def is_field(note: Note) -> bool:
     return note.detail.startswith("`")
 
 
-def _refuse_incomplete(index: int, message: Message, answer: Answer, render: Callable[[int], str]) -> None:
+def _refuse_incomplete(index: int, message: Message, answer: Answer, rendering: Rendering) -> None:
     """Raise a RowError if the template leaves out a part of a trained answer."""
     text = answer.text
     missing = _missing_of_answer(text, message, answer.begin, answer.end)
     if missing is not None:  # parts of an answer may be in the generation prompt
-        missing = _missing_of_answer(text, message, common_length(render(index), text) if index else 0, len(text))
+        missing = _missing_of_answer(text, message, common_length(rendering.render(index), text) if index else 0, len(text))
     if missing is not None:
         raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
+    if any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS)) and (missing := _missing_mark(index, rendering)) is not None:
+        raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
+
+
+def _missing_mark(index: int, rendering: Rendering) -> str | None:
+    """Return the first text of an answer, its calls or its reasoning whose mark is not rendered; None if all are, or none can be."""
+    marks = _Marks(rendering.unused_character())
+    message = marks.in_message(rendering.messages[index])
+    try:
+        text = rendering.render_messages([*rendering.messages[:index], message])
+    except RowError:  # the template checks what it renders
+        return None
+    missing = {mark: value for mark, value in marks.values.items() if not any(form in text for form in _forms(mark))}
+    reasoning = {marks.values[mark] for mark in marks.of_reasoning if mark not in missing}  # rows may have it under two names
+    return next((value for mark, value in missing.items() if not (mark in marks.of_reasoning and value in reasoning)), None)
+
+
+class _Marks:
+    """Appends a different mark to each text of a message."""
+
+    def __init__(self, character: str) -> None:
+        self.values: dict[str, str] = {}
+        """The text by its mark."""
+        self.of_reasoning: set[str] = set()
+        self._character = character
+
+    def in_message(self, message: Message) -> Message:
+        marked = {name: self.in_value(message[name]) for name in REASONING_FIELDS if isinstance(message.get(name), str)}
+        self.of_reasoning = set(self.values)
+        marked["content"] = self.in_value(message["content"])
+        calls = [self._in_call(call) for call in message.get("tool_calls") or []]
+        return message | marked | ({"tool_calls": calls} if calls else {})
+
+    def _in_call(self, call: Message) -> Message:
+        if isinstance(call.get("function"), dict):
+            return call | {"function": self._in_call(call["function"])}
+        name, given = self.in_value(call.get("name")), call.get("arguments")
+        parsed = _parsed(given)
+        arguments = self.in_value(parsed) if isinstance(parsed, dict) else given
+        if isinstance(given, str) and isinstance(parsed, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {key: value for key, value in (("name", name), ("arguments", arguments)) if key in call}
+
+    def in_value(self, value: Any) -> Any:
+        """Return `value` with a mark at the end of each text in it that is not empty; keys have none."""
+        if isinstance(value, str) and value.strip():
+            mark = self._character + chr(FIRST_NUMBER + len(self.values))
+            self.values[mark] = value
+            return value + mark
+        if isinstance(value, Mapping):
+            return {key: self.in_value(part) for key, part in cast("Mapping[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [self.in_value(part) for part in cast("list[Any]", value)]
+        return value
 
 
 def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str | None:
