@@ -19,6 +19,7 @@ from fsdp_tune.data.format.templates import BUNDLED, bundled_text
 from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 BUILTIN = "builtin:arithmetic"
 
@@ -86,6 +87,7 @@ import sys
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.model_and_data import DataSource
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))
@@ -156,6 +158,19 @@ def test_bundled_templates_are_prefix_stable(template: str) -> None:
     assert sum(text.count("assistant says") for text in trained) == 2
     assert not any("user says" in text for text in trained)
     assert trained[-1].endswith("<|endoftext|>")
+
+
+def test_tokens_of_a_bundled_template_that_the_vocabulary_lacks_are_reported() -> None:
+    (notice,) = load_encoder(recipe(template="chatml")).notices
+    assert (notice.code, notice.where.key) == ("template-tokens-missing", "data.chat_template")
+    assert "`<|im_start|>`, `<|im_end|>`" in notice.message
+    assert "`phi3`" in (notice.hint or "")
+    assert load_encoder(recipe(template="chatml", tokens={"add": ["<|im_start|>", "<|im_end|>"]})).notices == ()
+    assert load_encoder(recipe(template="phi3")).notices == ()
+    of_source = recipe().model_copy(deep=True)
+    of_source.data.train.append(DataSource(path="a.jsonl", chat_template="qwen3"))
+    (notice,) = load_encoder(of_source).notices
+    assert notice.where.key == "data.train[0].chat_template"
 
 
 def test_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> None:

@@ -98,6 +98,12 @@ def fitting_templates(encode: Callable[[list[str]], list[list[int]]], parts: Col
     ]
 
 
+def missing_tokens(name: str, encode: Callable[[list[str]], list[list[int]]]) -> list[str]:
+    """Return the special tokens of a bundled template that a vocabulary does not have."""
+    tokens = list(BUNDLED[name].tokens)
+    return [token for token, ids in zip(tokens, encode(tokens), strict=True) if len(ids) != 1]
+
+
 def suggestion(encode: Callable[[list[str]], list[list[int]]], key: str = KEY) -> str:
     """Return a hint for conversations without a chat template: what fits the vocabulary."""
     first, *others = fitting_templates(encode)

@@ -10,15 +10,16 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
-from fsdp_tune.data.format.templates import resolve_template
+from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
+from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
 from fsdp_tune.data.tokenise.encoder import SpecialToken
 from fsdp_tune.recipe.schema import Recipe
 
@@ -61,7 +62,28 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
 
 def load_encoder(recipe: Recipe) -> TokenizerEncoder:
     loaded = open_tokenizer(recipe)
-    return TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add)
+    encoder = TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add)
+    encoder.notices += tuple(_missing_template_tokens(recipe, encoder))
+    return encoder
+
+
+def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Iterator[Notice]:
+    """Report tokens of a bundled template that the vocabulary lacks: they would be encoded as text, a letter or a syllable at a time."""
+    keys = {KEY_OF_TEMPLATE: recipe.data.chat_template} | {
+        f"{key}.chat_template": entry.chat_template for key, entry in recipe.data.sources
+    }
+    for key, name in keys.items():
+        missing = missing_tokens(name, encoder.encode) if name is not None and name in BUNDLED else []
+        if name is not None and missing:
+            fitting = fitting_templates(encoder.encode, BUNDLED[name].parts) or fitting_templates(encoder.encode)
+            names = ", ".join(f"`{each}`" for each in fitting)
+            yield Notice(
+                "template-tokens-missing",
+                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, which the vocabulary does not have: "
+                "they are encoded as text",
+                where=Where(key=key),
+                hint=f"add them (`model.tokens.add`), or use a template that fits the vocabulary: {names}",
+            )
 
 
 class TokenizerEncoder:
