@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -11,13 +11,22 @@ from fsdp_tune.cli.output import command
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name from `fsdp-tune templates`.", show_default=False)]
 
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="NAME",
+        help="Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.",
+        show_default=False,
+    ),
+]
 PARTS = ("system", "tools", "thinking")
 
 templates = typer.Typer(name="templates", help="List and show the chat templates of the package.", invoke_without_command=True)
 
 
 @templates.callback()
-def list_by_default(context: typer.Context, json_output: JsonOption = False) -> None:
+def list_by_default(context: typer.Context, tokenizer: TokenizerOption = None, json_output: JsonOption = False) -> None:
     """List and show the chat templates of the package.
 
     \b
@@ -25,18 +34,19 @@ def list_by_default(context: typer.Context, json_output: JsonOption = False) -> 
         fsdp-tune templates
     """
     if context.invoked_subcommand is None:
-        _list(json_output)
+        _list(tokenizer, json_output=json_output)
 
 
 @templates.command("list")
-def list_templates(json_output: JsonOption = False) -> None:
+def list_templates(tokenizer: TokenizerOption = None, json_output: JsonOption = False) -> None:
     """List the chat templates of the package: for which models, and what each renders.
 
     \b
-    Example:
+    Examples:
         fsdp-tune templates list
+        fsdp-tune templates list --tokenizer ./my_model
     """
-    _list(json_output)
+    _list(tokenizer, json_output=json_output)
 
 
 @templates.command("show")
@@ -58,17 +68,30 @@ def show_template(name: NameArgument, json_output: JsonOption = False) -> None:
             screen.message(text.rstrip("\n"))
 
 
-def _list(json_output: bool) -> None:
+def _list(tokenizer: str | None, *, json_output: bool) -> None:
     with command(json_output) as screen:
-        from fsdp_tune.data.format.templates import BUNDLED
+        from fsdp_tune.data.format.templates import BUNDLED, fitting_templates
 
         found = [_described(name) for name in BUNDLED]
+        columns = ["name", "for", *PARTS, "tokens"]
+        if tokenizer is not None:
+            from fsdp_tune.data.tokenise.tokenizer import load_encoder
+            from fsdp_tune.recipe.schema import Recipe
+
+            encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
+            fitting = fitting_templates(encoder.encode)
+            found = [each | {"fits": each["name"] in fitting} for each in found]
+            columns.insert(2, "fits")
         screen.document({"templates": found})
         if not json_output:
-            rows = [
-                [each["name"], each["for"], *("yes" if each[part] else "" for part in PARTS), " ".join(each["tokens"])] for each in found
-            ]
-            screen.table("chat templates (data.chat_template: NAME)", ["name", "for", *PARTS, "tokens"], rows)
+            rows = [[_cell(each[column]) for column in columns] for each in found]
+            screen.table("chat templates (data.chat_template: NAME)", columns, rows)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, cast("list[Any]", value)))
+    return ("yes" if value else "") if isinstance(value, bool) else str(value)
 
 
 def _described(name: str) -> dict[str, Any]:

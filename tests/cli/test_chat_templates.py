@@ -71,6 +71,16 @@ def test_templates_are_listed_with_what_they_render(arguments: list[str]) -> Non
     assert (listed["chatml"]["system"], listed["chatml"]["tools"]) == (True, False)
 
 
+def test_templates_that_fit_a_tokenizer_are_marked() -> None:
+    code, out, _ = run("templates", "--tokenizer", "builtin:arithmetic", "--json")
+    fits = [entry["name"] for entry in json.loads(out)["templates"] if entry["fits"]]
+    assert (code, fits) == (0, ["phi3", "plain", "plain-tools"])
+    code, out, _ = run("templates", "list", "--tokenizer", "builtin:arithmetic")
+    assert (code, "fits" in out) == (0, True)
+    code, _, err = run("templates", "--tokenizer", "./missing")
+    assert (code, "there is no tokenizer directory" in err) == (2, True)
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_shown_text_is_the_template(name: str, tmp_path: Path) -> None:
     code, out, _ = run("templates", "show", name)
