@@ -238,6 +238,38 @@ def test_added_tokens_that_the_template_writes_cannot_be_forged() -> None:
     assert not any(token.is_added for token in ended.special_tokens)
 
 
+THINKING = CHATML.replace(
+    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+)
+
+
+def test_added_tokens_that_the_template_only_mentions_are_tokens_in_answers_and_text_elsewhere() -> None:
+    """Reasoning that is written in the content of an answer, under a template that would write it around `reasoning_content`."""
+    added = ("<think>", "</think>")
+    encoder = encoder_with_added(byte_level(), *added)
+    row = chat("a <think>", "<think>r</think>no")
+    chunk = tokenised(encoder, "messages", row, template=THINKING)
+    ids = chunk.tokens.tolist()
+    assert [ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in added] == [1, 1]
+    assert noted(chunk)["special-tokens-as-text"] == {"`<think>`": {"rows": 1, "first": ["rows:1"]}}
+    assert set(noted(chunk)["special-tokens-as-control"]) == {"`<think>`", "`</think>`"}
+    trained = [token for token, flag in zip(ids, chunk.trained.tolist(), strict=True) if flag]
+    assert encoder.decode(trained) == "<think>r</think>no<|im_end|>"
+    forged = tokenised(encoder_with_added(byte_level(), "<|im_end|>"), "messages", chat("a", "b<|im_end|>c"))
+    assert list(noted(forged)) == ["special-tokens-as-text"]
+
+
+def test_added_tokens_are_tokens_in_each_example_of_a_conversation_that_is_split() -> None:
+    """The examples repeat their context, and the template does not write the tokens of that."""
+    encoder = encoder_with_added(byte_level(), *ADDED)
+    header = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}!{% endif %}"
+    template = CHATML.replace("<|im_start|>{{ m.role }}\n", header).replace("assistant\n{% endif %}", "assistant\n!{% endif %}")
+    turns = [{"role": role, "content": content} for role, content in (("user", "<|mask|>"), ("assistant", "b")) * 2]
+    chunk = tokenised(encoder, "messages", {"messages": turns}, template=template)
+    assert (len(chunk.lengths), chunk.counts["split_rows"]) == (2, 1)
+    assert list(noted(chunk)) == ["special-tokens-as-control"]
+
+
 def test_settings_other_than_auto_decide_about_added_tokens_too() -> None:
     encoder = encoder_with_added(byte_level(), *ADDED)
     mask = encoder.tokenizer.convert_tokens_to_ids("<|mask|>")

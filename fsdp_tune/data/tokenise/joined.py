@@ -50,7 +50,7 @@ def _special_tokens_of(text: Text, settings: FormatSettings, special: SpecialTok
     spelled = special.spelled_in(content)
     if not settings.encodes_special_tokens_as_text(text):
         return spelled, ()
-    meant = special.meant_by_rows(spelled, content, None, "") if settings.special_tokens == "auto" else ()
+    meant = tuple(token for token in spelled if special.is_for_rows(token)) if settings.special_tokens == "auto" else ()
     return meant, tuple(token for token in spelled if token not in meant)
 
 

@@ -31,6 +31,7 @@ from fsdp_tune.data.tokenise.special_tokens import (
     AS_CONTROL,
     AS_TEXT,
     INSEPARABLE,
+    InChat,
     InseparableError,
     RestoringEncoder,
     SpecialTokens,
@@ -159,19 +160,17 @@ class _Chunk:
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error), hint=self._way_out(chat, settings))))
             return None
-        content = [chat.messages, chat.tools]
-        spelled = self._special.spelled_in(content)
-        meant = spelled
-        if settings.encodes_special_tokens_as_text(chat):
-            text = "".join(text.whole for text in rendered.examples)
-            meant = self._special.meant_by_rows(spelled, content, settings.template, text) if settings.special_tokens == "auto" else ()
-        notes, spelled = notes_of(AS_CONTROL, meant), tuple(token for token in spelled if token not in meant)
-        if not spelled:
+        if not settings.encodes_special_tokens_as_text(chat):
+            return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, self._special.spelled_in([chat.messages, chat.tools])))
+        texts = [text.whole for text in rendered.examples]
+        inside = self._special.in_chat(chat, settings.template, texts, keeps_added=settings.special_tokens == "auto")
+        notes = notes_of(AS_CONTROL, inside.kept)
+        if not inside.as_text:
             return _EncodedChat(rendered, self._encoder, notes=notes)
         try:
-            found = self._with_text(chat, settings.template, rendered, spelled)
+            found = self._with_text(chat, settings.template, texts, inside)
         except RowError:
-            return _EncodedChat(rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, spelled)))
+            return _EncodedChat(rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, inside.as_text)))
         return replace(found, notes=(*notes, *found.notes))
 
     def _way_out(self, chat: Chat, settings: FormatSettings) -> str | None:
@@ -182,15 +181,14 @@ class _Chunk:
         name = template_for(chat, self._encoder, settings.template)
         return None if name is None else f"`{settings.template_key}: {name}` renders this row ({BUNDLED[name].purpose})"
 
-    def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
+    def _with_text(self, chat: Chat, template: str, texts: list[str], inside: InChat) -> _EncodedChat:
         """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""
-        texts = [text.whole for text in rendered.examples]
-        replaced, placeholders = self._special.with_placeholders(chat, spelled, "".join(texts))
+        replaced, placeholders = self._special.with_placeholders(chat, inside, "".join(texts))
         marked = render_chat(replaced, template, self._encoder, check_repeat=False)
         if [placeholders.restore(text.whole) for text in marked.examples] != texts:
             raise InseparableError
         encoder = RestoringEncoder(self._encoder, self._special, placeholders)
-        return _EncodedChat(marked, encoder, [encoder.encode(text.pieces) for text in marked.examples], notes_of(AS_TEXT, spelled))
+        return _EncodedChat(marked, encoder, [encoder.encode(text.pieces) for text in marked.examples], notes_of(AS_TEXT, inside.as_text))
 
     def add_chat(self, row: RawRow, chat: Chat, encoded: _EncodedChat | None) -> None:
         if encoded is None:

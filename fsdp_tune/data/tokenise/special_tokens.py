@@ -48,17 +48,35 @@ class Placeholders:
     mark: str
     """A character that the chat does not contain."""
     tokens: tuple[str, ...]
+    replaced: tuple[str, ...]
+    """Those of `tokens` that `insert` replaces."""
 
     def insert(self, pattern: re.Pattern[str], value: Any) -> Any:
         """Return `value` with placeholders in all of its texts; `pattern` finds special tokens, those without a placeholder stay."""
 
         def placeholder(match: re.Match[str]) -> str:
-            return self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])) if match[0] in self.tokens else match[0]
+            return self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])) if match[0] in self.replaced else match[0]
 
         return _with_texts(value, lambda text: pattern.sub(placeholder, text))
 
     def restore(self, text: str) -> str:
         return re.sub(f"{self.mark}(.)", lambda match: self.tokens[ord(match[1]) - FIRST_NUMBER], text)
+
+
+@dataclass(frozen=True, slots=True)
+class InChat:
+    """The special tokens in the content of one chat."""
+
+    answers: tuple[str, ...]
+    """Those in messages of the assistant that are encoded as ordinary text."""
+    others: tuple[str, ...]
+    """The same for other messages and tools."""
+    kept: tuple[str, ...]
+    """Those that are encoded as tokens."""
+
+    @property
+    def as_text(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.others, *self.answers]))
 
 
 class SpecialTokens:
@@ -78,19 +96,49 @@ class SpecialTokens:
         """Return the special tokens that occur in the texts of `value`, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) if self._spelled.search(text) for token in self._spelled.findall(text)))
 
-    def meant_by_rows(self, spelled: tuple[str, ...], value: Any, template: str | None, rendered: str) -> tuple[str, ...]:
-        """Return those of `spelled` that the recipe added for the rows: not those that the chat template writes (the end of a turn)."""
+    def is_for_rows(self, token: str) -> bool:
+        """Return whether the recipe added a token (`model.tokens.add`)."""
+        return token in self._added
 
-        def is_of_template(token: str) -> bool:
-            return template is not None and (token in template or rendered.count(token) > sum(text.count(token) for text in _texts(value)))
+    def in_chat(self, chat: Chat, template: str, rendered: list[str], *, keeps_added: bool) -> InChat:
+        """Decide about the special tokens in a chat; `rendered` are the texts of its examples.
 
-        return tuple(token for token in spelled if token in self._added and not is_of_template(token))
+        With `keeps_added`, tokens that the recipe added for the rows stay tokens, but not those of the template, so that no content forges
+        a turn. In answers, which are what the model learns to write, these are the tokens that the template writes there itself
+        (the end of a turn); elsewhere also those that its text contains (`<tool_response>`).
+        """
+        count = max(rendered, key=len).count  # the examples repeat their context, so that all together would count it twice
+        content = [chat.messages, chat.tools]
 
-    def with_placeholders(self, chat: Chat, spelled: tuple[str, ...], rendered: str) -> tuple[Chat, Placeholders]:
-        """Return the chat with a placeholder for each of `spelled` in its content; `rendered` is its text without placeholders."""
-        placeholders = _placeholders([chat.messages, chat.tools], spelled, rendered)
-        messages, tools = (placeholders.insert(self._spelled, part) for part in (chat.messages, chat.tools))
-        return replace(chat, messages=messages, tools=tools), placeholders
+        def is_kept(token: str, *, is_answer: bool) -> bool:
+            if not keeps_added or token not in self._added:
+                return False
+            is_written = count(token) > sum(text.count(token) for text in _texts(content))
+            return not is_written and (is_answer or token not in template)
+
+        answers = self.spelled_in([message for message in chat.messages if message["role"] == "assistant"])
+        others = self.spelled_in([[message for message in chat.messages if message["role"] != "assistant"], chat.tools])
+        return InChat(
+            answers=tuple(token for token in answers if not is_kept(token, is_answer=True)),
+            others=tuple(token for token in others if not is_kept(token, is_answer=False)),
+            kept=tuple(
+                dict.fromkeys(
+                    [
+                        *(token for token in answers if is_kept(token, is_answer=True)),
+                        *(token for token in others if is_kept(token, is_answer=False)),
+                    ]
+                )
+            ),
+        )
+
+    def with_placeholders(self, chat: Chat, inside: InChat, rendered: str) -> tuple[Chat, Placeholders]:
+        """Return the chat with a placeholder for each special token that is text; `rendered` is its text without placeholders."""
+        placeholders = _placeholders([chat.messages, chat.tools], inside.as_text, rendered)
+        of_answers, of_others = replace(placeholders, replaced=inside.answers), replace(placeholders, replaced=inside.others)
+        messages = [
+            (of_answers if message["role"] == "assistant" else of_others).insert(self._spelled, message) for message in chat.messages
+        ]
+        return replace(chat, messages=messages, tools=of_others.insert(self._spelled, chat.tools)), placeholders
 
     def with_placeholders_in_text(self, text: Text, spelled: tuple[str, ...]) -> tuple[Text, Placeholders]:
         placeholders = _placeholders([text.prompt, text.completion], spelled, "")
@@ -187,7 +235,7 @@ def _any_of(texts: list[str]) -> str:
 
 def _placeholders(values: list[Any], spelled: tuple[str, ...], rendered: str) -> Placeholders:
     present = set(rendered).union(*_texts(values))
-    return Placeholders(next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled)
+    return Placeholders(next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled, spelled)
 
 
 def notes_of(kind: str, spelled: tuple[str, ...]) -> tuple[Note, ...]:
