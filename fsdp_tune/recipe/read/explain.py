@@ -75,7 +75,8 @@ def _given_part(tree: Node, loc: Path) -> Path:
 
 
 def unknown_key(tree: MappingNode, path: Path) -> Problem:
-    hint = unknown_key_hint(path)
+    node = node_at(tree, path)
+    hint = unknown_key_hint(path, plain_value(node) if node is not None else None)
     if path == ("data", "eval", "rows"):
         hint = "give `fraction` or `rows`, not both"
     return Problem("unknown-key", f"unknown key `{shown(dotted(path))}`", where_of(tree, path, key=True), hint)

@@ -1,8 +1,21 @@
-"""Names of recipe keys in other trainers, for the hint of an unknown key."""
+"""Names of recipe keys in other trainers, for the hint of an unknown key: the key here, and what to write for the value that is given.
+
+Each conversion states how unit or sense differ. A test runs each name with a value, and loads what its hint proposes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
+
+import yaml
+
+from fsdp_tune.recipe.scalars import printable
+
+Converter = Callable[[Any], str]
+"""From a value in the other tool to the rest of the hint, mostly "write `KEY: VALUE`"."""
+_SHOWN_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,19 +26,202 @@ class Synonym:
     """Dotted, without list indexes; under `training.` also a field of TrainingArguments."""
     example: str | None = None
     """Example to write, if the form of the value differs too."""
+    convert: Converter | None = None
+    """None: the same value, or the example where there is one."""
+
+    def hint(self, name: str, value: Any) -> str:
+        """Return the hint for `name: value`; a value of None is one that is not known."""
+        known = f"`{name}` of {self.tool} is `{self.key}` here" if self.tool else f"it is `{self.key}` here"
+        if value is None or (isinstance(cast("object", value), Mapping) and self.example):
+            return f"{known}: write `{self.example}`" if self.example else known
+        if self.convert is not None:
+            return f"{known}: {self.convert(value)}"
+        return f"{known}: write `{self.example or written(self.key, value)}`"
+
+
+def written(key: str, value: object) -> str:
+    """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`; entries of `data.train` are a list."""
+    tree = value
+    for part in reversed(key.split(".")):
+        tree = cast("object", {part: [tree] if part == "train" and isinstance(tree, dict) else tree})
+    line = yaml.safe_dump(tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False).strip()
+    line = printable(line.removeprefix("{").removesuffix("}"))
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
+
+
+def _write(key: str, value: Any) -> str:
+    return f"write `{written(key, value)}`"
+
+
+def _as(key: str, change: Callable[[Any], Any]) -> Converter:
+    """Return a converter that writes the changed value."""
+    return lambda value: _write(key, change(value))
+
+
+def _say(words: str) -> Converter:
+    """Return a converter for a value in another unit that needs a number which is not here: `words` have the formula."""
+    return lambda value: words.format(value=printable(str(value)))
+
+
+def _cases(key: str, cases: Mapping[str, Any], other: str) -> Converter:
+    """Return a converter for values by name; `other` is said of the rest, and None means that the key is left out."""
+
+    def convert(value: Any) -> str:
+        name = printable(str(value)).lower()
+        if name not in cases:
+            return other.format(value=name)
+        found = cases[name]
+        if found is None:
+            return "leave it out, which is the same as that value"
+        return f"write `{found}`" if isinstance(found, str) and ": " in found else _write(key, found)
+
+    return convert
+
+
+def _switch(key: str, on: Any, off: Any = None) -> Converter:
+    return _cases(key, {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off}, "`{value}` is neither true nor false")
+
+
+def _names(value: Any) -> list[Any]:
+    """Return a list from one, or from names with commas between them."""
+    return list(cast("list[Any]", value)) if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+
+
+def _held_out(value: Any) -> str:
+    """Convert a size of a held-out part: below 1 a share of the rows, else a number of rows; 0 is none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value == 0:
+            return "leave it out, which evaluates nothing"
+        return _write("data.eval", {"fraction": value} if value < 1 else {"rows": int(value)})
+    return f"write `{_HELD_OUT}`"
+
+
+def _per_epoch(key: str) -> Converter:
+    """Convert a number of events in an epoch: here, below 1, the interval is a share of all steps."""
+
+    def convert(value: Any) -> str:
+        if value == 0:
+            return _write(key.replace("_steps", "_strategy"), "no")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            return f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps"
+        share = round(1 / value, 4) if value > 1 else None
+        line = _write(key, share) if share else _write(key.replace("_steps", "_strategy"), "epoch")
+        return f"{line} for one epoch; with more, {share} / epochs: below 1 it is a share of all steps" if share else line
+
+    return convert
+
+
+def _sources(value: Any) -> list[Any]:
+    """Return sources from entries of other tools: their paths, with names of configurations and splits."""
+    kept = ("path", "name", "split", "data_files")
+    entries = [cast("dict[str, Any]", each) if isinstance(each, dict) else {"path": str(each)} for each in _names(value)]
+    return [{key: entry[key] for key in kept if key in entry} or {"path": "NAME"} for entry in entries]
+
+
+def _source(name: str) -> Converter:
+    """Return a converter to a key of the entries of `data.train`."""
+    return lambda value: f"write `data: {{train: [{{{'' if name == 'path' else 'path: NAME, '}{written(name, value)}}}]}}`"
+
+
+def _column(name: str) -> Converter:
+    return lambda value: f"write `data: {{train: [{{path: NAME, {written('rename_columns', {str(value): name})}}}]}}`"
 
 
 _TRAIN = "data: {train: [{path: NAME}]}"
 _HELD_OUT = "data: {eval: {fraction: 0.05}}"
 _MICRO_BATCH = "training.per_device_train_batch_size"
-_ALL_LINEAR = "lora: {target_modules: all-linear}"
+_LINEAR = "lora: {target_modules: all-linear}"
 _SMALL_SCALES = "quantization: {load: nf4, scales: bf16}"
 _NF4 = "quantization: {load: nf4}"
 _SLICED_MLP = "kernels: {mlp_slice_tokens: 16384}"
 _YARN = "model: {rope_scaling: {rope_type: yarn, factor: 4.0}}"
 _PROMPTS = "data: {loss_on: completion}"
+_ALL_TEXT = "data: {loss_on: all}` (the prompt too) or `data: {loss_on: completion}"
+_NO_8_BIT = "{value} is not supported: 4 bits are `quantization: {{load: nf4}}`"
+_DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "float32": "no",
+    "fp32": "no",
+    "true": "bf16",
+    "false": "no",
+    "no": "no",
+}
+_ATTENTION = {
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    "flash_attention_2": "flash_attention_2",
+    "true": "flash_attention_2",
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "eager": "eager",
+    "auto": None,
+    "false": None,
+}
+_KERNEL = "write the kernel as `model: {{attn_implementation: …}}`: auto, sdpa, flash_attention_2, eager"
+_NOT_PISSA = "leave it out: adapters that change the base (PiSSA, OLoRA, CorDA) are not supported"
+_RECOMPUTE = "fsdp.activation_checkpointing"
+_QLORA = f"lora: {{r: 16}}` and `{_NF4}"
+_NO_ADAPTER = "`{value}` is not one of lora and qlora, which are `lora: {{r: 16}}` and `quantization: {{load: nf4}}`"
+_NO_DTYPE = "`{value}` is not one of no, bf16, fp16 and fp8"
+_MIXES = {
+    "concat": None,
+    "interleave_under": "data: {mixture: {stopping_strategy: first_exhausted}}",
+    "interleave_over": "data: {mixture: {stopping_strategy: all_exhausted}}",
+}
+_NO_MIX = "write `data: {{mixture: {{stopping_strategy: all_exhausted}}}}`, and a `weight` for each source"
+_SLICES = (
+    "it counts tokens in a slice, that one slices of a row: write `kernels: {{mlp_slice_tokens: N}}` with N = `data.max_length` / {value}"
+)
+_WHOLE_TABLES = "rows of a table cannot be trained alone: write `lora: {{modules_to_save: [embed_tokens, lm_head]}}`"
+_RANKS = "it counts the ranks of all machines: write `launch: {{num_processes: N}}` with N = {value} × machines"
+_STAGES = {"0": "NO_SHARD", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD", "full": "FULL_SHARD", "hybrid": "HYBRID_SHARD", "ddp": "NO_SHARD"}
+_NO_STAGE = "it is one of FULL_SHARD (ZeRO 3), SHARD_GRAD_OP (ZeRO 2), HYBRID_SHARD and NO_SHARD (DDP)"
+_attention = _cases("model.attn_implementation", _ATTENTION, _KERNEL)
 
-_BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
+
+def _roles(value: Any) -> str:
+    names = _names(value)
+    if names == ["assistant"] or names == ["gpt"]:
+        return _write("data.loss_on", "assistant")
+    return "write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages"
+
+
+def _targets(value: Any) -> str:
+    if not isinstance(value, str | list):
+        return f"write `{_LINEAR}`"
+    names = _names(value)
+    return _write("lora.target_modules", "all-linear" if names in (["all"], ["all-linear"]) else names)
+
+
+def _tracker(name: str) -> Converter:
+    return lambda value: _write(f"launch.env.WANDB_{name.upper()}", str(value))
+
+
+_FORMATS = {
+    "completion": "text",
+    "chat_template": "messages",
+    "sharegpt": "sharegpt",
+    "alpaca": "alpaca",
+    "pretrain": "text",
+}
+
+
+def _formats(value: Any) -> str:
+    name = printable(str(value)).partition(":")[0]
+    if name in _FORMATS:
+        return f"write `data: {{train: [{{path: NAME, format: {_FORMATS[name]}}}]}}`, or leave it out: the columns decide"
+    return "leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`"
+
+
+def _as_builder(value: Any) -> str:
+    return f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`"
+
+
+_Row = tuple[str, str | None] | tuple[str, str | None, Converter]
+_BY_TOOL: dict[str | None, dict[str, _Row]] = {
     "axolotl": {
         "base_model": ("model.name_or_path", None),
         "micro_batch_size": (_MICRO_BATCH, None),
@@ -33,29 +229,29 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "sequence_len": ("data.max_length", None),
         "sample_packing": ("data.packing", None),
         "eval_sample_packing": ("data.eval_packing", None),
-        "val_set_size": ("data.eval", _HELD_OUT),
-        "test_datasets": ("data.eval", "data: {eval: [{path: NAME}]}"),
-        "train_on_inputs": ("data.loss_on", "data: {loss_on: all}` (the prompt too) or `data: {loss_on: completion}"),
-        "roles_to_train": ("data.loss_on", "data: {loss_on: assistant}"),
-        "datasets": ("data.train", _TRAIN),
+        "val_set_size": ("data.eval", _HELD_OUT, _held_out),
+        "test_datasets": ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
+        "train_on_inputs": ("data.loss_on", _ALL_TEXT, _switch("data.loss_on", "all", "completion")),
+        "roles_to_train": ("data.loss_on", "data: {loss_on: assistant}", _roles),
+        "datasets": ("data.train", _TRAIN, _as("data.train", _sources)),
         "dataset_prepared_path": ("data.cache_dir", None),
         "dataset_processes": ("data.num_proc", None),
         "optimizer": ("training.optim", None),
         "lr_scheduler": ("training.lr_scheduler_type", None),
-        "flash_attention": ("model.attn_implementation", "model: {attn_implementation: flash_attention_2}"),
-        "sdp_attention": ("model.attn_implementation", "model: {attn_implementation: sdpa}"),
-        "tiled_mlp": ("kernels.mlp_slice_tokens", _SLICED_MLP),
-        "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP),
+        "flash_attention": ("model.attn_implementation", "model: {attn_implementation: flash_attention_2}", _attention),
+        "sdp_attention": ("model.attn_implementation", "model: {attn_implementation: sdpa}", _switch("model.attn_implementation", "sdpa")),
+        "tiled_mlp": ("kernels.mlp_slice_tokens", _SLICED_MLP, _switch("kernels.mlp_slice_tokens", 16384)),
+        "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP, _say(_SLICES)),
         "special_tokens": ("model.tokens", "model: {tokens: {pad: …, eos: …}}"),
         "overrides_of_model_config": ("model.config_overrides", None),
         "revision_of_model": ("model.revision", None),
-        "evals_per_epoch": ("training.eval_steps", None),
-        "saves_per_epoch": ("training.save_steps", None),
-        "adapter": ("lora", f"lora: {{r: 16}}`, and for qlora `{_NF4}"),
-        "lora_target_linear": ("lora.target_modules", _ALL_LINEAR),
+        "evals_per_epoch": ("training.eval_steps", "training: {eval_steps: 0.5}", _per_epoch("training.eval_steps")),
+        "saves_per_epoch": ("training.save_steps", "training: {save_steps: 0.5}", _per_epoch("training.save_steps")),
+        "adapter": ("lora", f"lora: {{r: 16}}`, and for qlora `{_NF4}", _cases("lora", {"lora": {"r": 16}, "qlora": _QLORA}, _NO_ADAPTER)),
+        "lora_target_linear": ("lora.target_modules", _LINEAR, _switch("lora.target_modules", "all-linear")),
         "lora_layers_to_transform": ("lora.layers_to_transform", None),
         "lora_model_dir": ("lora.adapter", None),
-        "merge_lora": ("merge.adapter", "merge: {adapter: merged}"),
+        "merge_lora": ("merge.adapter", "merge: {adapter: merged}", _switch("merge.adapter", "merged", "adapter")),
         "peft_layers_to_transform": ("lora.layers_to_transform", None),
         "peft_init_lora_weights": ("lora.init_lora_weights", None),
         "peft_use_dora": ("lora.use_dora", None),
@@ -64,80 +260,110 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
     "TRL": {
         "model_name_or_path": ("model.name_or_path", None),
         "model_revision": ("model.revision", None),
-        "dataset_name": ("data.train", _TRAIN),
-        "dataset_config": ("data.train.name", None),
-        "dataset_train_split": ("data.train.split", None),
-        "dataset_test_split": ("data.eval", "data: {eval: [{path: NAME, split: test}]}"),
-        "dataset_text_field": ("data.train.rename_columns", "data: {train: [{path: NAME, rename_columns: {FIELD: text}}]}"),
+        "dataset_name": ("data.train", _TRAIN, _source("path")),
+        "dataset_config": ("data.train.name", None, _source("name")),
+        "dataset_train_split": ("data.train.split", None, _source("split")),
+        "dataset_test_split": (
+            "data.eval",
+            "data: {eval: [{path: NAME, split: test}]}",
+            _as("data.eval", lambda split: [{"path": "NAME", "split": split}]),
+        ),
+        "dataset_text_field": (
+            "data.train.rename_columns",
+            "data: {train: [{path: NAME, rename_columns: {FIELD: text}}]}",
+            _column("text"),
+        ),
         "dataset_num_proc": ("data.num_proc", None),
-        "completion_only_loss": ("data.loss_on", _PROMPTS),
-        "assistant_only_loss": ("data.loss_on", "data: {loss_on: assistant}"),
+        "completion_only_loss": ("data.loss_on", _PROMPTS, _switch("data.loss_on", "completion", "all")),
+        "assistant_only_loss": ("data.loss_on", "data: {loss_on: assistant}", _switch("data.loss_on", "assistant", "all")),
         "eos_token": ("model.tokens.eos", None),
         "pad_token": ("model.tokens.pad", None),
         "chat_template_path": ("data.chat_template", None),
         "attn_impl": ("model.attn_implementation", None),
-        "use_peft": ("lora", "lora: {r: 16}"),
-        "bnb_4bit_compute_dtype": ("precision.mixed_precision", None),
-        "bnb_4bit_quant_type": ("quantization.load", None),
-        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES),
+        "use_peft": ("lora", "lora: {r: 16}", _switch("lora", {"r": 16})),
+        "bnb_4bit_compute_dtype": ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE)),
+        "bnb_4bit_quant_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _NF4}, _NO_8_BIT)),
+        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
     },
     "LLaMA-Factory": {
         "cutoff_len": ("data.max_length", None),
-        "template": ("data.chat_template", None),
-        "dataset": ("data.train", _TRAIN),
+        "template": (
+            "data.chat_template",
+            None,
+            _say("leave it out for the tokenizer's own, or name a file: LLaMA-Factory's `{value}` is in its source"),
+        ),
+        "dataset": (
+            "data.train",
+            _TRAIN,
+            _say("write the file or the hub id that `dataset_info.json` has for `{value}`: `data: {{train: [{{path: NAME}}]}}`"),
+        ),
         "eval_dataset": ("data.eval", "data: {eval: [{path: NAME}]}"),
-        "val_size": ("data.eval", _HELD_OUT),
-        "train_on_prompt": ("data.loss_on", "data: {loss_on: all}` (the prompt too) or `data: {loss_on: completion}"),
-        "mask_history": ("data.loss_on", "data: {loss_on: last_assistant}"),
+        "val_size": ("data.eval", _HELD_OUT, _held_out),
+        "train_on_prompt": ("data.loss_on", _ALL_TEXT, _switch("data.loss_on", "all", "completion")),
+        "mask_history": ("data.loss_on", "data: {loss_on: last_assistant}", _switch("data.loss_on", "last_assistant")),
         "neat_packing": ("data.packing", None),
         "preprocessing_num_workers": ("data.num_proc", None),
-        "max_samples": ("data.train.max_rows", None),
-        "mix_strategy": ("data.mixture", None),
-        "flash_attn": ("model.attn_implementation", None),
+        "max_samples": ("data.train.max_rows", None, _source("max_rows")),
+        "mix_strategy": ("data.mixture", "data: {mixture: {stopping_strategy: first_exhausted}}", _cases("data.mixture", _MIXES, _NO_MIX)),
+        "flash_attn": ("model.attn_implementation", None, _attention),
         "enable_liger_kernel": ("kernels.liger", None),
         "resize_vocab": ("model.resize_embeddings", None),
-        "new_special_tokens": ("model.tokens.add", None),
-        "finetuning_type": ("lora", "lora: {r: 16}"),
-        "lora_target": ("lora.target_modules", f"{_ALL_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}"),
-        "pissa_init": ("lora.init_lora_weights", None),
-        "additional_target": ("lora.modules_to_save", None),
+        "new_special_tokens": ("model.tokens.add", None, _as("model.tokens.add", _names)),
+        "finetuning_type": ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": None}, _NO_ADAPTER)),
+        "lora_target": ("lora.target_modules", f"{_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}", _targets),
+        "pissa_init": ("lora.init_lora_weights", None, _cases("lora.init_lora_weights", {"false": None}, _NOT_PISSA)),
+        "additional_target": ("lora.modules_to_save", None, _as("lora.modules_to_save", _names)),
         "adapter_name_or_path": ("lora.adapter", None),
-        "quantization_bit": ("quantization.load", _NF4),
-        "quantization_type": ("quantization.load", None),
-        "double_quantization": ("quantization.scales", _SMALL_SCALES),
-        "disable_gradient_checkpointing": ("fsdp.activation_checkpointing", None),
+        "quantization_bit": ("quantization.load", _NF4, _cases("quantization.load", {"4": _NF4}, _NO_8_BIT)),
+        "quantization_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _NF4}, _NO_8_BIT)),
+        "double_quantization": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
+        "disable_gradient_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: none}", _switch(_RECOMPUTE, "none", "full")),
     },
     "torchtune": {
         "batch_size": (_MICRO_BATCH, None),
         "epochs": ("training.num_train_epochs", None),
-        "max_steps_per_epoch": ("training.max_steps", None),
+        "max_steps_per_epoch": (
+            "training.max_steps",
+            None,
+            _say("write `training: {{max_steps: {value}}}` for one epoch; for several, {value} × epochs: it counts all steps of the run"),
+        ),
         "clip_grad_norm": ("training.max_grad_norm", None),
-        "enable_activation_checkpointing": ("fsdp.activation_checkpointing", "fsdp: {activation_checkpointing: full}"),
+        "enable_activation_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: full}", _switch(_RECOMPUTE, "full")),
         "fsdp_cpu_offload": ("fsdp.offload_params", None),
         "fsdp_reshard_after_forward": ("fsdp.reshard_after_forward", None),
         "log_every_n_steps": ("training.logging_steps", None),
         "max_seq_len": ("data.max_length", None),
         "packed": ("data.packing", None),
-        "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}"),
-        "apply_lora_to_mlp": ("lora.target_modules", _ALL_LINEAR),
-        "apply_lora_to_output": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj, lm_head]}"),
-        "save_adapter_weights_only": ("merge.adapter", "merge: {adapter: adapter}"),
-        "quantize_base": ("quantization.load", _NF4),
+        "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}", _as("lora.target_modules", _names)),
+        "apply_lora_to_mlp": ("lora.target_modules", _LINEAR, _switch("lora.target_modules", "all-linear")),
+        "apply_lora_to_output": (
+            "lora.target_modules",
+            "lora: {target_modules: [q_proj, v_proj, lm_head]}",
+            _switch("lora.target_modules", ["q_proj", "v_proj", "lm_head"]),
+        ),
+        "save_adapter_weights_only": ("merge.adapter", "merge: {adapter: adapter}", _switch("merge.adapter", "adapter", "both")),
+        "quantize_base": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
         "checkpointer": ("model.name_or_path", None),
     },
     None: {
         **dict.fromkeys(("lora_r", "lora_rank", "rank"), ("lora.r", None)),
-        "lora_target_modules": ("lora.target_modules", None),
-        "lora_modules_to_save": ("lora.modules_to_save", None),
+        "lora_target_modules": ("lora.target_modules", None, _targets),
+        "lora_modules_to_save": ("lora.modules_to_save", None, _as("lora.modules_to_save", _names)),
         **dict.fromkeys(
             ("trainable_token_indices", "peft_trainable_token_indices"),
-            ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}"),
+            ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}", _say(_WHOLE_TABLES)),
         ),
         "loraplus_lr_ratio": ("lora.lr_ratio", None),
-        "load_in_4bit": ("quantization.load", _NF4),
-        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES),
-        "lora_target_parameters": ("lora.target_parameters", None),
-        **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc_per_node", "world_size", "devices"), ("launch.num_processes", None)),
+        "load_in_4bit": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
+        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
+        "lora_target_parameters": ("lora.target_parameters", None, _as("lora.target_parameters", _names)),
+        **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "world_size"), ("launch.num_processes", None)),
+        "devices": (
+            "launch.num_processes",
+            None,
+            _as("launch.num_processes", lambda value: len(_names(value)) if isinstance(value, list) else value),
+        ),
+        "nproc_per_node": ("launch.num_processes", None, _say(_RANKS)),
         **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "nodes"), ("launch.num_machines", None)),
         "master_addr": ("launch.main_process_ip", None),
         "master_port": ("launch.main_process_port", None),
@@ -148,27 +374,64 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         **dict.fromkeys(
             ("accumulate_grad_batches", "grad_accum_steps", "accumulation_steps"), ("training.gradient_accumulation_steps", None)
         ),
-        **dict.fromkeys(("num_warmup_steps",), ("training.warmup_steps", None)),
-        **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "block_size", "context_length"), ("data.max_length", None)),
+        **dict.fromkeys(("num_warmup_steps", "warmup_ratio"), ("training.warmup_steps", None)),
+        **dict.fromkeys(
+            ("seq_len", "seq_length", "sequence_length", "block_size", "context_length", "max_seq_length"), ("data.max_length", None)
+        ),
+        "group_by_length": (
+            "data.packing",
+            "data: {packing: true}",
+            _say("leave it out: without packing, rows of similar length are always put together"),
+        ),
         **dict.fromkeys(("model_name", "model_id", "model_path", "pretrained_model_name_or_path"), ("model.name_or_path", None)),
         **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)),
-        **dict.fromkeys(("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"), ("data.train", _TRAIN)),
-        **dict.fromkeys(("eval_file", "validation_file", "val_file", "test_size"), ("data.eval", _HELD_OUT)),
+        **dict.fromkeys(
+            ("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"),
+            ("data.train", _TRAIN, _as("data.train", _sources)),
+        ),
+        **dict.fromkeys(
+            ("eval_file", "validation_file", "val_file"), ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources))
+        ),
+        "test_size": ("data.eval", _HELD_OUT, _held_out),
         **dict.fromkeys(("save_dir", "out_dir", "output_path", "checkpoint_dir"), ("output_dir", None)),
         **dict.fromkeys(("rope_scaling", "rope_parameters"), ("model.rope_scaling", _YARN)),
-        "experiment_name": ("name", None),
-        **dict.fromkeys(("mixed_precision_dtype", "amp"), ("precision.mixed_precision", None)),
-        **dict.fromkeys(("zero_stage", "sharding"), ("fsdp.sharding_strategy", None)),
-        **dict.fromkeys(("wandb", "logger", "loggers", "tracker"), ("training.report_to", None)),
+        **dict.fromkeys(("experiment_name", "wandb_name", "wandb_run_name"), ("name", None)),
+        **dict.fromkeys(
+            ("mixed_precision_dtype", "amp"), ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE))
+        ),
+        **dict.fromkeys(("zero_stage", "sharding"), ("fsdp.sharding_strategy", None, _cases("fsdp.sharding_strategy", _STAGES, _NO_STAGE))),
+        "wandb": ("training.report_to", "training: {report_to: [wandb]}", _switch("training.report_to", ["wandb"])),
+        **dict.fromkeys(("logger", "loggers", "tracker"), ("training.report_to", None, _as("training.report_to", _names))),
+        **{
+            f"wandb_{name}": ("launch.env", f"launch: {{env: {{WANDB_{name.upper()}: …}}}}", _tracker(name))
+            for name in ("project", "entity", "mode")
+        },
     },
 }
-SYNONYMS = {name: Synonym(tool, key, example) for tool, names in _BY_TOOL.items() for name, (key, example) in names.items()}
 
 
-def synonym_hint(name: str) -> str | None:
-    """Return a hint for the name of a key of another trainer: the key of the recipe, and an example if the form of the value differs."""
-    found = SYNONYMS.get(name.lower())
-    if found is None:
-        return None
-    known = f"`{name}` of {found.tool} is `{found.key}` here" if found.tool else f"it is `{found.key}` here"
-    return f"{known}: write `{found.example}`" if found.example else known
+def _synonym(tool: str | None, row: _Row) -> Synonym:
+    return Synonym(tool, row[0], row[1], row[2] if len(row) == 3 else None)
+
+
+SYNONYMS = {name: _synonym(tool, row) for tool, names in _BY_TOOL.items() for name, row in names.items()}
+OF_A_SOURCE = {
+    "type": Synonym("axolotl", "data.train.format", None, _formats),
+    "ds_type": Synonym("axolotl", "data.train.path", None, _as_builder),
+    "field_messages": Synonym("axolotl", "data.train.rename_columns", None, _column("messages")),
+    "field_instruction": Synonym("axolotl", "data.train.rename_columns", None, _column("instruction")),
+    "field_input": Synonym("axolotl", "data.train.rename_columns", None, _column("input")),
+    "field_output": Synonym("axolotl", "data.train.rename_columns", None, _column("output")),
+    "field": Synonym("axolotl", "data.train.rename_columns", None, _column("text")),
+    "subset": Synonym("LLaMA-Factory", "data.train.name", None, _source("name")),
+    "num_samples": Synonym("LLaMA-Factory", "data.train.max_rows", None, _source("max_rows")),
+    "file_name": Synonym("LLaMA-Factory", "data.train.path", None, _source("path")),
+    "hf_hub_url": Synonym("LLaMA-Factory", "data.train.path", None, _source("path")),
+}
+"""Names inside an entry of a list of data sets, which mean something else outside of it."""
+
+
+def synonym_hint(name: str, value: Any = None, *, in_source: bool = False) -> str | None:
+    """Return a hint for a key of another trainer: the key of the recipe, and what to write for `value`. None: the name is not known."""
+    found = (OF_A_SOURCE.get(name.lower()) if in_source else None) or SYNONYMS.get(name.lower())
+    return found.hint(printable(name), value) if found is not None else None

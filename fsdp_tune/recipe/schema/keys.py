@@ -179,13 +179,16 @@ def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
     return sorted(one for one, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - AS_CLOSE)
 
 
-def unknown_key_hint(path: Sequence[str | int]) -> str | None:
-    """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest spelling in the same section."""
+def unknown_key_hint(path: Sequence[str | int], value: Any = None) -> str | None:
+    """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest spelling in the same section.
+
+    `value` is the given one, which the name of another tool may change.
+    """
     *parent_path, name = [part for part in path if isinstance(part, str)]
     parent = tuple(parent_path)
     if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
         return "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"
-    known = synonym_hint(name)
+    known = synonym_hint(name, value, in_source=parent in (("data", "train"), ("data", "eval")))
     homes = _homes(name, parent)
     if homes and (known is None or parent):  # `adapter` is a key of `lora:`, and at the top that of axolotl
         return "belongs " + enumerated([f"under `{home}:`" if home else "at the top of the recipe" for home in homes])
@@ -202,7 +205,8 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
 
 
 def _homes(name: str, parent: tuple[str, ...]) -> list[str]:
-    found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, ("data", "eval")}]
-    if not found and name in TRAINING_FIELDS.fields and owner_of(name) is None and parent != ("training",):
+    """Return the sections that have a key of this name: `training:` alone for one of TrainingArguments, as at the top elsewhere."""
+    if name in TRAINING_FIELDS.fields and owner_of(name) is None and parent != ("training",):
         return ["training"]
+    found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, ("data", "eval")}]
     return list(dict.fromkeys(found))
