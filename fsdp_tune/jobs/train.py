@@ -276,7 +276,7 @@ class _Job:
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
         check_data(start, data.key)
-        base = _base(recipe, model.model) if recipe.lora is not None else None
+        base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             _check_base(RunDir(start.checkpoint.path.parent), base)
         steps = total_steps(recipe, data.train_rows)
@@ -379,8 +379,10 @@ class _Job:
         return result
 
 
-def _base(recipe: Recipe, facts: dict[str, Any]) -> BaseModel:
+def base_of(recipe: Recipe, facts: dict[str, Any]) -> BaseModel:
+    """Return the identity of the base of an adapter for base.json. `facts` is the document of `model.loading.inspect`."""
     base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
+    base = replace(base, config_changes=facts["config_changes"])
     if recipe.quantization is None:
         return base
     return replace(base, nf4_weights=tuple(facts["nf4_weights"]), nf4_scales=recipe.quantization.scales)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.document import Document
@@ -26,6 +27,8 @@ class BaseModel(Document):
     """Names of the weights that a run holds in 4 bits (`quantization.load`)."""
     nf4_scales: Literal["fp32", "bf16"] | None = None
     """`quantization.scales`."""
+    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the base's config.json that the run changed (`model.config_overrides`, `model.rope_scaling`), with their values."""
 
     def differs_from(self, other: BaseModel) -> bool:
         """Return whether the weights are known to differ. A local copy of a repository cannot be compared with it."""
@@ -40,6 +43,78 @@ def describe_base(name: str, revision: str | None) -> BaseModel:
     if not folder.is_dir():
         return BaseModel(name, _commit(name, revision) or revision)
     return BaseModel(str(folder.resolve()), digest=digest_of_weights(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """The base of an adapter: what training, merging and evaluating open, with all that was recorded about it."""
+
+    name: str | None
+    """Directory or hub id; None if nothing names it."""
+    revision: str | None
+    """Commit, branch or tag on the hub; None for the default."""
+    trained: BaseModel | None
+    """base.json, which runs of this package write; None for adapters of other tools."""
+
+    @property
+    def config_changes(self) -> Mapping[str, Any]:
+        return self.trained.config_changes if self.trained is not None else {}
+
+    def has_other_weights(self, folder: Path) -> bool:
+        """Return whether the weights in a directory are known not to be those that the adapter was trained on. Raises: OSError."""
+        return self.trained is not None and self.trained.digest is not None and self.trained.differs_from(describe_base(str(folder), None))
+
+    def describe_precision(self) -> str:
+        """Return the precision that the weights had in training."""
+        scales = self.trained.nf4_scales if self.trained is not None else None
+        return f"4 bits with scales in {scales}" if scales else "16 or 32 bits"
+
+
+def open_base(config: Mapping[str, Any], record: Path, *, given: str | None = None) -> AdapterBase:
+    """Return the base of an adapter from its adapter_config.json and base.json.
+
+    `given`: the model that the user names instead of the recorded one. A branch of a repository may have moved since training, so the
+    recorded commit comes first. Raises: usage error for a damaged base.json.
+    """
+    trained = BaseModel.read(record)
+    recorded, revision = config.get("base_model_name_or_path"), config.get("revision")
+    name = recorded if isinstance(recorded, str) and recorded else None
+    if given is not None and given != name:
+        return AdapterBase(given, None, trained)
+    if trained is not None and trained.name == name and trained.revision is not None:
+        revision = trained.revision
+    return AdapterBase(name, revision if isinstance(revision, str) and revision else None, trained)
+
+
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if _is_nested(name, old) and _is_nested(name, value):
+            changed |= {name: inner} if (inner := changed_fields(old, value)) else {}  # type: ignore[arg-type]
+        elif old != value:
+            changed[name] = value
+    return changed
+
+
+_REPLACED_BY_ROPE_PARAMETERS = {"rope_scaling", "rope_theta"}
+"""Of configurations from before transformers 5, which reads these first."""
+
+
+def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the fields of `changed_fields`."""
+    old = _REPLACED_BY_ROPE_PARAMETERS if "rope_parameters" in changes else set[str]()
+    merged = {name: value for name, value in config.items() if name not in old}
+    for name, value in changes.items():
+        inner = config.get(name)
+        is_nested = _is_nested(name, inner) and _is_nested(name, value)
+        merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
+    return merged
+
+
+def _is_nested(name: str, value: Any) -> bool:
+    return name.endswith("_config") and isinstance(value, dict)
 
 
 def _commit(name: str, revision: str | None) -> str | None:

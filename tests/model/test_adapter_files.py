@@ -112,15 +112,15 @@ def test_trained_head_of_an_adapter_is_not_ignored(base: Path, tmp_path: Path) -
 
 def test_adapter_of_other_weights_of_the_same_name_is_refused(base: Path, adapter: Path) -> None:
     recipe = recipe_with(base, adapter)
-    check_base(recipe)  # PEFT does not record the weights
+    check_base(recipe, {})  # PEFT does not record the weights
     describe_base(str(base), None).write(adapter / BASE_FILE)
-    assert check_base(recipe) == []
+    assert check_base(recipe, {}) == []
     replace(describe_base(str(base), None), nf4_scales="fp32").write(adapter / BASE_FILE)
-    [notice] = check_base(recipe)
+    [notice] = check_base(recipe, {})
     assert "was trained on a base in 4 bits with scales in fp32, and the recipe holds it in 16 or 32 bits" in notice.message
     replace(describe_base(str(base), None), digest="blake2b:of other weights").write(adapter / BASE_FILE)
     with pytest.raises(FsdpTuneError, match="trained on other weights than those of") as caught:
-        check_base(recipe)
+        check_base(recipe, {})
     assert caught.value.problems[0].code == "adapter-does-not-fit"
 
 

@@ -24,7 +24,7 @@ from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.settings import BaseWeights
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
-from fsdp_tune.run.base_model import BASE_FILE, BaseModel, describe_base
+from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseModel, open_base, with_changes
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 
@@ -121,13 +121,16 @@ def _merge(
         base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
         below: dict[str, SourceTensor] | None = None
     else:
-        trained = BaseModel.read(selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE)
-        base_name, base = _find_base(config, options, trained)
-        _check_base(trained, base_name, base)
+        record = selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE
+        of_adapter = open_base(config.values, record, given=options.base)
+        trained = of_adapter.trained
+        base_name, base = _fetch_base(config, options, of_adapter)
         if selection.run is not None and options.base is None:
             companions = find_companions(selection, None)
         else:
             companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
+            if companions.config is not None:
+                companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
         below = _read_base(stack, base)
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
@@ -167,31 +170,28 @@ def _is_whole(names: PeftNames, weights: Weights) -> bool:
     return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
 
 
-def _find_base(config: AdapterConfig, options: AdapterOptions, trained: BaseModel | None) -> tuple[str, Path]:
-    """Return name and directory of the base. A branch of a repository may have moved since training: its commit of then is read."""
-    name = options.base or config.base
-    if name is None:
+def _fetch_base(config: AdapterConfig, options: AdapterOptions, base: AdapterBase) -> tuple[str, Path]:
+    """Return name and directory of the base. Raises: FailedError for weights that are known not to be those of the training."""
+    if base.name is None:
         raise usage_error(
             "merge-adapter-base",
             "the checkpoint holds only an adapter, and its config does not name the model that it was trained on",
             where=Where(str(config.path)),
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
-    if options.base is not None:
-        return name, fetch_model(name)
-    commit = trained.revision if trained is not None and trained.name == name else None
-    return name, fetch_model(name, revision=commit or config.revision, named_in=config.path)
-
-
-def _check_base(trained: BaseModel | None, name: str, folder: Path) -> None:
-    """Raises: FailedError for weights that are known not to be those of the base."""
-    if trained is not None and trained.digest is not None and trained.differs_from(describe_base(str(folder), None)):
+    folder = fetch_model(base.name, revision=base.revision, named_in=config.path if options.base is None else None)
+    if base.has_other_weights(folder):
+        assert base.trained is not None
         raise failed_error(
             "merge-adapter-base",
-            f"the weights of {name} are not those that the adapter was trained on",
+            f"the weights of {base.name} are not those that the adapter was trained on",
             where=Where(str(folder)),
-            ways_out=(f"give a copy of the weights of {trained.name} as they were: `--base MODEL`", "write the adapter alone: `--adapter`"),
+            ways_out=(
+                f"give a copy of the weights of {base.trained.name} as they were: `--base MODEL`",
+                "write the adapter alone: `--adapter`",
+            ),
         )
+    return base.name, folder
 
 
 def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path) -> dict[str, SourceTensor]:

@@ -28,11 +28,6 @@ class AdapterConfig:
         return value if isinstance(value, str) and value else None
 
     @property
-    def revision(self) -> str | None:
-        value = self.values.get("revision")
-        return value if isinstance(value, str) and value else None
-
-    @property
     def fan_in_fan_out(self) -> bool:
         return self.values.get("fan_in_fan_out") is True
 

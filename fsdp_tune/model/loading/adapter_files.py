@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
 from fsdp_tune.model.loading.weight_slices import WeightFiles, read_tensors
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.base_model import BASE_FILE, BaseModel, describe_base
+from fsdp_tune.run.base_model import BASE_FILE, changed_fields, describe_base, open_base
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Keys of `lora:` that must be those of the adapter's config, where they have the same names."""
@@ -74,27 +76,38 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
             raise _wrong(folder, shapes, "name the model that it was trained on in `model.name_or_path`")
 
 
-def check_base(recipe: Recipe) -> list[Notice]:
-    """Compare the weights of the base with those under which an adapter of ours was trained. Raises: usage error if they differ.
+def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice]:
+    """Compare the base with that under which the adapter was trained, as far as it is recorded. `config_changes`: those of the recipe.
 
-    Return a notice if only their precision differs: weights in 4 bits are another base than those that they were made of.
+    Return notices if its precision or its configuration differs: weights in 4 bits are another base than those that they were made of, as
+    are the same weights with other rotary frequencies. Raises: usage error if the weights differ.
     """
     if recipe.lora is None or recipe.lora.adapter is None:
         return []
-    trained = BaseModel.read(Path(recipe.lora.adapter) / BASE_FILE)
-    if trained is None:
+    folder, name = recipe.lora.adapter, str(recipe.model.name_or_path)
+    base = open_base(_config(folder), Path(folder) / BASE_FILE, given=name)
+    if base.trained is None:
         return []
-    name = str(recipe.model.name_or_path)
-    if trained.differs_from(describe_base(name, recipe.model.revision)):
-        raise _wrong(
-            recipe.lora.adapter, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on"
-        )
+    now = describe_base(name, recipe.model.revision)
+    if base.trained.differs_from(now):
+        raise _wrong(folder, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on")
+    notices: list[Notice] = []
     scales = None if recipe.quantization is None else recipe.quantization.scales
-    if trained.nf4_scales == scales:
-        return []
-    before, now = (f"4 bits with scales in {each}" if each else "16 or 32 bits" for each in (trained.nf4_scales, scales))
-    message = f"lora.adapter: {recipe.lora.adapter} was trained on a base in {before}, and the recipe holds it in {now}"
-    return [Notice("adapter-precision-differs", message)]
+    if base.trained.nf4_scales != scales:
+        before, held = base.describe_precision(), replace(base, trained=replace(now, nf4_scales=scales)).describe_precision()
+        message = f"lora.adapter: {folder} was trained on a base in {before}, and the recipe holds it in {held}"
+        notices.append(Notice("adapter-precision-differs", message))
+    if changed := changed_fields(config_changes, base.config_changes) | changed_fields(base.config_changes, config_changes):
+        message = f"lora.adapter: {folder} was trained with {_fields(base.config_changes, changed)} in the base's configuration"
+        message += f", and the recipe has {_fields(config_changes, changed)}"
+        hint = "write the `model.rope_scaling` and `model.config_overrides` that it was trained with, unless the change is meant"
+        notices.append(Notice("adapter-config-differs", message, hint=hint))
+    return notices
+
+
+def _fields(changes: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the fields of `names` that a run changes, as text."""
+    return ", ".join(f"`{name}: {json.dumps(changes[name])}`" for name in names if name in changes) or "the base's own values"
 
 
 _NEW = "leave `lora.adapter` out to train a new adapter, or merge this one with PEFT (`merge_and_unload`) and train on the result"

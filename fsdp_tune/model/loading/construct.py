@@ -27,6 +27,7 @@ from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_p
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import changed_fields
 from fsdp_tune.run.directory import run_of
 
 OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
@@ -42,6 +43,12 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     Raises: usage error (exit 2) if the model cannot be found, if the class lacks an overridden field, or if it cannot be scaled.
     """
     return _with_overrides(recipe, _base_config(recipe))
+
+
+def config_changes(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the base's configuration that the recipe changes, as in config.json."""
+    before, after = (json.loads(config.to_json_string(use_diff=False)) for config in (_base_config(recipe), model_config(recipe)))
+    return changed_fields(before, after | {"use_cache": before.get("use_cache")})
 
 
 def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
@@ -226,7 +233,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             raise model_not_found(name, error) from error
         model, loading = loaded
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
-            _start_untied_head(model, loading["missing_keys"])
+            start_untied_head(model, loading["missing_keys"])
         _settle_rotary(recipe, model)
     _finish(recipe, model, vocabulary)
     if recipe.quantization is not None:  # trained parameters were read in fp32 too
@@ -237,7 +244,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
 
 
 @torch.no_grad()
-def _start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
+def start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
     """Copy the embedding into a head that the files lack, since they hold tied weights once. transformers would draw it at random."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

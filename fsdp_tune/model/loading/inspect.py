@@ -29,6 +29,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import (
         build_empty,
+        config_changes,
         config_or_facts,
         embedding_rows,
         generation_config,
@@ -44,8 +45,6 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     try:
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config, vocabulary=vocabulary)
-        if not packaged:
-            notices += check_base(recipe)
         found |= {
             "packaged": packaged,
             "model_type": config.model_type,
@@ -62,6 +61,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         if recipe.lora is not None:
             found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}
+            found["config_changes"] = {} if packaged else config_changes(recipe)
+            notices += [] if packaged else check_base(recipe, found["config_changes"])
             found["nf4_weights"] = [name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)]
             found["quantization"] = describe_nf4(recipe, model) if recipe.quantization is not None else None
             notices += _untrained_experts(model)

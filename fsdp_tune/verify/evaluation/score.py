@@ -11,52 +11,23 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, failed_error, usage_error
-from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.order.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.generate import end_ids_of, generate, room
-from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import shift_labels
 from fsdp_tune.recipe.extensions import Extension
+from fsdp_tune.verify.evaluation.evaluated_model import load_model
 from fsdp_tune.verify.evaluation.examples import EvaluatedExample, read_examples
 from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
 
 Rows = list[dict[str, Any]]
-
-
-def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:
-    """Load a model as any user of transformers does. Raises: FsdpTuneError if it cannot be loaded, or has weights missing."""
-    dtype = "auto" if request.dtype == "auto" else TORCH_DTYPE[request.dtype]
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": request.trust_remote_code, "local_files_only": not hub_is_reachable()}
-    options["revision"] = model.revision
-    try:
-        found: Any = AutoModelForCausalLM.from_pretrained(model.weights, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        resource = HubResource("model", model.weights, "MODEL", "model-not-found")
-        message = f"the model `{model.weights}` cannot be loaded: {str(error).splitlines()[0]}"
-        raise resource.problem(error) or usage_error("model-not-found", message) from error
-    loaded, report = found
-    if missing := sorted(report["missing_keys"]):
-        message = f"`{model.weights}` lacks {len(missing)} weights of its model, the first is {missing[0]}"
-        raise failed_error("model-incomplete", message, hint="transformers would fill them with random values; write the model again")
-    rows = loaded.get_input_embeddings().weight.shape[0]
-    if request.vocabulary_size > rows:
-        message = f"the tokenizer has {request.vocabulary_size:,} tokens, and the embedding of `{model.weights}` has {rows:,} rows"
-        hint = "evaluate models with the tokenizer of the training; of an adapter with added tokens, the merged model"
-        raise usage_error("vocabulary-larger-than-embedding", message, hint=hint)
-    if model.adapter is not None:
-        from peft import PeftModel
-
-        # PEFT's wrapper hides the arguments of the model's forward; the adapter is in the layers of the model itself.
-        loaded = cast(Any, PeftModel.from_pretrained(loaded, model.adapter).get_base_model())
-    return loaded.to(request.device).eval()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,178 @@
+"""An adapter is evaluated, merged and continued on one base: in the precision and with the configuration that it was trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.peft_fields import CONFIG_FILE
+from fsdp_tune.jobs.train import base_of
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import BASE_FILE, describe_base
+from fsdp_tune.verify.evaluation.evaluated_model import load_model
+from fsdp_tune.verify.evaluation.request import Request, find_model
+from tests.model.recipes import recipe_of
+from tests.parity.peft_adapters import make_adapter
+
+UNTIED = {"model": {"config_overrides": {"tie_word_embeddings": False}}, "lora": {"modules_to_save": ["lm_head"]}}
+# What a run changes about its base: sections of the recipe.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "4 bits": {"quantization": {"load": "nf4"}},
+    "4 bits, bf16 scales": {"quantization": {"load": "nf4", "scales": "bf16"}},
+    "yarn": {"model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+    "linear": {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+    "llama3": {"model": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "quantization": {"load": "nf4"}},
+    "override": {"model": {"config_overrides": {"rms_norm_eps": 0.1}}},
+    "overrides of rotary frequencies": {"model": {"config_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}}},
+    "untied": UNTIED,
+    "untied in 4 bits": {**UNTIED, "quantization": {"load": "nf4"}},
+}
+
+
+def make_base(folder: Path, *, tied: bool = True) -> Path:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=160, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(120).view(2, 60)).logits
+
+
+def evaluated(folder: Path, vocabulary: int = 160, dtype: str = "fp32") -> torch.Tensor:
+    model = find_model(str(folder))
+    request = Request([asdict(model)], {}, "loss", vocabulary, 0, 1, "cpu", dtype)
+    return logits(load_model(model, request))
+
+
+def trained(base: Path, adapter: Path, sections: dict[str, Any], *, tied: bool = True) -> tuple[Recipe, torch.Tensor]:
+    """Write an adapter with what a run records about its base; return the recipe and the logits of the training."""
+    lora = {"r": 4, **sections.get("lora", {})}
+    is_untied = sections is UNTIED or sections.get("lora") == UNTIED["lora"]
+    made = make_adapter(make_base(base.parent / "untied", tied=False) if is_untied and tied else base, lora, adapter)
+    values = json.loads((made / CONFIG_FILE).read_text())
+    (made / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": str(base)}))
+    rest = {name: value for name, value in sections.items() if name not in ("lora", "model")}
+    model = {"name_or_path": str(base), **sections.get("model", {})}
+    recipe = recipe_of(model, lora={**lora, "adapter": str(made)}, **rest, data={"train": [{"path": "hand-made"}], "max_length": 64})
+    base_of(recipe, facts(recipe)).write(made / BASE_FILE)
+    return recipe, logits(build_full(recipe))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("training", TRAININGS)
+def test_adapter_is_evaluated_and_merged_on_the_base_that_it_was_trained_on(training: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    recipe, wanted = trained(base, tmp_path / "adapter", TRAININGS[training])
+    torch.testing.assert_close(evaluated(tmp_path / "adapter"), wanted, atol=1e-4, rtol=1e-4)
+    merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "merged", dtype="fp32"))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(evaluated(tmp_path / "merged"), wanted, atol=1e-4, rtol=1e-4)
+    assert facts(recipe)["notices"] == [], "it continues on the same base"
+
+    (tmp_path / "adapter" / BASE_FILE).unlink()
+    if training not in ("plain", "untied"):
+        assert (evaluated(tmp_path / "adapter") - wanted).abs().max() > 1e-3, "another base than that of the training"
+
+
+@pytest.mark.parametrize("training", [name for name in TRAININGS if name != "plain"])
+def test_recipe_that_continues_an_adapter_on_another_base_is_noticed(training: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tied=False)
+    sections = TRAININGS[training]
+    lora = sections.get("lora", {})
+    trained(base, tmp_path / "adapter", {**sections, "lora": lora}, tied=False)
+    data = {"train": [{"path": "hand-made"}], "max_length": 64}
+    plain = recipe_of({"name_or_path": str(base)}, lora={"r": 4, "adapter": str(tmp_path / "adapter"), **lora}, data=data)
+    codes = [notice["code"] for notice in facts(plain)["notices"]]
+    wanted = ["adapter-precision-differs"] if "quantization" in sections else []
+    changed = json.loads((tmp_path / "adapter" / BASE_FILE).read_text())["config_changes"]
+    assert codes == [*wanted, *(["adapter-config-differs"] if changed else [])]
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_adapter_of_a_resized_embedding_is_evaluated(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = make_base(tmp_path / "base", tied=False)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.resize_token_embeddings(170)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    adapted = get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(evaluated(tmp_path / "adapter", vocabulary=170), logits(adapted), atol=1e-5, rtol=1e-5)
+
+
+def test_base_in_4_bits_is_rounded_before_its_dtype_is_changed(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    _, wanted = trained(base, tmp_path / "adapter", TRAININGS["4 bits"])
+    in_bf16 = evaluated(tmp_path / "adapter", dtype="auto")
+    assert in_bf16.dtype == torch.bfloat16
+    assert (in_bf16.float() - wanted).abs().mean() < 0.03
+    (tmp_path / "adapter" / BASE_FILE).unlink()
+    assert (evaluated(tmp_path / "adapter", dtype="auto").float() - wanted).abs().mean() > 0.1
+
+
+def test_base_with_other_weights_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    trained(base, tmp_path / "adapter", {})
+    make_base(base, tied=False)
+    with pytest.raises(FsdpTuneError) as caught:
+        find_model(str(tmp_path / "adapter"))
+    assert caught.value.problems[0].code == "base-changed"
+
+
+def test_base_that_was_moved_is_named(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    trained(base, tmp_path / "adapter", {})
+    base.rename(tmp_path / "moved")
+    with pytest.raises(FsdpTuneError, match="there is no directory"):
+        find_model(str(tmp_path / "adapter"))
+    values = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
+    (tmp_path / "adapter" / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / "moved")}))
+    assert find_model(str(tmp_path / "adapter")).weights == str(tmp_path / "moved")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", ""])
+def test_adapter_config_that_cannot_be_read_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(FsdpTuneError, match="cannot be read"):
+        find_model(str(tmp_path))
+
+
+def test_weights_in_4_bits_that_the_base_lacks_are_named(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    trained(base, tmp_path / "adapter", TRAININGS["4 bits"])
+    record = json.loads((tmp_path / "adapter" / BASE_FILE).read_text())
+    record["nf4_weights"] = ["model.layers.7.mlp.up_proj.weight"]
+    (tmp_path / "adapter" / BASE_FILE).write_text(json.dumps(record))
+    with pytest.raises(FsdpTuneError, match=r"no `model\.layers\.7"):
+        evaluated(tmp_path / "adapter")
+
+
+def test_adapter_on_the_hub_is_opened_with_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_base(tmp_path / "base")
+    stored = tmp_path / "cache" / "models--org--adapter"
+    _, wanted = trained(base, stored / "snapshots" / ("a" * 40), TRAININGS["4 bits"])
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert describe_base(str(base), None).digest is not None
+    model = find_model("org/adapter")
+    assert (model.name, model.weights) == ("org/adapter", str(base))
+    torch.testing.assert_close(evaluated("org/adapter"), wanted, atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]
