@@ -75,7 +75,8 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
     screen.table("machine", ["what", "value"], rows)
     variables = facts["variables"]
     if variables["inherited"]:
-        screen.table("variables that ranks inherit", ["name", "value"], list(variables["inherited"].items()))
+        inherited = [[name, "set (not listed)" if value is None else value] for name, value in variables["inherited"].items()]
+        screen.table("variables that ranks inherit", ["name", "value"], inherited)
     if variables["removed_at_launch"]:
         screen.message(f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}")
 

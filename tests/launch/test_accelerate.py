@@ -13,8 +13,9 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.secrets import MASK
 from fsdp_tune.launch.command.accelerate import FREE, LaunchPlan, check_extra, check_port, launch_plan, manual_commands
-from fsdp_tune.launch.command.rank_environment import clean
+from fsdp_tune.launch.command.rank_environment import clean, relevant_variables
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
@@ -201,7 +202,7 @@ def test_cpu_affinity_follows_the_recipe_not_the_shell(tmp_path: Path, asked: st
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY", "SLURM_JWT", "NCCL_PASS"],
+    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY", "SLURM_JWT", "HF_CREDS"],
 )
 def test_secrets_are_not_written(tmp_path: Path, name: str) -> None:
     made = plan(tmp_path, inherited={name: "s3cret", "SLURM_STEP_ID": "0", "HF_ENDPOINT": "https://user:s3cret@hub"})
@@ -212,9 +213,17 @@ def test_secrets_are_not_written(tmp_path: Path, name: str) -> None:
 
 def test_inherited_variable_with_token_is_listed_without_value(tmp_path: Path) -> None:
     token = "hf_" + "a" * 30
-    made = plan(tmp_path, inherited={"HF_HUB_USER_AGENT_ORIGIN": token, "NCCL_DEBUG": "INFO"})
-    assert made.to_json()["inherited"] == {"HF_HUB_USER_AGENT_ORIGIN": "***", "NCCL_DEBUG": "INFO"}
-    assert made.masked_variables() == ["HF_HUB_USER_AGENT_ORIGIN"]
+    made = plan(tmp_path, inherited={"HF_HUB_USER_AGENT_ORIGIN": token, "HF_HOME": f"/{token}", "NCCL_DEBUG": "INFO"})
+    assert made.to_json()["inherited"] == {"HF_HUB_USER_AGENT_ORIGIN": None, "HF_HOME": f"/{MASK}", "NCCL_DEBUG": "INFO"}
+    assert made.masked_variables() == ["HF_HOME"]
+
+
+@pytest.mark.parametrize("name", ["HF_X", "SLURM_SPANK_X", "TORCH_X", "PYTHON_X", "XDG_X", "NVIDIA_X", "CUDA_X", "DATASETS_X"])
+def test_value_of_an_unknown_variable_is_not_listed(tmp_path: Path, name: str) -> None:
+    """No list of names and shapes recognises every secret."""
+    written = plan(tmp_path, inherited={name: "correct horse", "SLURM_STEP_ID": "0", "HF_HOME": "/data/hf"}).to_json()
+    assert written["inherited"] == {name: None, "SLURM_STEP_ID": "0", "HF_HOME": "/data/hf"}
+    assert "horse" not in json.dumps(relevant_variables({name: "correct horse"}))
 
 
 def test_allowed_variables_are_recorded_in_launch_json(tmp_path: Path) -> None:
