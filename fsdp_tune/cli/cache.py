@@ -98,7 +98,7 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    from fsdp_tune.recipe.paths import default_cache_directory
+    from fsdp_tune.core.processes import default_cache_directory
 
     if cache_dir is not None and not cache_dir.is_dir():
         raise usage_error("no-cache", f"the directory `{cache_dir}` does not exist", hint="`data.cache_dir` of the recipe names it")

@@ -1,4 +1,4 @@
-"""Child processes of a command. They end when the command ends, even if it is killed."""
+"""Child processes of a command, which end when the command ends, even if it is killed; and the directory that compilers use in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,8 @@ def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) 
     with _STARTING:
         if _IS_ENDING.is_set():
             raise InterruptedError("the command is ending, and starts no other process")
-        child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, start_new_session=True, **pipes)
+        variables = {**environment, **compiler_variables()}
+        child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=variables, start_new_session=True, **pipes)
         _RUNNING.append(child)
     return child
 
@@ -113,3 +115,25 @@ def stop_signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ---- The user's own cache directory, which holds the files that compilers execute.
+
+COMPILED = "compiled"
+"""Directory of Inductor's kernels inside the default cache directory. Inductor unpickles and executes the files in it."""
+
+
+def default_cache_directory() -> Path:
+    """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"
+
+
+def compiler_variables() -> dict[str, str]:
+    """Return the variables that keep Inductor out of TMPDIR/torchinductor_USER, which another user can create first.
+
+    Every process gets them: 4-bit layers and low-bit optimizers compile without `kernels.compile`, and so does code of a library. A fixed
+    directory also lets the next run reuse the kernels. Inductor has no variable for the directory of precompiled C++ headers
+    (`_inductor/codecache.py`, _HEADER_DIR), so they are switched off.
+    """
+    return {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

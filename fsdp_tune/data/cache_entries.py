@@ -12,8 +12,8 @@ from typing import Any
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK
 from fsdp_tune.core.ownership import live_owner
+from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.store_cache import STORES, USE_MARK, alone, complete, remove_leftovers
-from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import Manifest
 

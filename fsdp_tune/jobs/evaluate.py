@@ -20,6 +20,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
+from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
@@ -27,7 +28,6 @@ from fsdp_tune.jobs.session import Allowed, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
-from fsdp_tune.recipe.paths import default_cache_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource

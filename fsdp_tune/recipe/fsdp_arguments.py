@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
+from fsdp_tune.core.processes import compiler_variables
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import state_bits, state_dtype
 
@@ -22,10 +22,8 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
     `launch.json` records them; each rank removes all other variables with `OWNED_PREFIXES` and sets exactly these.
     """
-    # A fixed directory lets the next run reuse compiled kernels. Inductor executes the files in it, so no recipe may choose it.
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED)} if recipe.kernels.compile else {}
     return {
-        **compiled,
+        **compiler_variables(),
         "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),
         "ACCELERATE_CPU_AFFINITY": str(recipe.launch.enable_cpu_affinity).lower(),
         "ACCELERATE_MIXED_PRECISION": "no",  # MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,14 +13,6 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
-COMPILED = "compiled"
-"""Directory of Inductor's kernels inside the default cache directory. Inductor unpickles and executes the files in it."""
-
-
-def default_cache_directory() -> Path:
-    """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"
 
 
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
-from fsdp_tune.recipe.paths import absolute_paths, default_cache_directory, output_directory
+from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe

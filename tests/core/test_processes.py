@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,18 @@ def test_children_can_be_started_after_a_failed_block() -> None:
     child = children.start((sys.executable, "-c", ""), os.environ)
     children.release(child)
     assert child.wait(30) == 0
+
+
+@pytest.mark.e2e
+def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can create TMPDIR/torchinductor_USER first, and Inductor executes what it finds there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum(0))(torch.ones(8, 8)).shape)"
+    environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / "torchinductor_inherited")}
+    child = children.start((sys.executable, "-c", code), environment, stdout=subprocess.PIPE)
+    assert child.communicate(timeout=300)[0].strip() == "torch.Size([8])"
+    children.end(child)
+    assert list(temporary.glob("torchinductor_*")) == []
+    assert list((tmp_path / "cache" / "fsdp-tune" / "compiled").rglob("*.so"))

@@ -123,7 +123,12 @@ def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
     assert [path.read_text() for path in others] == ["mine"] * len(others)
 
 
-def test_compiled_kernels_of_a_live_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "compiles",
+    [{"kernels": {"compile": True}}, {"lora": {}, "quantization": {"load": "nf4"}}, {"training": {"optim": "adamw_torch_8bit"}}],
+    ids=["layers", "4 bits", "optimizer"],
+)
+def test_compiled_kernels_of_a_live_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: dict[str, Any]) -> None:
     """They are in the default cache directory, also those of a run that keeps its data elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     kernel = tmp_path / "user" / "fsdp-tune" / "compiled" / "kernel.py"
@@ -132,7 +137,7 @@ def test_compiled_kernels_of_a_live_run_are_kept(tmp_path: Path, monkeypatch: py
     rows = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(9)])
     run = tmp_path / "run"
     run.mkdir()
-    compiled = Recipe.model_validate(recipe_for(tmp_path, rows).model_dump(by_alias=True) | {"kernels": {"compile": True}})
+    compiled = Recipe.model_validate(recipe_for(tmp_path, rows).model_dump(by_alias=True) | compiles)
     prepare(compiled, ByteEncoder(), run=run)
     with owned(run / "run.lock"):
         done = CliRunner().invoke(app, ["cache", "clean", "--json"])

@@ -188,7 +188,9 @@ def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(tmp_path
 def test_compiled_kernel_cache_is_outside_recipe_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """inductor unpickles what it finds there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    settings = plan(tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}").settings
+    assert plan(tmp_path).settings["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "user" / "fsdp-tune" / "compiled")
+    inherited = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    settings = plan(tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}", inherited=inherited).env
     assert settings["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "user" / "fsdp-tune" / "compiled")
 
 
