@@ -27,7 +27,7 @@ from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
 from fsdp_tune.core.errors import ExitCode, Problem
-from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
 
 INTERRUPT_AGAIN_SECONDS = 0.01
 """After the finaliser has returned."""
@@ -111,6 +111,7 @@ app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported l
 
 
 def main() -> None:
+    open_standard_streams()
     # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
     # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"

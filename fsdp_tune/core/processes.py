@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,25 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
                 raise
     finally:
         _IS_ENDING.clear()
+
+
+# ---- What the caller of a command may have closed or ignored.
+
+
+def open_standard_streams() -> None:
+    """Open each of descriptors 0 to 2 that the caller closed on /dev/null, for this process and its children.
+
+    Shells (`>&- 2>&-`) and some service managers start commands like that. Otherwise the next file or socket that
+    is opened gets the number, and lines for the screen are written into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+        if getattr(sys, name) is None:  # Python makes no stream of a closed descriptor
+            stream = os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)
 
 
 # ---- Stop signals that the caller of a command made it ignore.

@@ -19,6 +19,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.parent_death import die_with_parent
+from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.launch.command.accelerate import EARLY
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.early_start import EarlyStart
@@ -29,6 +30,7 @@ POLL_SECONDS = 0.02
 
 def main(arguments: list[str]) -> int:
     started = time.time()
+    open_standard_streams()
     *early, folder = arguments or [""]
     if not folder or (early and (len(early) != 2 or early[0] != EARLY)):
         sys.stderr.write("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)\n")

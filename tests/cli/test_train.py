@@ -46,6 +46,19 @@ def test_every_catalogue_recipe_has_a_dry_run_without_gpus(cli: Cli, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.e2e
+@pytest.mark.ranks
+def test_run_without_standard_streams_is_complete(tmp_path: Path) -> None:
+    """As some service managers start a command. The first files and sockets would get the numbers of stdout and stderr."""
+    command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(2), "--json"]
+    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command], check=False, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0
+    run = RunDir(tmp_path / "run")
+    assert "starting ranks 0 to 1" in (run.logs / "train.log").read_text()
+    assert (run.path / "merged" / "model.safetensors").is_file()
+    assert "Traceback" not in "".join(path.read_text() for path in run.logs.glob("*.log"))
+
+
 def test_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--dry-run", RANK="7")
     assert done.returncode == 0
