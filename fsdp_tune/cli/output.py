@@ -16,6 +16,7 @@ import typer
 
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.core.units import MIB
@@ -104,7 +105,8 @@ def command(json_output: bool) -> Iterator[Screen]:
         screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
     except Exception as error:  # noqa: BLE001  the boundary: any other exception is a bug of this package, and is reported as one
-        screen.close([_bug_problem(error, _log_traceback(screen.log_directory))])
+        log, found = _log_traceback(screen.log_directory), as_os_error(error)
+        screen.close([_file_system_problem(found, log) if isinstance(found, OSError) else _bug_problem(error, log)])
         raise typer.Exit(ExitCode.FAILED) from None
     else:
         screen.close()
@@ -113,12 +115,13 @@ def command(json_output: bool) -> Iterator[Screen]:
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
+    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
 }
 
 
 def _file_system_problem(error: OSError, log: str) -> Problem:
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # what os.getcwd raises
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
         return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
     names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

@@ -6,7 +6,11 @@ error is reported instead of the more specific one.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 PEER_LOST = (
     "Connection closed by peer",
@@ -30,6 +34,33 @@ its caching allocator, and by NCCL, whose older versions omit the number."""
 
 PINS_MEMORY = re.compile(r"pin.memory")
 """In the message of torch's DataLoader, which quotes the failing line."""
+
+_RUST_IO = re.compile(r"\(os error (\d+)\)")
+"""How Rust's standard library prints an I/O error (std::io::Error). tokenizers, safetensors and hf_xet pass the text on in an Exception of
+their own, so that a full disk would look like a bug."""
+
+
+def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
+    """Return the OSError that a Rust library reports as a text, with the error as its cause; any other error as it is."""
+    number = _RUST_IO.search(str(error))
+    if number is None or (isinstance(error, OSError) and error.errno is not None):
+        return error
+    found = OSError(int(number[1]), os.strerror(int(number[1])), *([] if path is None else [str(path)]))
+    found.__cause__ = error
+    return found
+
+
+@contextmanager
+def rust_errors_as_os_errors(path: Path) -> Iterator[None]:
+    """Raise an I/O error of a Rust library in the block as the OSError that it is, with the path that was written or read."""
+    try:
+        yield
+    except Exception as error:
+        found = as_os_error(error, path)
+        if found is error:
+            raise
+        raise found from error
+
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 OUT_OF_MEMORY_SIZES = {

@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
@@ -308,7 +309,8 @@ class _Job:
         keep_prediction(self.plan.run, inputs.plan)
 
     def _save_model(self, directory: Path, inputs: TrainingInputs) -> None:
-        save_model_files(directory, inputs.model, inputs.tokenizer)
+        with rust_errors_as_os_errors(directory):  # tokenizers writes tokenizer.json
+            save_model_files(directory, inputs.model, inputs.tokenizer)
         if inputs.base is not None:
             inputs.base.write(directory / self.plan.run.base_json.name)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.run.directory import RunDir
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None
 def _problem(error: BaseException) -> Problem:
     if isinstance(error, FsdpTuneError):
         return error.problems[0]
+    error = as_os_error(error)
     return Problem("failed", f"{type(error).__name__}: {error}")
 
 

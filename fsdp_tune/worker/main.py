@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.core.library_errors import PEER_LOST
+from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.recipe.schema import Recipe
@@ -144,6 +144,7 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
     from fsdp_tune.worker.observe import out_of_memory as memory
 
     trace = "".join(traceback.format_exception(error))
+    error = as_os_error(error)
     if isinstance(error, FsdpTuneError):
         reason = ExitReason.NON_FINITE if error.exit_code == ExitCode.NON_FINITE else ExitReason.FAILED
         return Outcome(error.exit_code, reason, error.problems[0], trace, {"echo": True} if isinstance(error, RemoteError) else {})

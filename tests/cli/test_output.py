@@ -13,6 +13,7 @@ import typer
 from fsdp_tune.cli.output import Screen, command, printable
 from fsdp_tune.core import atomic
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 
 
 def ended(
@@ -121,6 +122,42 @@ def test_full_disk_is_reported_with_file_and_remedy(
     )
 
 
+def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """tokenizers, safetensors and hf_xet raise their own exceptions with the text of an I/O error."""
+    with pytest.raises(OSError, match="File too large") as caught, rust_errors_as_os_errors(tmp_path / "model"):
+        raise Exception("File too large (os error 27)")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "model"))
+    assert ended(False, caught.value, log_directory=tmp_path) == 1
+    assert f"error: {tmp_path / 'model'}: File too large\nhint: raise the limit of the size of files" in capsys.readouterr().err
+    for text in ("No such file or directory (os error 2)", "Error while serializing: I/O error: No such file or directory (os error 2)"):
+        assert ended(False, Exception(text), log_directory=tmp_path) == 1
+        assert "error: [Errno 2] No such file or directory\n" in capsys.readouterr().err
+    assert ended(False, Exception("os error 2"), log_directory=tmp_path) == 1
+    assert "this is a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("write", ["tokenizer.save_pretrained(where)", "save_file({'a': torch.zeros(9999)}, where + '/x.safetensors')"])
+def test_write_limit_reaches_the_libraries_as_an_os_error(tmp_path: Path, write: str) -> None:
+    program = f"""
+import errno, resource, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
+from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.data.tokenise.tokenizer import builtin_tokenizer
+where = {str(tmp_path)!r}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    with rust_errors_as_os_errors(Path(where)):
+        {write}
+except OSError as error:
+    print(error.errno == errno.EFBIG, error.filename)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.stdout.split() == ["True", str(tmp_path)]
+
+
 def test_removed_current_directory_is_reported(tmp_path: Path) -> None:
     program = f"import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(tmp_path / 'gone')!r})\nfrom fsdp_tune.cli.app import app\n"
     program += "app(['train', 'gpt2_smoke'])"
@@ -143,6 +180,24 @@ def test_closed_pipe_does_not_stop_a_command() -> None:
     done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "end")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children(tmp_path: Path, closed: str) -> None:
+    report = tmp_path / "report"
+    child = f"import os; print(*(os.readlink('/proc/self/fd/%d' % n) for n in range(3)), file=open({str(report)!r}, 'w'))"
+    program = (
+        "import subprocess, sys\nfrom fsdp_tune.cli import app\n"
+        "def run():\n print('a line'); print('a line', file=sys.stderr); assert sys.stdin is not None\n"
+        f" sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)\n"
+        "app.app = run\napp.main()"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program], capture_output=True, check=False, stdin=subprocess.PIPE
+    )
+    assert done.returncode == 0, done.stderr
+    targets = report.read_text().split()
+    assert [target == "/dev/null" for target in targets] == [mark in f" {closed}" for mark in ("<&-", " >&-", "2>&-")]
 
 
 def test_full_disk_on_stdout_is_an_error() -> None:

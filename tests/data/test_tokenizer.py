@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import subprocess
 import sys
@@ -190,6 +191,21 @@ def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path)
     assert found.ways_out[0] == "give a local path in `model.tokenizer`"
     (tmp_path / "tokenizer.json").write_text("{")
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "Other"}}')  # tokenizers raises a plain Exception
+    assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
+
+
+def test_disk_error_while_a_tokenizer_is_read_is_that_os_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As hf_xet reports a full disk during a download."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("Data processing error: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", full)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(OSError, match="No space left") as caught:
+        tokenizer_of(recipe(tmp_path))
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_missing_network_is_detected_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
@@ -185,7 +186,9 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=model.trust_remote_code,
             local_files_only=directory is not None or not hub_is_reachable(),
         )
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises plain Exceptions for damaged files
+        if (found := as_os_error(error)) is not error:
+            raise found from error
         raise _load_problem(error, name, directory) from error
 
 
