@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions

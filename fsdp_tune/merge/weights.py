@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_tune.core.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import SHARD_FOLDER

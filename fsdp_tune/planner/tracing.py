@@ -30,6 +30,7 @@ from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.run.directory import run_of
 
 CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", "*.bin")
 COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.many")
 
 
@@ -166,7 +167,9 @@ def _configuration(recipe: Recipe) -> str:
         path = cached.parent
     files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
-    return " ".join([path.name, *digests])
+    # Weights decide whether head and embedding are tied (`model.loading.tied_files`).
+    states = [file.stat() for pattern in WEIGHTS for file in sorted(path.glob(pattern))] if path.is_dir() else []
+    return " ".join([path.name, *digests, *(f"{state.st_size} {state.st_mtime_ns}" for state in states)])
 
 
 @functools.cache

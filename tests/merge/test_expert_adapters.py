@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError
-from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import low_rank
 from tests.model.families import FAMILIES

@@ -13,10 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.copy.ties import candidates, tie_setting
-from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import SourceTensor
-from fsdp_tune.run.dtypes import DTYPES
+from fsdp_tune.core.formats.tied_names import tie_setting, tied_candidates
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
@@ -113,8 +110,7 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
     unknown = set()
     for name, pairs in classes.items():
         for head, embedding in pairs.items():
-            tensors = [SourceTensor(each, DTYPES["float32"], (100, 8), (), SourceFiles(Path())) for each in (head, embedding)]
-            if head.endswith(".weight") and candidates(tensors) != {head: embedding}:
+            if head.endswith(".weight") and tied_candidates(dict.fromkeys((head, embedding), (100, 8))) != {head: embedding}:
                 unknown.add(name)
     # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as well.
     assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
@@ -122,8 +118,7 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
 
 def test_similarly_named_layers_are_not_paired():
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
-    tensors = [SourceTensor(name, DTYPES["float32"], (8, 8), (), SourceFiles(Path())) for name in names]
-    assert candidates(tensors) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied_candidates(dict.fromkeys(names, (8, 8))) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_untied_model_of_a_run_keeps_its_head(tmp_path, merge):

@@ -37,7 +37,7 @@ def test_all_ranks_read_slices_or_none(ranks_with_files: set[int], way: str, mon
     found: dict[int, str] = {}
 
     def rank_main(rank: int) -> None:
-        found[rank], files = load._choose(recipe, model, rank, dist.group.WORLD)
+        found[rank], files = load._choose(recipe, model, load._find_files(recipe, rank, dist.group.WORLD))
         assert (files is not None) == (way == "slices")
 
     run_ranks(2, rank_main)

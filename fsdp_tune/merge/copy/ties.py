@@ -6,7 +6,6 @@ the embedding when the file holds only that. A head is left out only if it is eq
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,49 +13,16 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import Notice
+from fsdp_tune.core.formats.tied_names import KEY, is_embedding, tie_setting, tied_candidates
 from fsdp_tune.merge.copy.boxes import boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import SourceTensor
 
-# The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them from its source.
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$")
-KEY = "tie_word_embeddings"
-
-
-def tie_setting(config: Mapping[str, Any]) -> bool | None:
-    """Return the setting of a config.json; None if it is left to the model class."""
-    nested = config.get("text_config")
-    for place in (config, nested if isinstance(nested, dict) else {}):
-        if isinstance(place.get(KEY), bool):
-            return place[KEY]
-    return None
-
-
-def is_head(name: str) -> bool:
-    return _HEAD.search(name) is not None and not is_embedding(name)
-
-
-def is_embedding(name: str) -> bool:
-    return _EMBEDDING.search(name) is not None
-
 
 def embedding_of(tensors: Mapping[str, SourceTensor]) -> SourceTensor | None:
     """Return the first input embedding of a model."""
     return next((tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None)
-
-
-def candidates(tensors: Sequence[SourceTensor]) -> dict[str, str]:
-    """{head: embedding} by name and shape."""
-    embeddings = [tensor for tensor in tensors if is_embedding(tensor.name) and len(tensor.shape) == 2]
-    pairs: dict[str, str] = {}
-    for head in tensors:
-        if is_head(head.name):
-            for embedding in embeddings:
-                if embedding.shape == head.shape:
-                    pairs.setdefault(head.name, embedding.name)
-    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +38,7 @@ def find_ties(config: Mapping[str, Any] | None, sources: Sequence[CheckpointTens
     """Compare heads with embeddings if the config allows a tie. Without a config both are kept."""
     if config is None or tie_setting(config) is False:
         return Tied()
-    pairs = candidates(list(sources[0].tensors.values()))
+    pairs = tied_candidates({name: tensor.shape for name, tensor in sources[0].tensors.items()})
     ties = {
         head: embedding
         for head, embedding in pairs.items()

@@ -1,11 +1,11 @@
-"""Tensors of safetensors files, one or many behind an index; the headers are read by `core.safetensors_header`."""
+"""Tensors of safetensors files, one or many behind an index; the headers are read by `core.formats.safetensors_header`."""
 
 from __future__ import annotations
 
 import json
 
-from fsdp_tune.core import safetensors_header as header
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.formats import safetensors_header as header
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import Chunk, Extent, SourceTensor, row_major

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
-from fsdp_tune.core.peft_fields import CONFIG_FILE, PREFIX, tensor_name
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, tensor_name
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles

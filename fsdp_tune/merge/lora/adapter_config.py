@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.peft_fields import CONFIG_FILE, initialisation_that_changes_base, other_arithmetic, value_for
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, initialisation_that_changes_base, other_arithmetic, value_for
 
 MAX_CONFIG_BYTES = 16 << 20
 

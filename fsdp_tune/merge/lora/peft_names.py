@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Where, failed_error
-from fsdp_tune.core.peft_fields import PREFIX
+from fsdp_tune.core.formats.peft_fields import PREFIX
 
 MAGNITUDE = ".lora_magnitude_vector"
 _MARK = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.formats.tied_names import is_embedding, is_head, tie_setting
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
-from fsdp_tune.merge.copy.ties import embedding_of, is_embedding, is_head, tie_setting
+from fsdp_tune.merge.copy.ties import embedding_of
 from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
 from fsdp_tune.merge.lora.adapter_config import AdapterConfig
 from fsdp_tune.merge.lora.expert_stacks import are_transposed, find_stack, updates

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation_that_changes_base, other_arithmetic
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation_that_changes_base, other_arithmetic
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
 from fsdp_tune.model.loading.weight_slices import WeightFiles, read_tensors

@@ -25,6 +25,7 @@ from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.bitsandbytes_files import refuse_unread
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.experts import active_parameters
+from fsdp_tune.model.loading.tied_files import untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.sequence_parallel import set_sequence_group
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
@@ -85,14 +86,17 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     require_gpu(recipe, device)
     before_kib = _peak_resident_kib()
     mesh, sequence_group = make_mesh(recipe, device.type), make_sequence_group(recipe, device.type)
+    waiting = untimed_group()
+    files = _find_files(recipe, local_rank, waiting)
+    untie(recipe, config)  # the files may be on this machine only now
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
+        destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
         set_sequence_group(model, sequence_group)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
     set_sequence_group(model, sequence_group)
-    waiting = untimed_group()
-    way, files = _choose(recipe, model, local_rank, waiting)
+    way, files = _choose(recipe, model, files)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     dist.barrier(group=waiting)
     destroy_group(waiting)
@@ -122,12 +126,17 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     return Loaded(model, wrapped, units, mesh, layers, size, growth, way, kernels, seed)
 
 
-def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: dist.ProcessGroup) -> tuple[Way, WeightFiles | None]:
+def _find_files(recipe: Recipe, local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
+    if recipe.model.from_config is not None or run_of(Path(str(recipe.model.name_or_path))) is not None:
+        return None
+    return first_on_each_machine(lambda: find_weight_files(recipe), local_rank, waiting)
+
+
+def _choose(recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None) -> tuple[Way, WeightFiles | None]:
     if recipe.model.from_config is not None:
         return "rank 0", None
     if run_of(Path(str(recipe.model.name_or_path))) is not None:
         return "checkpoint", None
-    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank, waiting)
     # Machines may have different files under one name, and all ranks must load in the same way.
     can_slice = torch.tensor(int(files is not None and fits(model, files)))
     dist.all_reduce(can_slice, op=dist.ReduceOp.MIN)

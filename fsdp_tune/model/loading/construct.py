@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4_linear import quantise_layers
@@ -25,6 +25,7 @@ from fsdp_tune.model.loading.bitsandbytes_files import refuse_other_quantisation
 from fsdp_tune.model.loading.model_files import untrained_tokens
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
+from fsdp_tune.model.loading.tied_files import untie
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.base_model import changed_fields
@@ -63,6 +64,12 @@ def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
         return _with_overrides(recipe, _config_from_mapping(facts, str(name))), True
 
 
+def tie_notices(recipe: Recipe) -> list[Notice]:
+    """Return the notice about a model whose files decide that it is not tied."""
+    notice = untie(recipe, _base_config(recipe))
+    return [notice] if notice is not None else []
+
+
 def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     refuse_other_quantisation(recipe, config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
@@ -74,6 +81,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
                 hint=_close(name, known),
             )
         setattr(config, name, value)
+    untie(recipe, config)
     scale_positions(recipe, config)
     config.use_cache = False
     return config

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.peft_fields import CONFIG_FILE
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.recipe.schema import Recipe
 
 

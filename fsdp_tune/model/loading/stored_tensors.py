@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.core.formats.safetensors_header import DamagedHeader, read_header
 
 DTYPES = {
     "F64": torch.float64,

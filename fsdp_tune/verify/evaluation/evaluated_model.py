@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import failed_error, usage_error
+from fsdp_tune.core.formats.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
-from fsdp_tune.core.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, embedding_rows, start_untied_head

@@ -1,0 +1,1 @@
+"""Formats of model files that several rooms read: names, fields and headers, without tensors."""
