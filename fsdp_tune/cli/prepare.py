@@ -114,7 +114,7 @@ def show_data(screen: Screen, data: Prepared) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    from fsdp_tune.data.account import source_lines
+    from fsdp_tune.data.account import key_lines, source_lines
 
     kinds = [f"{given['path']}: {given['format']}, loss on {given['loss_on']}" for given in report["inputs"]]
     dropped = sum(account[why]["rows"] for account in report["sets"].values() for why in ("dropped_too_long", "dropped_nothing_left"))
@@ -125,6 +125,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     repeated = report["sets"]["train"].get("repeated", {"rows": 0, "first": []})  # an older cache has no count
     return [
         *kinds,
+        *key_lines(report),
         *source_lines(report),
         f"{report['rows_read']:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
         *(

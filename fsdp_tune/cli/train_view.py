@@ -12,7 +12,7 @@ from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.data.account import source_lines
+from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.order.token_batches import filling_lines
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
@@ -113,6 +113,7 @@ def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
         dropped = account["dropped_too_long"]["rows"] + account["dropped_nothing_left"]["rows"]
         parts += [f"{dropped:,} dropped"] if dropped else []
         lines.append(f"data {name}: {', '.join(parts)}{' (from the cache)' if reused else ''}")
+    lines += [f"data keys: {line}" for line in key_lines(report)]
     return [*lines, *(f"data train: {line}" for line in source_lines(report))]
 
 

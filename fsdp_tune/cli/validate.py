@@ -77,6 +77,7 @@ def validate(
 
 def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str, rate: str) -> None:
     from fsdp_tune.cli.train_view import adapter_lines, show_decided
+    from fsdp_tune.data.format.row_account import account_line
 
     model = found.model
     show_decided(screen, found.resolution, model)
@@ -90,6 +91,7 @@ def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: s
     for each in found.inputs:
         rows = f"first {each['rows_looked_at']} rows are fine"
         screen.message(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")
+        screen.message(f"data keys: {account_line(each['keys'])}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     screen.message(f"{loaded.path} is valid")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.format.row_account import account_line
 from fsdp_tune.data.pack.packing import PackedRows
 from fsdp_tune.data.pack.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
@@ -73,6 +74,12 @@ def source_lines(report: dict[str, Any]) -> list[str]:
         f"{given['tokens']:,} tokens ({given['share']:.1%} of the training tokens)"
         for given in sources
     ]
+
+
+def key_lines(report: dict[str, Any]) -> list[str]:
+    """Return one line for each source: which keys of its rows are read, and which are ignored."""
+    stored = [(given, account_line(given["keys"])) for given in report["inputs"]]
+    return [f"{given['label'] or given['path']}: {line}" for given, line in stored if line]
 
 
 def spread(values: Int64) -> dict[str, float]:

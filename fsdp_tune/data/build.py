@@ -17,11 +17,20 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import rows_named, set_account, source_accounts
 from fsdp_tune.data.format.inputs import TRAIN, Input, raw_rows
+from fsdp_tune.data.format.row_account import KeyUse, key_account
 from fsdp_tune.data.notes import RowNotes
 from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.read.digests import Stamp
 from fsdp_tune.data.read.json_rows import BadRow
-from fsdp_tune.data.review import data_notices, first_problems, refuse_bad_rows, refuse_bad_share, refuse_empty_set, refuse_nothing
+from fsdp_tune.data.review import (
+    data_notices,
+    first_problems,
+    ignoring_unread,
+    refuse_bad_rows,
+    refuse_bad_share,
+    refuse_empty_set,
+    refuse_nothing,
+)
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
@@ -44,6 +53,8 @@ class TokenisedRows:
     """(number of the file, bad row), in the order of the files."""
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     counts: Counter[str] = field(default_factory=Counter[str])
+    keys: Counter[tuple[int, KeyUse]] = field(default_factory=Counter[tuple[int, KeyUse]])
+    """Rows of each source by the use of a key."""
     notes: RowNotes = field(default_factory=RowNotes)
 
     def add(self, chunk: Tokenised) -> None:
@@ -52,6 +63,7 @@ class TokenisedRows:
         self.bad += chunk.bad
         self.untrained += chunk.untrained
         self.counts += chunk.counts
+        self.keys.update(chunk.keys)
         self.notes.merge(chunk.notes)
 
     def examples(self) -> Examples:
@@ -87,7 +99,8 @@ def build_store(
     if recipe.data.on_bad_row == "error":
         refuse_bad_rows(found.bad, names, rows=found.counts["rows"], encoded=found.counts["encoded"], most=recipe.data.max_bad_share)
     first = first_problems(found.bad, names)
-    refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint="fix them", first=first)
+    unread = ignoring_unread(found.bad)
+    refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint=unread or "fix them", first=first, unread=unread)
     _write_bad_rows(stage, found.bad, names)
     examples = found.examples()
     if recipe.data.streaming and len({opened.set_name for opened in inputs}) > 1:
@@ -248,7 +261,10 @@ def _report(
         "rows_untrained": rows_named(untrained, names),
         "rows_kept": len(examples),
         "rows_split": {"rows": counts["split_rows"], "examples": counts["split_examples"]},
-        "inputs": [_input_account(opened, index.sources[opened.set_name][number]) for number, opened in enumerate(inputs)],
+        "inputs": [
+            _input_account(opened, index.sources[opened.set_name][number]) | {"keys": key_account(found.keys, number)}
+            for number, opened in enumerate(inputs)
+        ],
         "sets": index.accounts,
         "eos": {
             "token": encoder.eos_token,

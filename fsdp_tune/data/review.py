@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.data.format.inputs import Input, bad_row_problem
+from fsdp_tune.data.format.row_account import IGNORE_KEY, ignored_by_none, ignoring_hint, listed_keys
 from fsdp_tune.data.pack.sets import Examples
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.recipe.schema import Recipe
@@ -30,13 +31,20 @@ def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, 
         return
     shown = first_problems(bad, names)
     sampled = 0 < encoded < rows
-    ways = skipping(len(bad), encoded if sampled else rows, most, is_sample=sampled)
+    ways = ignoring_unread(bad) or skipping(len(bad), encoded if sampled else rows, most, is_sample=sampled)
     total = Problem(
         "bad-rows",
         f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
         hint=ways,
     )
     raise FsdpTuneError(*shown, total)
+
+
+def ignoring_unread(bad: Sequence[tuple[int, BadRow]]) -> str | None:
+    """Return a hint with the option that ignores what no format reads in any of the bad rows; None if that would not be enough."""
+    if not all(row.unread for _, row in bad):
+        return None
+    return ignoring_hint(name for _, row in bad for name in row.unread)
 
 
 def first_problems(bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> list[Problem]:
@@ -68,11 +76,14 @@ def _raised_share(bad: int, rows: int) -> str:
     return f"--set data.max_bad_share={percent / 100:g}"
 
 
-def refuse_bad_share(bad: int, rows: int, most: float, *, hint: str, first: Sequence[Problem] = ()) -> None:
-    """Raise a usage error if more than `data.max_bad_share` of the rows is bad; `first` are problems of the first bad rows."""
+def refuse_bad_share(bad: int, rows: int, most: float, *, hint: str, first: Sequence[Problem] = (), unread: str | None = None) -> None:
+    """Raise a usage error if more than `data.max_bad_share` of the rows is bad.
+
+    `first` are problems of the first bad rows; `unread` is the hint if every row is bad because of keys that no format reads.
+    """
     if exceeds_bad_share(bad, rows, most):
         message = f"{bad:,} of {rows:,} rows cannot be used, more than `data.max_bad_share: {most}`"
-        ways = NO_GOOD_ROW if bad >= rows else f"{hint}, or leave them out: `{_raised_share(bad, rows)}`"
+        ways = unread or NO_GOOD_ROW if bad >= rows else f"{hint}, or leave them out: `{_raised_share(bad, rows)}`"
         raise FsdpTuneError(*first, Problem("too-many-bad-rows", message, hint=ways))
 
 
@@ -101,6 +112,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
     """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
+        *_key_notices(recipe, report),
         *_split_notices(report),
         *_repeat_notices(recipe, report),
         *_eval_notices(report),
@@ -123,6 +135,17 @@ def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]
     if untrained := report["rows_untrained"]["rows"]:
         first = _first(report["rows_untrained"])
         yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
+
+
+def _key_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+    unknown = ignored_by_none(recipe.data.ignore_columns, (given["keys"] for given in report["inputs"]))
+    if unknown and not recipe.data.streaming:  # only the first rows of a stream are known here
+        keys = [each["key"] for given in report["inputs"] for each in given["keys"]]
+        yield Notice(
+            "nothing-to-ignore",
+            f"`{IGNORE_KEY}` names {listed_keys(unknown)}, which no row has",
+            hint=f"rows have {listed_keys(sorted(set(keys)))}",
+        )
 
 
 def _split_notices(report: dict[str, Any]) -> Iterator[Notice]:

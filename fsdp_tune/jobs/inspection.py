@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -20,9 +21,10 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
+from fsdp_tune.data.format.row_account import KeyUse, key_account
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.data.review import skipping
+from fsdp_tune.data.review import ignoring_unread, skipping
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
@@ -184,13 +186,14 @@ def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspec
     # Chat templates are rendered under a time limit that only the main thread can have.
     rendered = sum(size < RENDERED_BYTES for size in sizes) if threading.current_thread() is threading.main_thread() else 0
     tokeniser = Tokeniser(encoder, (opened.settings,))
-    bad += tokeniser.chunk(rows[:rendered]).bad + tokeniser.chunk(rows[rendered:], check_only=True).bad
+    chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
+    bad += [each for chunk in chunks for each in chunk.bad]
     bad.sort(key=lambda each: (each[0], each[1].number))
     names = opened.source.names
     shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
     if bad:
         total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
-        hint = skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
+        hint = ignoring_unread(bad) or skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
         found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
     found.inputs.append(
         {
@@ -200,5 +203,6 @@ def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspec
             "format": opened.settings.format,
             "loss_on": opened.settings.loss_on,
             "rows_looked_at": seen,
+            "keys": key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0),
         }
     )

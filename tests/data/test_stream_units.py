@@ -197,7 +197,7 @@ def test_members_of_a_tar_are_grouped_and_pickles_are_not_loaded(tmp_path: Path)
         path.write_bytes(content)
         rows = list(read_rows(path, "tar"))
         good = [row for row in rows if isinstance(row, tuple)]
-        assert good == [(1, {"x": 1, "text": "one"}), (2, {"x": 2}), (6, {"x": 6})]
+        assert good == [(1, {"x": 1, "text": "one"}), (2, {"x": 2, ".pkl": "b.pkl"}), (6, {"x": 6, ".cls.txt": "dir.1/f.cls.txt"})]
         reasons = [(row.number, row.reason) for row in rows if isinstance(row, BadRow)]
         assert reasons[0] == (3, "`c` has no `.json` or `.txt` member; it has .pyd")
         assert [number for number, _ in reasons] == [3, 4, 5]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import os
 import re
@@ -149,7 +150,7 @@ def test_table_of_data_formats_has_their_columns_and_losses() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", text_of(ROOT / "docs" / "guide" / "data-formats.md"), re.MULTILINE))
     for name, columns in COLUMNS.items():
         others = LOSS_ON[name][1:]
-        assert [word for word in (*columns, *others) if f"`{word}`" not in rows[name]] == []
+        assert [word for word in (*itertools.chain(*columns), *others) if f"`{word}`" not in rows[name]] == []
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "TRL", "LLaMA-Factory", "torchtune", None])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
+from fsdp_tune.data.format.row_account import RowAccount
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
 
 Message = dict[str, Any]
@@ -34,22 +36,105 @@ ROLE_OF_SHAREGPT = {
 }
 
 
-def read_messages(row: dict[str, Any], column: str, roles: Mapping[str, str]) -> list[Message]:
-    """Return messages with `role` and `content`, after that of a column `system`. `roles` extends the known roles."""
-    known = {**ROLE_OF_MESSAGE, **roles}
-    return _after_system([_message(_object(turn, index), index, known) for index, turn in enumerate(_turns(row, column), 1)], row)
+MESSAGE_KEYS = {
+    "role": "",
+    "from": "",
+    "content": "",
+    "value": "",
+    "tool_calls": "calls of functions",
+    "tool_call_id": "the id of a call",
+    "name": "the name of the speaker or function",
+    "reasoning_content": "reasoning",
+    "reasoning": "reasoning",
+    "thinking": "reasoning",
+    "train": "a mark of what is trained",
+    "weight": "a mark of what is trained",
+}
+"""Keys of a message, and what they are read as where that is not their name."""
+PAIR_KEYS = {"human": "", "assistant": ""}
+PART_KEYS = {"type": "", "text": ""}
+CALL_KEYS = {"id": "", "type": "", "function": "", "name": "", "arguments": ""}
+CHAT_KEYS = {
+    "system": "the system message",
+    "tools": "functions",
+    VARIABLES: "variables of the chat template",
+}
+"""Columns of a chat next to its messages."""
 
 
-def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message]:
-    """Return the messages of the column `conversations` (turns with `from` and `value`, or messages), after that of a column `system`."""
-    turns = [_object(turn, index) for index, turn in enumerate(_turns(row, "conversations"), 1)]
-    if "role" in turns[0]:
-        return read_messages(row, "conversations", roles)
-    known = {**ROLE_OF_SHAREGPT, **roles}
-    return _after_system([_message(_renamed_turn(turn), index, known) for index, turn in enumerate(turns, 1)], row)
+@dataclass(frozen=True, slots=True)
+class MessageReader:
+    """Reads the messages of one row, and enters each of their keys in the row's account."""
+
+    account: RowAccount
+    roles: Mapping[str, str]
+    """`data.roles`: extends the known roles."""
+    template: str | None
+    names_in_file: Mapping[str, str]
+
+    def read(self, row: dict[str, Any], column: str) -> list[Message]:
+        """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from` and `value` instead."""
+        path = f"{self.names_in_file.get(column, column)}."
+        turns = [turn for index, value in enumerate(_turns(row, column), 1) for turn in self._turns_of(_object(value, index), path)]
+        return after_system([self._message(turn, index, path) for index, turn in enumerate(turns, 1)], row)
+
+    def _turns_of(self, turn: Message, path: str) -> list[Message]:
+        """Return a turn without the keys that are not read; two for a question and its answer in one object, as ms-swift writes them."""
+        if "human" in turn and "assistant" in turn and not any(key in turn for key in ("role", "from")):
+            pair = self._closed(turn, PAIR_KEYS, path)
+            return [{"from": speaker, "value": pair.get(speaker)} for speaker in PAIR_KEYS]
+        return [self._closed(turn, MESSAGE_KEYS, path)]
+
+    def _closed(self, values: Message, known: Mapping[str, str], path: str) -> Message:
+        return self.account.close(values, known, path=path, template=self.template)
+
+    def _message(self, message: Message, index: int, path: str) -> Message:
+        message, roles = _renamed_turn(message, index)
+        known = {**roles, **self.roles}
+        spoken: object = message.get("role")
+        role = known.get(spoken) if isinstance(spoken, str) else None
+        if role is None:
+            raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(known)} (`data.roles` maps others)")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = self._joined_parts(cast(list[Any], content), index, path)
+        if role == FUNCTION_CALL:
+            calls = _function_calls(content, index)
+            return message | {"role": "assistant", "content": "", "tool_calls": self._closed_calls(calls, f"{path}content.")}
+        calls = self._closed_calls(_tool_calls(message.pop("tool_calls", None), index), f"{path}tool_calls.")
+        if content is None and calls:
+            content = ""
+        if not isinstance(content, str):
+            raise RowError(f"message {index}: `content` holds {kind_of(content)} instead of text")
+        if role == "assistant" and not content.strip() and not calls:
+            raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
+        return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
+
+    def _joined_parts(self, parts: list[Any], index: int, path: str) -> str:
+        texts: list[str] = []
+        for number, part in enumerate(parts, 1):
+            fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
+            text: object = fields.get("text")
+            kind = fields.get("type", "text")
+            if not isinstance(text, str) or kind not in TEXT_PARTS:  # Arrow may give a part of another type an empty `text`
+                what = f"of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else "not text"
+                raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
+            self._closed(fields, PART_KEYS, f"{path}content.")
+            texts.append(text)
+        return "".join(texts)
+
+    def _closed_calls(self, calls: list[Message], path: str) -> list[Message]:
+        """Return calls without the keys that are not read."""
+        return [
+            closed | {"function": self._closed(closed["function"], CALL_KEYS, f"{path}function.")}
+            if isinstance((closed := self._closed(call, CALL_KEYS, path)).get("function"), dict)
+            else closed
+            for call in calls
+        ]
 
 
-def _after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
+def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
+    """Return the messages after that of the column `system`, if the row has one."""
     system: object = row.get("system")
     if not system:
         return messages
@@ -64,7 +149,7 @@ def _after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]
 
 def read_tools(row: dict[str, Any]) -> list[Any] | None:
     """Return the list in the column `tools`, which may be JSON text; None if it is empty."""
-    tools = _parsed_column(row, "tools")
+    tools = parsed_column(row, "tools")
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -74,7 +159,7 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
 
 def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
     """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
-    variables = _parsed_column(row, VARIABLES)
+    variables = parsed_column(row, VARIABLES)
     if not variables:
         return {}
     if not isinstance(variables, dict):
@@ -85,7 +170,7 @@ def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
     return without_nulls(cast(dict[str, Any], variables))
 
 
-def _parsed_column(row: dict[str, Any], column: str) -> object:
+def parsed_column(row: dict[str, Any], column: str) -> object:
     """Return the value of a column, parsed if it is JSON text; None for blank text."""
     value: object = row.get(column)
     if not isinstance(value, str):
@@ -169,42 +254,14 @@ def _object(turn: object, index: int) -> Message:
     return without_nulls(cast(Message, turn))
 
 
-def _renamed_turn(turn: Message) -> Message:
+def _renamed_turn(turn: Message, index: int) -> tuple[Message, dict[str, str]]:
+    """Return a turn with `role` and `content` instead of `from` and `value`, and the roles that it may have."""
+    for name, other in (("from", "role"), ("value", "content")):
+        if name in turn and other in turn:
+            raise RowError(f"message {index} has both `{name}` and `{other}`; remove one of them")
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    return others | {"role": turn.get("from"), "content": turn.get("value")}
-
-
-def _message(message: Message, index: int, roles: Mapping[str, str]) -> Message:
-    spoken: object = message.get("role")
-    role = roles.get(spoken) if isinstance(spoken, str) else None
-    if role is None:
-        raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(roles)} (`data.roles` maps others)")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = _joined_parts(cast(list[Any], content), index)
-    if role == FUNCTION_CALL:
-        return message | {"role": "assistant", "content": "", "tool_calls": _function_calls(content, index)}
-    calls = _tool_calls(message.pop("tool_calls", None), index)
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise RowError(f"message {index}: `content` holds {kind_of(content)} instead of text")
-    if role == "assistant" and not content.strip() and not calls:
-        raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
-    return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def _joined_parts(parts: list[Any], index: int) -> str:
-    texts: list[str] = []
-    for number, part in enumerate(parts, 1):
-        fields = cast(dict[str, Any], part) if isinstance(part, dict) else {}
-        text: object = part if isinstance(part, str) else fields.get("text")
-        kind = fields.get("type", "text")
-        if not isinstance(text, str) or kind not in TEXT_PARTS:  # Arrow may give a part of another type an empty `text`
-            what = f"of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else "not text"
-            raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
-        texts.append(text)
-    return "".join(texts)
+    renamed = {new: turn[old] for old, new in (("from", "role"), ("value", "content")) if old in turn}
+    return others | renamed, ROLE_OF_SHAREGPT if "from" in turn else ROLE_OF_MESSAGE
 
 
 def _tool_calls(value: object, index: int) -> list[Any]:

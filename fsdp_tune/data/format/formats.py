@@ -7,31 +7,44 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fsdp_tune.data.format.conversations import (
+    CHAT_KEYS,
     Message,
+    MessageReader,
+    after_system,
     check_tool_messages,
-    read_messages,
-    read_sharegpt,
+    parsed_column,
     read_template_variables,
     read_tools,
     take_training_mark,
 )
+from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
 
 COLUMNS = {
-    "text": ("text",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "tokenized": ("input_ids",),
+    "text": (("text",),),
+    "prompt_completion": (("prompt", "completion"),),
+    "alpaca": (("instruction", "output"), ("instruction", "response"), ("query", "response")),
+    "messages": (("messages",),),
+    "sharegpt": (("conversations",), ("conversation",)),
+    "tokenized": (("input_ids",),),
 }
-"""The columns that each format needs; `format: auto` detects a format by them."""
+"""The columns that each format needs, in one of several spellings; `format: auto` detects a format by them."""
+TOKENIZED_KEYS = {
+    "input_ids": "",
+    "labels": "what is trained",
+    "completion_mask": "what is trained",
+    "assistant_masks": "what is trained",
+    "attention_mask": "padding, of which there is none",
+    "position_ids": "positions from 0, one example a row",
+    "seq_lengths": "the length of the only example",
+    "token_type_ids": "one type of token",
+}
 LOSS_ON = {
     "text": ("all",),
     "prompt_completion": ("completion", "all"),
-    "alpaca": ("completion", "all"),
+    "alpaca": ("completion", "last_assistant", "all"),
     "messages": ("assistant", "last_assistant", "all"),
     "sharegpt": ("assistant", "last_assistant", "all"),
     "tokenized": ("labels",),
@@ -101,13 +114,26 @@ class FormatSettings:
     """Original name of each renamed column, for messages about the user's file."""
     template_key: str = "data.chat_template"
     """The key that sets the template, for hints."""
+    ignored: tuple[str, ...] = ()
+    """`data.ignore_columns`"""
+    other_columns: tuple[str, ...] = ()
+    """Columns of another format, which the recipe has not chosen for rows that fit both."""
 
-    def example(self, row: dict[str, Any]) -> Example:
-        """Convert a row. Raises: RowError if the row does not fit the format."""
+    def example(self, row: dict[str, Any], uses: set[KeyUse] | None = None) -> Example:
+        """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not fit the format."""
+        account = RowAccount(self.ignored)
         try:
-            return self._example(row)
+            example = self._example(row, account)
         except ColumnError as error:
-            raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}") from error
+            account.finish(self.format, self.template)
+            raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}", hint=error.hint) from error
+        except RowError:
+            account.finish(self.format, self.template)
+            raise
+        account.finish(self.format, self.template)
+        if uses is not None:
+            uses.update(account.uses)
+        return example
 
     def encodes_special_tokens_as_text(self, example: Example) -> bool:
         """Return whether a special token in the content is encoded as ordinary text; by default where a template surrounds the content."""
@@ -115,40 +141,57 @@ class FormatSettings:
             return isinstance(example, Chat) or self.format == "alpaca"
         return self.special_tokens == "text"
 
-    def _example(self, row: dict[str, Any]) -> Example:
+    def _example(self, row: dict[str, Any], account: RowAccount) -> Example:
         match self.format:
             case "text":
-                return Text("", _text(row, "text"), train_prompt=False)
+                return Text("", _text(self._read(row, account, {"text": ""}), "text"), train_prompt=False)
             case "prompt_completion":
-                return self._prompt_completion(row)
+                return self._prompt_completion(row, account)
             case "alpaca":
-                return self._alpaca(row)
-            case "messages":
-                return self._chat(read_messages(row, "messages", self.roles), row)
-            case "sharegpt":
-                return self._chat(read_sharegpt(row, self.roles), row)
+                return self._alpaca(row, account)
+            case "messages" | "sharegpt":
+                (column,) = needed_columns(self.format, row)
+                row = self._read(row, account, {column: "", **CHAT_KEYS})
+                return self._chat(self._messages(account).read(row, column), row)
             case _:
-                return self._ids(row)
+                return self._ids(self._read(row, account, TOKENIZED_KEYS))
 
-    def _prompt_completion(self, row: dict[str, Any]) -> Text | Chat:
+    def _read(self, row: dict[str, Any], account: RowAccount, known: Mapping[str, str]) -> dict[str, Any]:
+        """Return the row without the columns that are not read."""
+        return account.close(row, known, metadata=METADATA, names=self.names_in_file, other=self.other_columns)
+
+    def _messages(self, account: RowAccount) -> MessageReader:
+        return MessageReader(account, self.roles, self.template, self.names_in_file)
+
+    def _prompt_completion(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
+        known = {"prompt": "", "completion": ""}
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # both are chats, as in TRL
-            prompt = read_messages(row, "prompt", self.roles)
-            completion = read_messages(row | {"system": None}, "completion", self.roles)
+            row = self._read(row, account, known | CHAT_KEYS)
+            prompt = self._messages(account).read(row, "prompt")
+            completion = self._messages(account).read(row | {"system": None}, "completion")
             return self._chat([*prompt, *completion], row, first_answer=len(prompt))
+        row = self._read(row, account, known)
         completion = _text(row, "completion")
         if not completion.strip():
             raise RowError("the completion is empty")
         return Text(_text(row, "prompt") + self.separator, completion, train_prompt=self.loss_on == "all")
 
-    def _alpaca(self, row: dict[str, Any]) -> Text | Chat:
-        instruction, output = _text(row, "instruction"), _text(row, "output")
+    def _alpaca(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
+        question, answer = needed_columns("alpaca", row)
+        known = {question: "", answer: ""} | ({"input": ""} if question == "instruction" else {})
+        row = self._read(row, account, known | {"system": CHAT_KEYS["system"], "history": "earlier turns"})
+        instruction, output = _text(row, question), _text(row, answer)
         more = _text(row, "input") if row.get("input") is not None else ""
         if not output.strip():
-            raise RowError("the output is empty")
+            raise RowError(f"the {answer} is empty")
         if self.template is not None:
-            question = f"{instruction}\n\n{more}" if more else instruction
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-            return Chat(messages, None if self.loss_on == "all" else (False, True))
+            asked = f"{instruction}\n\n{more}" if more else instruction
+            messages = [*_earlier_turns(row), {"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+            return self._chat(after_system(messages, row), row)
+        for column in ("system", "history"):
+            if row.get(column):
+                hint = f"set `{self.template_key}`, for example to `plain`; `fsdp-tune templates` lists the bundled ones"
+                raise ColumnError(column, "needs a chat template, and the tokenizer has none", hint=hint)
         prompt = STANFORD_WITH_INPUT if more else STANFORD_WITHOUT_INPUT
         filled = prompt.format_map({"instruction": instruction, "input": more})
         return Text(filled, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
@@ -183,6 +226,7 @@ class FormatSettings:
             raise ColumnError("input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
         if not all(_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()):
             raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
+        _check_one_example(row, len(ids))
         for column in ("completion_mask", "assistant_masks"):
             if row.get(column) is not None:
                 return Ids(ids, [mask != 0 for mask in _numbers(row, column, len(ids))])
@@ -200,7 +244,46 @@ class FormatSettings:
 
 
 def matching_formats(columns: Collection[str]) -> list[str]:
-    return [name for name, needed in COLUMNS.items() if all(column in columns for column in needed)]
+    return [name for name, spellings in COLUMNS.items() if any(all(column in columns for column in needed) for needed in spellings)]
+
+
+def needed_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that a format needs, in the first spelling that `columns` have; the first of all if they have none."""
+    spellings = COLUMNS[format_]
+    return next((needed for needed in spellings if all(column in columns for column in needed)), spellings[0])
+
+
+def other_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that other formats need, if `columns` fit them too."""
+    others = [needed_columns(name, columns) for name in matching_formats(columns) if name != format_]
+    return tuple(column for needed in others for column in needed if column not in needed_columns(format_, columns))
+
+
+def _earlier_turns(row: dict[str, Any]) -> list[Message]:
+    """Return the messages of the column `history`, a list of [question, answer]."""
+    history: Any = parsed_column(row, "history") or []
+    turns = cast(list[Any], history) if isinstance(history, list) else [history]
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, 1):
+        pair = cast(list[Any], turn) if isinstance(turn, list) else []
+        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ColumnError("history", f"holds at position {number} something other than a question and its answer, as two texts")
+        if not pair[1].strip():
+            raise ColumnError("history", f"holds at position {number} a question without an answer")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return messages
+
+
+def _check_one_example(row: dict[str, Any], length: int) -> None:
+    """Check that columns about packed examples describe one example of `length` tokens. Raises: ColumnError."""
+    positions = _numbers(row, "position_ids", length) if row.get("position_ids") is not None else []
+    wrong = next((at for at, position in enumerate(positions) if position != at), None)
+    if wrong is not None:
+        raise ColumnError("position_ids", f"holds {positions[wrong]} at position {wrong}: the row is packed", hint=PACKED)
+    if row.get("seq_lengths") is not None and (lengths := _numbers(row, "seq_lengths")) != [length]:
+        raise ColumnError("seq_lengths", f"holds {lengths}, and `input_ids` {length} ids: the row is packed", hint=PACKED)
+    if row.get("token_type_ids") is not None and any(_numbers(row, "token_type_ids", length)):
+        raise ColumnError("token_type_ids", "holds types other than 0, which causal models do not have", hint="remove the column")
 
 
 def _text(row: dict[str, Any], column: str) -> str:

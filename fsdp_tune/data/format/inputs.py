@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
+from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.templates import KEY, resolve_template, suggestion
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
@@ -18,6 +18,18 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 TRAIN = "train"
+PAIRS = (
+    ("question", "answer"),
+    ("prompt", "response"),
+    ("prompt", "generation"),
+    ("prompt", "chosen"),
+    ("question", "response"),
+    ("INSTRUCTION", "RESPONSE"),
+    ("article", "summary"),
+    ("message_1", "message_2"),
+    ("input", "output"),
+)
+"""Other names of a prompt and its completion in published data sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,7 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
 
 def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int) -> Input:
     source = find_source(entry, key, streaming=recipe.data.streaming and set_name == TRAIN)
-    columns = _first_columns(source)
+    columns = tuple(column for column in _first_columns(source) if _name_in_file(entry, column) not in recipe.data.ignore_columns)
     settings = _settings(recipe, source, columns, encoder)
     overlong = recipe.data.overlong
     if overlong == "auto":
@@ -154,13 +166,19 @@ def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder
         data.special_tokens_in_content,
         names,
         template_key,
+        tuple(sorted(data.ignore_columns)),
+        other_columns(format_, columns),
     )
+
+
+def _name_in_file(entry: DataSource, column: str) -> str:
+    return next((old for old, new in entry.rename_columns.items() if new == column), column)
 
 
 def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
     where = Where(key=source.key)
     if wanted != "auto":
-        missing = [column for column in COLUMNS[wanted] if column not in columns]
+        missing = [column for column in needed_columns(wanted, columns) if column not in columns]
         if missing:
             raise usage_error(
                 "no-such-column",
@@ -177,13 +195,14 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
             "two-formats",
             f"`{source.entry.path}` looks like {' and like '.join(found)}: its columns are {', '.join(columns)}",
             where=where,
-            hint=f"name one: `format: {found[0]}`",
+            hint=f"name one: `--set data.format={found[0]}`; the columns of the other are then ignored",
         )
+    question, answer = next((pair for pair in PAIRS if all(column in columns for column in pair)), PAIRS[0])
     raise usage_error(
         "no-format",
         f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}",
         where=where,
-        hint="rename them, for example `rename_columns: {question: prompt, answer: completion}`",
+        hint=f"rename them, for example `rename_columns: {{{question}: prompt, {answer}: completion}}`",
     )
 
 
@@ -201,7 +220,7 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
             try:
                 values = select(row[1], opened.entry, name) if file != last_file else kept_columns(row[1], opened.entry)
             except RowError as error:
-                yield opened.first_file + file, BadRow(row[0], str(error))
+                yield opened.first_file + file, error.bad_row(row[0])
                 continue
             if file != last_file:
                 _check_same_columns(opened, name, values)
@@ -221,8 +240,7 @@ def kept_columns(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
 
 def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> None:
     """Check that every file of an entry has the columns of its format. Raises: usage error."""
-    needed = COLUMNS[opened.settings.format]
-    if not all(column in values for column in needed):
+    if not all(column in values for column in needed_columns(opened.settings.format, values)):
         raise usage_error(
             "columns-differ",
             f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are {', '.join(opened.columns)}",

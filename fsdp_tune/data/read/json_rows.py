@@ -25,6 +25,8 @@ class BadRow:
     reason: str
     column: int | None = None
     hint: str | None = None
+    unread: tuple[str, ...] = ()
+    """Keys of the row that no format reads and that `data.ignore_columns` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,21 @@ ALL_ROWS = Part()
 class RowError(ValueError):
     """A row cannot be used; the message is the reason. The caller adds file and line."""
 
+    def __init__(self, reason: str, *, hint: str | None = None, unread: tuple[str, ...] = ()) -> None:
+        super().__init__(reason)
+        self.hint, self.unread = hint, unread
+
+    def bad_row(self, number: int, *, hint: str | None = None) -> BadRow:
+        """Return the row as a bad one; `hint` if the error itself has none."""
+        return BadRow(number, str(self), hint=self.hint or hint, unread=self.unread)
+
 
 class ColumnError(Exception):
     """A column cannot be used. The caller replaces its name by the original name in the file."""
 
-    def __init__(self, column: str, what: str) -> None:
+    def __init__(self, column: str, what: str, *, hint: str | None = None) -> None:
         super().__init__(column, what)
-        self.column, self.what = column, what
+        self.column, self.what, self.hint = column, what, hint
 
 
 NumberedRow = tuple[int, dict[str, Any]]

@@ -1,6 +1,7 @@
 """Read rows of a tar archive as the webdataset library writes it: members with one base name are a row, counted from 1.
 
-A `.json` member holds the fields of the row, a `.txt` member its `text`. Other members are ignored; none is ever unpickled.
+A `.json` member holds the fields of the row, a `.txt` member its `text`. Other members are columns named by their ending (`.jpg`), which
+no format reads; none is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import IO
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, Part, json_row
 
 Member = tuple[str, str, bytes | None]
-"""Base name, ending without the dot, and content; None for an ending that is ignored."""
+"""Base name, ending without the dot, and content; None for an ending that is not read."""
 
 
 def tar_rows(file: IO[bytes], part: Part, max_bytes: int) -> Iterator[NumberedRow | BadRow]:
@@ -54,11 +55,12 @@ def _row(number: int, members: list[Member], max_bytes: int) -> NumberedRow | Ba
             texts[ending] = content.decode("utf-8")
         except UnicodeDecodeError as error:
             return BadRow(number, f"`{name}.{ending}` is not UTF-8: byte 0x{content[error.start]:02x}")
+    others = {f".{ending}": f"{name}.{ending}" for _, ending, content in members if content is None}
     if "json" not in texts:
-        return number, {"text": texts["txt"]}
+        return number, {"text": texts["txt"], **others}
     row = json_row(number, texts["json"])
     if isinstance(row, BadRow):
         return BadRow(number, f"`{name}.json`: {row.reason}")
     if "txt" in texts and "text" in row[1]:
         return BadRow(number, f"`{name}` has a `.txt` member, and `text` in its `.json` member")
-    return number, {**row[1], **({"text": texts["txt"]} if "txt" in texts else {})}
+    return number, {**row[1], **({"text": texts["txt"]} if "txt" in texts else {}), **others}

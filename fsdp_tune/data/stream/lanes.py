@@ -115,7 +115,7 @@ class _Reader:
                 else:
                     rows.append(RawRow(self._index, unit, row[0], kept_columns(row[1], self._source.opened.entry)))
             except RowError as error:
-                bad.append((unit, BadRow(row.number if isinstance(row, BadRow) else row[0], str(error))))
+                bad.append((unit, error.bad_row(row.number if isinstance(row, BadRow) else row[0])))
             if self._source.rows is not None and self.cursor.row == self._part[1] - self._part[0]:
                 self._next_part()
                 break

@@ -122,7 +122,7 @@ class RowStream:
     def bad_row(self, unit: int, row: BadRow) -> Problem:
         """Return the problem of a bad row, with its line in the file."""
         source = [each for each in self.sources if each.first_unit <= unit][-1]
-        return Problem("bad-row", row.reason, source.units[unit - source.first_unit].locate(row.number, row.column))
+        return Problem("bad-row", row.reason, source.units[unit - source.first_unit].locate(row.number, row.column), hint=row.hint)
 
     def stage_at(self, step: int) -> int:
         """Return the index in `shares` of the stage of a step."""

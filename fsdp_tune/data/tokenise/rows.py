@@ -20,6 +20,7 @@ import numpy as np
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, Text
+from fsdp_tune.data.format.row_account import KeyUse
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.notes import Note, RowNotes
 from fsdp_tune.data.read.json_rows import BadRow, RowError
@@ -79,6 +80,8 @@ class Tokenised:
     counts: Counter[str] = field(default_factory=Counter[str])
     """rows, encoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, no_space,
     split_rows, split_examples."""
+    keys: Counter[tuple[int, KeyUse]] = field(default_factory=Counter[tuple[int, KeyUse]])
+    """Rows of each source by the use of a key."""
     notes: RowNotes = field(default_factory=RowNotes)
 
 
@@ -96,9 +99,11 @@ class Tokeniser:
         examples: list[tuple[RawRow, Example]] = []
         for row in rows:
             try:
-                examples.append((row, self.settings[row.source].example(row.values)))
+                uses = set[KeyUse]()
+                examples.append((row, self.settings[row.source].example(row.values, uses)))
+                work.keys.update((row.source, use) for use in uses)
             except RowError as error:
-                work.bad.append((row.file, BadRow(row.number, str(error))))
+                work.bad.append((row.file, error.bad_row(row.number)))
         work.counts["rows"] = len(rows)
         if check_only:
             return work.finish()
@@ -136,6 +141,7 @@ class _Chunk:
         self.bad: list[tuple[int, BadRow]] = []
         self.untrained: list[tuple[int, int]] = []
         self.counts: Counter[str] = Counter()
+        self.keys: Counter[tuple[int, KeyUse]] = Counter()
         self.notes = RowNotes()
 
     def encode_texts(self, texts: list[tuple[RawRow, Text]]) -> Iterator[EncodedText]:
@@ -158,7 +164,7 @@ class _Chunk:
                 raise RowError("the row is a conversation, and there is no chat template")
             rendered = render_chat(chat, settings.template, self._encoder, check_repeat=check_repeat)
         except RowError as error:
-            self.bad.append((row.file, BadRow(row.number, str(error), hint=self._way_out(chat, settings))))
+            self.bad.append((row.file, error.bad_row(row.number, hint=self._way_out(chat, settings))))
             return None
         if not settings.encodes_special_tokens_as_text(chat):
             return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, self._special.spelled_in([chat.messages, chat.tools])))
@@ -201,7 +207,7 @@ class _Chunk:
                 for tokens in text.tokens(ids, encoded.encoder, append_eos=append_eos)
             ]
         except RowError as error:
-            self.bad.append((row.file, BadRow(row.number, str(error))))
+            self.bad.append((row.file, error.bad_row(row.number)))
             return
         kept = [self._keep(row, chat, tokens.ids, tokens.trained) for tokens in examples]
         self.counts["eos_appended_to_chat"] += sum(tokens.eos_appended for tokens in examples)
@@ -265,6 +271,7 @@ class _Chunk:
             bad=self.bad,
             untrained=self.untrained,
             counts=self.counts,
+            keys=self.keys,
             notes=self.notes,
         )
 

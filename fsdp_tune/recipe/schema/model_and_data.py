@@ -242,6 +242,8 @@ class Data(Section):
     """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for chats."""
     chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
     """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | hub id; chats without a template are an error."""
+    ignore_columns: Annotated[list[Text], Effect(DATA, REFUSED)] = []
+    """Keys of the rows to ignore, with their names in the files; in messages `messages.rating`. Others that no format reads are errors."""
     roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
     """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
     max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048

@@ -1,0 +1,222 @@
+"""The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
+
+Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`, `messages.tool_calls.function.arguments`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from fsdp_tune.data.read.json_rows import RowError
+
+IGNORE_KEY = "data.ignore_columns"
+
+# fmt: off
+METADATA = frozenset((
+    # which row it is
+    "id", "_id", "idx", "index", "uid", "uuid", "guid", "row_id", "sample_id", "example_id", "item_id", "doc_id", "document_id",
+    "conversation_id", "conv_id", "chat_id", "session_id", "thread_id", "message_id", "parent_id", "prompt_id", "question_id", "qid",
+    "task_id", "problem_id", "request_id", "trace_id", "hash", "md5", "sha1", "sha256", "__index_level_0__", "__key__", "__url__",
+    # where it is from
+    "source", "sources", "source_dataset", "source_name", "data_source", "dataset", "dataset_name", "_dataset_name", "dataset_id",
+    "subset", "split", "origin", "provenance", "url", "uri", "link", "domain", "dump", "crawl", "repo", "repo_name", "file_path",
+    "redpajama_set_name", "license", "license_type", "author", "annotator", "contributor", "generator", "model", "model_name",
+    "version", "revision", "channel",
+    # when
+    "timestamp", "time", "date", "created", "created_at", "created_utc", "updated_at", "create_time",
+    # what it is about
+    "language", "lang", "locale", "language_code", "category", "categories", "topic", "topics", "subject", "ability", "tag", "tags",
+    "keywords", "title", "meta", "metadata", "extra_info",
+    # how good and how long it is
+    "score", "int_score", "language_score", "quality", "quality_score", "rating", "difficulty", "complexity", "perplexity",
+    "token_count", "num_tokens", "n_tokens", "num_turns", "n_turns", "turn_count", "length", "len", "char_count", "word_count",
+    # an option of a request
+    "parallel_tool_calls",
+))
+# fmt: on
+"""Keys of a row that never change what is trained: they are ignored and listed. docs/guide/data-formats.md has the same list."""
+# fmt: off
+NESTED_METADATA = frozenset((
+    "id", "_id", "idx", "index", "uid", "uuid", "message_id", "parent_id", "turn_id", "hash", "source", "model", "model_name",
+    "timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "language", "lang", "score", "rating",
+    "metadata", "meta", "extra_info", "cache_control", "annotations", "token_count", "num_tokens",
+))
+# fmt: on
+"""The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are not ignored."""
+
+MEDIA = "only text is supported: leave such rows out"
+PREFERENCE = (
+    "rows of preferences: to train on the chosen answers alone, rename their column "
+    "(`rename_columns: {chosen: completion}`) and ignore the others (`data.ignore_columns: [rejected]`)"
+)
+PACKED = "write each packed example as a row of its own; `data.packing: true` joins them again"
+JUDGED = "whether the answer is a good one: leave the bad ones out, then ignore it"
+NEEDS_CHAT = "write the row as a chat, with `messages`, or put it into the prompt"
+EARLIER = "write the earlier turns as messages"
+MASKED = "write `train: false` for what is not trained"
+TOKEN_MARKS = "marks of tokens need `input_ids`: write the row tokenized, or mark messages with `train: false`"
+ADVICE = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios", "objects", "pixel_values", "image_grid_thw"), MEDIA),
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".mp3", ".wav", ".flac", ".mp4"), MEDIA),
+    **dict.fromkeys(
+        ("chosen", "rejected", "rejected_response", "rejected_messages", "chosen_messages", "preferred_output", "non_preferred_output"),
+        PREFERENCE,
+    ),
+    **dict.fromkeys(("kto_tag", "label"), JUDGED),
+    **dict.fromkeys(("position_ids", "seq_lengths", "sequence_ids", "cu_seqlens"), PACKED),
+    **dict.fromkeys(("system", "tools", "functions", "chat_template_kwargs", "enable_thinking"), NEEDS_CHAT),
+    "history": EARLIER,
+    **dict.fromkeys(("mask", "masked", "ignore", "ignored", "skip", "exclude", "no_loss", "train_detail"), MASKED),
+    **dict.fromkeys(
+        ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "labels", "attention_mask", "response_mask"), TOKEN_MARKS
+    ),
+    "parameters": "a call has `name` and `arguments`",
+    "refusal": "write the text of the refusal as `content`",
+}
+"""What to write instead of some keys, where a format does not read them."""
+
+How = Literal["read", "metadata", "ignored", "other format"]
+HOW: tuple[How, ...] = ("read", "metadata", "ignored", "other format")
+_HOW_SHOWN: dict[str, str] = {
+    "read": "read",
+    "metadata": "ignored as metadata",
+    "ignored": f"ignored by `{IGNORE_KEY}`",
+    "other format": "ignored: another format reads them, and the recipe names this one",
+}
+
+
+class KeyUse(NamedTuple):
+    key: str
+    how: How
+    meaning: str = ""
+    """For `read`: what a key that the format does not need is read as."""
+
+
+@dataclass(slots=True)
+class RowAccount:
+    """The account of one row, filled while the row is read."""
+
+    ignored: Collection[str] = ()
+    """Keys that the recipe ignores (`data.ignore_columns`)."""
+    uses: dict[KeyUse, None] = field(default_factory=dict[KeyUse, None])
+    _unread: dict[str, str] = field(default_factory=dict[str, str])
+    """What to write instead of each key that is not read; empty if that is unknown."""
+
+    def close(
+        self,
+        values: dict[str, Any],
+        known: Mapping[str, str],
+        *,
+        path: str = "",
+        metadata: Collection[str] = NESTED_METADATA,
+        template: str | None = None,
+        names: Mapping[str, str] | None = None,
+        other: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Return `values` without the keys that are not read. Keys that are neither known nor metadata are refused by `finish`.
+
+        `known`: what each key is read as. Keys that `template` reads are read too. `names`: the names of columns in the file. `other`:
+        columns of a format that the recipe has not chosen.
+        """
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            name = path + (names or {}).get(key, key)
+            if name in self.ignored:
+                self.uses[KeyUse(name, "ignored")] = None
+            elif key in known:
+                kept[key] = value
+                if not _is_empty(value):
+                    self.uses[KeyUse(name, "read", known[key])] = None
+            elif _is_empty(value):
+                continue
+            elif template is not None and is_named(template, key):
+                kept[key] = value
+                self.uses[KeyUse(name, "read", "a field of the chat template")] = None
+            elif key in other:
+                self.uses[KeyUse(name, "other format")] = None
+            elif key in metadata:
+                self.uses[KeyUse(name, "metadata")] = None
+            else:
+                self._unread[name] = ADVICE.get(key, "")
+        return kept
+
+    def finish(self, format_: str, template: str | None) -> None:
+        """Raise a RowError that names every key that was not read, if there are any."""
+        if not self._unread:
+            return
+        unknown = [name for name, advice in self._unread.items() if not advice]
+        reason = f"{listed_keys(self._unread)} {'is' if len(self._unread) == 1 else 'are'} not read by the format {format_}"
+        advice: dict[str, list[str]] = {}
+        for name, each in self._unread.items():
+            advice.setdefault(each, []).append(name)
+        ways = [f"{listed_keys(names)}: {each}" for each, names in advice.items() if each]
+        if template is not None:
+            ways += [
+                f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
+                for name in unknown
+                if "." not in name and re.search(rf"\b{re.escape(name)}\b", template)
+            ]
+        names = [*self.ignored, *self._unread]
+        ways.append(
+            ignoring_hint(names)
+            if unknown
+            else f"`{ignoring_option(names)}` ignores {'it' if len(self._unread) == 1 else 'them'} all the same"
+        )
+        only_unknown = len(unknown) == len(self._unread)
+        raise RowError(reason, hint="; ".join(ways), unread=(*self.ignored, *unknown) if only_unknown else ())
+
+
+def key_account(keys: Counter[tuple[int, KeyUse]], source: int) -> list[dict[str, Any]]:
+    """Return the account of a source, in JSON: how each key of its rows is used, and in how many rows."""
+    own = [(use, rows) for (number, use), rows in keys.items() if number == source]
+    return [
+        {"key": use.key, "how": use.how, "meaning": use.meaning, "rows": rows}
+        for use, rows in sorted(own, key=lambda item: (HOW.index(item[0].how), item[0].meaning, item[0].key))
+    ]
+
+
+def account_line(keys: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the account of a source in one line; keys that every row of a format has below its columns are left out."""
+    shown: dict[tuple[str, str], list[str]] = {}
+    for each in keys:
+        if each["how"] != "read" or each["meaning"] or "." not in each["key"]:
+            shown.setdefault((each["how"], each["meaning"]), []).append(each["key"])
+    parts = [f"{listed_keys(names)} {_HOW_SHOWN[how]}{f' as {meaning}' if meaning else ''}" for (how, meaning), names in shown.items()]
+    return "; ".join(parts)
+
+
+def ignored_by_none(ignored: Iterable[str], accounts: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the names in `data.ignore_columns` that no row has."""
+    found = {each["key"] for keys in accounts for each in keys if each["how"] == "ignored"}
+    return [name for name in ignored if name not in found]
+
+
+def listed_keys(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def ignoring_hint(names: Iterable[str]) -> str:
+    """Return a hint with the option that ignores keys, quoted for a shell."""
+    names = list(dict.fromkeys(names))
+    other = "remove them" if all("." in name for name in names) else "rename them with `rename_columns` to what the format reads"
+    return f"{other}, or ignore them: `{ignoring_option(names)}`"
+
+
+def ignoring_option(names: Iterable[str]) -> str:
+    return f"--set '{IGNORE_KEY}=[{','.join(names)}]'"
+
+
+def _is_empty(value: object) -> bool:
+    """Return whether a value has no content: Arrow gives each row the keys of all others, with null or an empty list."""
+    return value is None or value in ("", [], {})
+
+
+@lru_cache(maxsize=1024)
+def is_named(template: str, key: str) -> bool:
+    """Return whether a chat template reads `key` of an object: as an attribute or in quotes."""
+    return re.search(rf"\.\s*{re.escape(key)}\b|(['\"]){re.escape(key)}\1", template) is not None
