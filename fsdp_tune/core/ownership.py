@@ -17,11 +17,12 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -118,6 +119,40 @@ def announced(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+TEMPORARY_PREFIX = "fsdp-tune-"
+_RECORD = "owner.json"
+
+
+@contextmanager
+def temporary_directory(kind: str = "", keep: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    """Make a private directory TMPDIR/fsdp-tune-KIND…, and remove it at the end unless `keep` returns True.
+
+    A process that is killed with SIGKILL removes nothing, so that the directories of dead owners are removed first.
+    """
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    path, is_kept = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{kind}")), False
+    try:
+        with announced(path / _RECORD):
+            yield path
+            is_kept = keep()
+    except BaseException:
+        is_kept = keep()
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's temporary directories whose record names a dead process; any other may be a user's own."""
+    with contextlib.suppress(OSError):
+        for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                is_ours = path.lstat().st_uid == os.geteuid() and not path.is_symlink()
+                if is_ours and read_owner(path / _RECORD) is not None and is_abandoned(path / _RECORD):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.preparation import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.inspection import FIRST_ROWS, inspect
@@ -69,8 +68,8 @@ def rehearse(
         position = recipe.positions.get("launch.device")
         device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
         ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.sp_size > 1 else RANKS)
-        folder, checks = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-")), list[Check]()
-        try:
+        checks = list[Check]()
+        with temporary_directory("rehearsal-", keep=lambda: not all(check.passed for check in checks)) as folder:
             compared = wanted.model_copy(update={"lora": None}) if parity else wanted
             small = _scale_down(compared, folder, ranks, device, observer)
             small = make_comparable(small) if parity else small
@@ -87,11 +86,7 @@ def rehearse(
             for check in results:
                 checks.append(check)
                 observer.message(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
-        finally:
-            all_passed = all(check.passed for check in checks)
-            if all_passed:
-                shutil.rmtree(folder, ignore_errors=True)
-        return RehearsalResult(tuple(small.changes), tuple(checks), None if all_passed else folder)
+        return RehearsalResult(tuple(small.changes), tuple(checks), None if all(check.passed for check in checks) else folder)
 
 
 def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer: Observer) -> ScaledRecipe:

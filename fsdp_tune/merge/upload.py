@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.destination import RECORD_NAME
@@ -143,16 +143,18 @@ def _names(folder: Path, files: Sequence[Path]) -> set[str]:
 @contextmanager
 def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
     """Yield a directory of links to `files` of `folder`, where the files that name folders of this machine are copies without them."""
-    with tempfile.TemporaryDirectory() as stage:
+    with temporary_directory("push-") as scratch:
+        stage = scratch / "files"  # next to the record of the owner
+        stage.mkdir()
         for path in files:
-            copy = Path(stage, path.relative_to(folder))
+            copy = stage / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path.name in PROVENANCE:
                 document = without_folders(json.loads(path.read_bytes()))
                 write_file(copy, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
             else:
                 copy.symlink_to(path.resolve())
-        yield Path(stage)
+        yield stage
 
 
 def _refuse_public(api: Any, name: str, target: HubTarget) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from fsdp_tune.core import ownership
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.ownership import HeldError, live_owner, owned, read_owner
+from fsdp_tune.core.ownership import HeldError, live_owner, owned, read_owner, temporary_directory
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.lock import locked
 from tests.conftest import REPOSITORY
@@ -268,3 +268,42 @@ def test_link_instead_of_the_lock_is_refused(run: RunDir, tmp_path: Path, lockle
     with pytest.raises(OSError, match="symbolic link"), locked(run):
         pass
     assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_temporary_directory_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    hold = "import time\nfrom fsdp_tune.core.ownership import temporary_directory\n"
+    hold += "with temporary_directory('x-') as path:\n print(path, flush=True)\n time.sleep(60)"
+    holders: list[subprocess.Popen[str]] = []
+    for _ in range(2):
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        holders.append(subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY))
+    paths = [Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout is not None]
+    try:
+        (paths[0] / "model").mkdir()
+        holders[0].kill()
+        holders[0].wait()
+        own = tmp_path / "fsdp-tune-of-a-user"  # a name of the same form, without a record
+        own.mkdir()
+        elsewhere = tmp_path / "elsewhere"
+        paths[0].rename(elsewhere)
+        paths[0].symlink_to(elsewhere)
+        with temporary_directory("x-") as path:
+            assert set(tmp_path.iterdir()) == {path, paths[0], paths[1], own, elsewhere}, "a link is not followed"
+        paths[0].unlink()
+        elsewhere.rename(paths[0])
+        with temporary_directory("x-") as path:
+            assert set(tmp_path.iterdir()) == {path, paths[1], own}, "the live owner's directory is kept"
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_temporary_directory_is_kept_on_demand_and_then_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with suppress(ZeroDivisionError), temporary_directory("rehearsal-", keep=lambda: is_kept) as path:
+        raise ZeroDivisionError
+    with temporary_directory():
+        assert path.exists() is is_kept

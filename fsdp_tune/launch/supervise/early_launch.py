@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import yaml
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
+from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise.process_tree import kill_for_good
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
@@ -85,26 +85,23 @@ def start_early(plan: LaunchPlan, recipe: Recipe) -> Iterator[EarlyLaunch | None
 
     Call it in the main thread: the kernel kills the launcher with the thread that started it.
     """
-    try:
-        early = _start(plan, recipe)
-    except OSError:
-        early = None
-    try:
-        yield early
-    finally:
-        if early is not None:
-            early.end()
+    with contextlib.ExitStack() as stack:
+        try:
+            early = _start(plan, recipe, EarlyStart(stack.enter_context(temporary_directory())))
+        except OSError:
+            early = None
+            stack.close()
+        try:
+            yield early
+        finally:
+            if early is not None:
+                early.end()
 
 
-def _start(plan: LaunchPlan, recipe: Recipe) -> EarlyLaunch:
-    files = EarlyStart(Path(tempfile.mkdtemp(prefix="fsdp-tune-")))
-    try:
-        write_file(files.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
-        write_file(files.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
-        with DISK.open_private(files.launcher_log, "ab") as log:
-            output = FileIO(str(files.launcher_log))
-            process = children.start(plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    except BaseException:
-        shutil.rmtree(files.path, ignore_errors=True)
-        raise
+def _start(plan: LaunchPlan, recipe: Recipe, files: EarlyStart) -> EarlyLaunch:
+    write_file(files.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
+    write_file(files.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
+    with DISK.open_private(files.launcher_log, "ab") as log:
+        output = FileIO(str(files.launcher_log))
+        process = children.start(plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     return EarlyLaunch(files, process, output)

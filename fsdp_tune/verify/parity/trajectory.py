@@ -11,12 +11,12 @@ import contextlib
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, build_full
 from fsdp_tune.recipe.schema import Recipe
@@ -48,10 +48,10 @@ def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[i
 def trajectory(run: RunDir, compute_dtype: torch.dtype, skipped: frozenset[int]) -> dict[str, Any]:
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
     data = json.loads(run.data_json.read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_directory("parity-") as folder:
         build_full(recipe).save_pretrained(folder)
         stores = [RowStore(Path(path)) for path in data["evals"].values()]
-        found = train(settings_of(recipe, compute_dtype, skipped), Path(folder), RowStore(Path(data["train"])), *stores)
+        found = train(settings_of(recipe, compute_dtype, skipped), folder, RowStore(Path(data["train"])), *stores)
     return {
         "loss": found.losses,
         "grad_norm": found.grad_norms,
