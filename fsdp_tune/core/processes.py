@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.parent_death import ends_with_parent
 
 _RUNNING: list[subprocess.Popen[str]] = []
@@ -146,7 +146,13 @@ COMPILED = "compiled"
 def default_cache_directory() -> Path:
     """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"
+    if base.startswith("/"):
+        return Path(base) / "fsdp-tune"
+    try:
+        return Path.home() / ".cache" / "fsdp-tune"
+    except RuntimeError:  # a user id without an entry in /etc/passwd, as in many containers, and no HOME
+        message = "there is no place for the cache: HOME and XDG_CACHE_HOME are not set, and this user has no home directory"
+        raise usage_error("cache-unusable", message, hint="`export XDG_CACHE_HOME=DIR`, a directory where you may write") from None
 
 
 def compiler_variables() -> dict[str, str]:

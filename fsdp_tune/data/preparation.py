@@ -27,10 +27,10 @@ from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
+from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
-from fsdp_tune.recipe.schema.optimizers import state_bits
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
@@ -119,7 +119,7 @@ def prepare(
 
     manifest, reused = built(path, build, digests=verify)
     record_use(path, recipe=recipe.name or "", run=run)
-    if run is not None and (recipe.kernels.compile or recipe.quantization is not None or state_bits(recipe.training) is not None):
+    if run is not None and compiles(recipe):
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
     # Names are no content: the data may have been prepared under others.
     named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]

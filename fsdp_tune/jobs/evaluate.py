@@ -24,7 +24,7 @@ from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, refuse_code, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
@@ -117,6 +117,7 @@ def evaluate(
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
+        check_cache(settings)
         encoder = load_encoder(settings)
         _check_models(models, encoder, options, observer)
         reader = AnswerReader(encoder, options.answer)

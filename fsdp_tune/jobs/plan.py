@@ -16,7 +16,7 @@ from fsdp_tune.core.devices import Machine, this_machine
 from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import PlanSession, budget_of, decisions
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
 from fsdp_tune.planner.hardware.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.search.candidates import devices_of_machine, differences
@@ -93,6 +93,7 @@ def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowe
     if hardware is not None and plain.launch.device != "cuda":  # GPUs are planned, whatever the recipe runs on here
         options.append(OptionOverride(f"plan for {hardware.name}", "launch.device=cuda"))
     resolution = resolve_recipe(_with_options(loaded, options), allowed, observer)
+    check_cache(resolution.recipe)
     observer.notices(resolution.notices)
     if hardware is None:
         budget = budget_of(resolution.recipe, None)

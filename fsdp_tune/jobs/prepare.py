@@ -12,7 +12,7 @@ from fsdp_tune.data.preparation import Prepared, decoded_rows
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 
@@ -46,6 +46,7 @@ def prepare(
     """
     with session(recipe):
         resolution = resolve_recipe(recipe, allowed, observer)
+        check_cache(resolution.recipe)
         if download:
             _download(resolution.recipe, observer)
         encoder = load_encoder(resolution.recipe)

@@ -12,7 +12,7 @@ from fsdp_tune.data.preparation import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.inspection import FIRST_ROWS, inspect
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.verify.rehearsal.lifecycle_checks import Check, Rehearsal
@@ -65,6 +65,7 @@ def rehearse(
         resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True)
         observer.notices(resolution.notices)
         wanted = resolution.recipe
+        check_cache(wanted)
         position = recipe.positions.get("launch.device")
         device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
         ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.sp_size > 1 else RANKS)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where
-from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
+from fsdp_tune.data.store_cache import STORES
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
+from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
@@ -76,6 +82,44 @@ def resolve_recipe(
         needs_trackers=starts_ranks,
         positions=loaded.positions,
     )
+
+
+def check_cache(recipe: Recipe, *, writes: bool = True) -> None:
+    """Check the cache directories of a resolved recipe before the work that they are for. Raises: usage error (exit 2).
+
+    A directory that cannot be written serves if it has prepared data. Without `writes` nothing is created, and only what permissions and
+    the kinds of existing files exclude is found.
+    """
+    assert recipe.data.cache_dir is not None, "the recipe is resolved"
+    folder, compiled = Path(recipe.data.cache_dir), default_cache_directory() / COMPILED
+    for path, way_out in ((folder, "--set data.cache_dir=DIR"), *([(compiled, "export XDG_CACHE_HOME=DIR")] if compiles(recipe) else [])):
+        error = _reason_unusable(path, writes=writes)
+        if error is None or (error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (path / STORES).is_dir()):
+            continue
+        what = "of compiled kernels" if path == compiled else "of prepared data and plans"
+        at = f" (at `{error.filename}`)" if error.filename and Path(error.filename) != path else ""
+        raise usage_error(
+            "cache-unusable",
+            f"the cache directory {what}, `{path}`, cannot be used: {error.strerror}{at}",
+            hint=f"name a directory where you may write: `{way_out}`",
+            where=Where(key="data.cache_dir") if path == folder else NOWHERE,
+        )
+
+
+def _reason_unusable(path: Path, *, writes: bool) -> OSError | None:
+    try:
+        if writes:
+            DISK.mkdir(path)
+            tempfile.TemporaryFile(dir=path).close()
+        else:
+            existing = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
+            if not existing.is_dir():
+                return NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+            if not os.access(existing, os.W_OK | os.X_OK):
+                return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
+    except OSError as error:
+        return error
+    return None
 
 
 def refuse_code(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> None:

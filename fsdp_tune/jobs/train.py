@@ -28,7 +28,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.push import push, target_of
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -223,6 +223,7 @@ class _Job:
         if self.options.resume is not None:  # a mistyped directory is a new run
             source = start.checkpoint.path.name if start.checkpoint else "step 0"
             self.observer.message(f"{run.path}: {'a new run' if start.is_new else 'resumed'} from {source}")
+        check_cache(self.recipe)
         check_port(self.recipe)
         if self.recipe.training.push_to_hub:
             check_access(target_of(self.recipe))

@@ -10,7 +10,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.jobs.inspection import Inspection, inspect
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import budget_of, decide, visible_gpu
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
 from fsdp_tune.model.loading.model_files import check_vocabulary
 from fsdp_tune.planner.search.recomputation import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned
@@ -53,6 +53,7 @@ def validate(
     """
     with session(recipe):
         resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict)
+        check_cache(resolution.recipe, writes=False)
         if offline:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
         found = inspect(resolution.recipe, offline=offline)

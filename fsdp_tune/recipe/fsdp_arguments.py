@@ -17,6 +17,11 @@ from fsdp_tune.recipe.schema.optimizers import state_bits, state_dtype
 OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
+def compiles(recipe: Recipe) -> bool:
+    """Return whether ranks compile kernels: of the layers, of weights in 4 bits, or of an optimizer with low-bit moments."""
+    return recipe.kernels.compile or recipe.quantization is not None or state_bits(recipe.training) is not None
+
+
 def environment(recipe: Recipe) -> dict[str, str]:
     """Return the environment variables that transformers and Accelerate read when they are imported or first constructed.
 
