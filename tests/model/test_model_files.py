@@ -106,7 +106,7 @@ def test_growing_embedding_accepts_any_vocabulary(says: Model) -> None:
     check_vocabulary({"embedding_rows": 1000}, Recipe(model=says), 1001)
 
 
-FROZEN = {"embedding_rows": 1000, "is_embedding_trained": False, "tied_embeddings": True}
+FROZEN = {"embedding_rows": 1000, "is_embedding_trained": False, "trains_new_tokens": False, "tied_embeddings": True}
 ADDS_TOKENS = Recipe(model=Model(tokens=Tokens(add=["<call>"])), lora=Lora())
 
 
@@ -124,7 +124,9 @@ def test_new_rows_of_a_frozen_embedding_are_refused_with_a_way_out(recipe: Recip
     with pytest.raises(FsdpTuneError) as caught:
         check_vocabulary(FROZEN | {"tied_embeddings": False}, recipe, 1001)
     assert "tie_word_embeddings" not in str(caught.value.problems[0].hint)
-    assert check_vocabulary(FROZEN | {"is_embedding_trained": True}, recipe, 1001) == []
+    assert check_vocabulary(FROZEN | {"is_embedding_trained": True, "trains_new_tokens": True}, recipe, 1001) == []
+    with pytest.raises(FsdpTuneError):  # an adapter on the embedding leaves its new rows as they were drawn
+        check_vocabulary(FROZEN | {"is_embedding_trained": True}, recipe, 1001)
 
 
 def test_added_tokens_in_spare_rows_of_a_frozen_embedding_are_noticed() -> None:

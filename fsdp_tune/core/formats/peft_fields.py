@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -45,6 +45,30 @@ def pattern_matches(pattern: str, module: str) -> bool:
 def value_for(module: str, patterns: Mapping[str, Value], default: Value) -> Value:
     """Return the value of the first pattern that matches a module's name. Raises: re.error."""
     return next((value for pattern, value in patterns.items() if pattern_matches(pattern, module)), default)
+
+
+def is_trained_in_full(config: Mapping[str, Any], weight: str) -> bool:
+    """Return whether a weight of the base belongs to a module of `modules_to_save`, by the `adapter_config.json`."""
+    saved: Any = config.get("modules_to_save") or []
+    module = weight.rpartition(".")[0]
+    return any(module == each or module.endswith(f".{each}") for each in saved if isinstance(each, str))
+
+
+def without_copies(names: Iterable[str]) -> dict[str, str]:
+    """Return {the name that PEFT reads: name} of the tensors of an adapter's file.
+
+    With `save_embedding_layers` PEFT writes the wrapper of an embedding or head of `modules_to_save` too: the frozen original, which is
+    left out here, and the trained weight for a second time.
+    """
+    found: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    for name in names:
+        module, _, rest = name.rpartition(".")
+        if module.endswith(".modules_to_save"):
+            copies[f"{module.removesuffix('.modules_to_save')}.{rest}"] = name
+        elif not module.endswith(".original_module"):
+            found[name] = name
+    return copies | found
 
 
 def tensor_name(module: str, part: str) -> str:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, initialisation_that_changes_base, other_arithmetic, value_for
+from fsdp_tune.core.formats.peft_fields import (
+    CONFIG_FILE,
+    initialisation_that_changes_base,
+    is_trained_in_full,
+    other_arithmetic,
+    value_for,
+)
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -38,6 +44,9 @@ class AdapterConfig:
     @property
     def ties_embeddings(self) -> bool:
         return self.values.get("ensure_weight_tying") is True
+
+    def saves(self, weight: str) -> bool:
+        return is_trained_in_full(self.values, weight)
 
     def parameters_of(self, module: str) -> list[str]:
         """Return the parameters of a module that `target_parameters` names, by the last part of their names."""

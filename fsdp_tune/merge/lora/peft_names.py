@@ -22,6 +22,8 @@ _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_magnitude_vector|token_adapter\.trainable_tokens_\w+)(\.(?P<adapter>[^.]+?))?(\.weight)?"
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_COPY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<rest>[^.]+)")
+"""In an adapter's own file: `save_embedding_layers` writes the wrapper of a trained embedding too, without the adapter's name."""
 _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.base_layer)\..+")
 _BASE_LAYER = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>[^.]+)")
 
@@ -43,6 +45,8 @@ class PeftNames:
     others: dict[str, str] = field(default_factory=dict[str, str])
     adapters: set[str] = field(default_factory=set[str])
     twice: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    copies: dict[str, str] = field(default_factory=dict[str, str])
+    """{name: key} of trained weights that the file usually holds under their own name too, which PEFT reads."""
 
 
 def is_peft(names: Iterable[str]) -> bool:
@@ -54,6 +58,9 @@ def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
     found = PeftNames()
     for key in keys:
         _sort(found, key, key.removeprefix(PREFIX))
+    for name, key in found.copies.items():
+        found.saved.add(name)
+        found.weights.setdefault(name, key)
     if len(found.adapters) > 1:
         raise failed_error(
             "merge-adapter-several",
@@ -92,6 +99,8 @@ def _sort(found: PeftNames, key: str, name: str) -> None:
         base_name = f"{match['module']}.{match['rest']}"
         found.saved.add(base_name)
         taken = found.weights.setdefault(base_name, key)
+    elif match := _COPY.fullmatch(name):
+        taken = found.copies.setdefault(f"{match['module']}.{match['rest']}", key)
     elif match := _BASE_LAYER.fullmatch(name):
         base_name = f"{match['module']}.{match['rest']}"
         found.wrapped.add(base_name)

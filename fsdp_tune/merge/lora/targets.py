@@ -54,15 +54,42 @@ def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] |
     layers.tensors = dict(layers.base)
     for name, tensor in layers.replaced.items():
         _replace(layers, name, tensor, model)
+    shared = _shared_weight(layers, config, model)
+    if shared is not None and not any(config.saves(name) for name in layers.replaced if is_embedding(name)):
+        layers.tensors[shared.name] = shared  # a resized one may be stored as the head's alone
+        if shared.shape != layers.base[shared.name].shape:
+            layers.config_changes[VOCABULARY_KEY] = shared.shape[0]
     is_transposed = _vote(layers)
     for module, parts in layers.factors.items():
         if parameters := config.parameters_of(unwrapped(module)):
             _add_to_experts(layers, config, unwrapped(module), parameters, parts)
             continue
+        if shared is not None and is_head(f"{module}.weight"):
+            layers.tensors.setdefault(f"{module}.weight", replace(shared, name=f"{module}.weight"))
         _add(layers, config, module, parts, square_is_transposed=config.fan_in_fan_out if is_transposed is None else is_transposed)
-    if not config.ties_embeddings:
-        _keep_head(layers, model)
+    if shared is not None and not config.ties_embeddings:
+        _keep_head(layers, shared, model)
+    _check_rows(layers)
     return layers
+
+
+def _shared_weight(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> SourceTensor | None:
+    """Return the weight, under the adapter, that embedding and head share, by the embedding's name; None if the base has both, or no head.
+
+    Of a resized embedding it is in the adapter's file (`save_embedding_layers`), under the name of either.
+    """
+    embedding = embedding_of(layers.base)
+    if embedding is None or any(map(is_head, layers.base)) or not _is_causal(layers, model):
+        return None
+    shared = (tensor for name, tensor in layers.replaced.items() if (is_embedding(name) or is_head(name)) and not config.saves(name))
+    return replace(next((tensor for tensor in shared if tensor.shape[1:] == embedding.shape[1:]), embedding), name=embedding.name)
+
+
+def _is_causal(layers: Layers, model: Mapping[str, Any] | None) -> bool:
+    """Return whether the model has a head, by its config; without one, by what the adapter changes."""
+    if model is None:
+        return any(is_head(f"{module}.weight") for module in layers.factors) or any(map(is_head, layers.replaced))
+    return any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
 
 
 def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, Any] | None) -> None:
@@ -112,7 +139,7 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     rank = a.shape[0]
     if b.shape[1] != rank or not 0 < rank <= MOST_RANK:
         raise _damaged(config, f"the factors of `{module}` do not fit each other: {list(a.shape)} and {list(b.shape)}")
-    name = layers.name_in_base(f"{module}.weight") or _untied_head(layers, module)
+    name = layers.name_in_base(f"{module}.weight")
     if name is None:
         raise _misfit(layers, f"it has no `{module}.weight`, which the adapter changes")
     weight, shape = layers.tensors[name], (b.shape[0], a.shape[1])
@@ -179,24 +206,30 @@ def _add_bias(layers: Layers, module: str, bias: SourceTensor, scaling: float) -
     layers.tensors[name] = replace(layers.tensors[name], update=LowRank(scaling, bias, None))
 
 
-def _untied_head(layers: Layers, module: str) -> str | None:
-    """A tied head that the base does not hold begins as the embedding, and has a tensor of its own from now on."""
-    name, embedding = f"{module}.weight", embedding_of(layers.base)
-    if embedding is None or not is_head(name):
-        return None
-    layers.tensors[name] = replace(embedding, name=name)
-    return name
-
-
-def _keep_head(layers: Layers, model: Mapping[str, Any] | None) -> None:
-    """Add a head equal to the base's embedding where the base has none and the embedding alone was trained, or the run untied the two."""
-    embedding = embedding_of(layers.base)
-    if model is None or embedding is None or any(map(is_head, layers.tensors)):
+def _keep_head(layers: Layers, shared: SourceTensor, model: Mapping[str, Any] | None) -> None:
+    """Add a head equal to the weight under the adapter if the embedding alone was trained, or if the run untied the two."""
+    if any(map(is_head, layers.tensors)):
         return
-    is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
-    now = layers.tensors[embedding.name]
-    if is_causal and (now != embedding or tie_setting(model) is False) and now.shape == embedding.shape:
-        layers.tensors["lm_head.weight"] = replace(embedding, name="lm_head.weight")
+    if layers.tensors[shared.name] != shared or (model is not None and tie_setting(model) is False):
+        layers.tensors["lm_head.weight"] = replace(shared, name="lm_head.weight")
+
+
+def _check_rows(layers: Layers) -> None:
+    """Refuse an embedding and a head of different vocabularies: the adapter's files lack the new rows of one of them."""
+    embedding = embedding_of(layers.tensors)
+    for name, head in layers.tensors.items():
+        if embedding is None or not is_head(name) or head.shape[0] == embedding.shape[0] or len(head.shape) != 2:
+            continue
+        before = layers.base.get(name)
+        if before is None or before.shape[0] == layers.base[embedding.name].shape[0]:
+            small, large = sorted((head, embedding), key=lambda tensor: tensor.shape[0])
+            raise failed_error(
+                "merge-adapter-base",
+                f"the adapter was trained with a vocabulary of {large.shape[0]}, and neither its files nor the base "
+                f"have the new rows of `{small.name}`, which has {small.shape[0]}",
+                where=Where(str(layers.place)),
+                hint="save the resized model that the adapter was trained on (`save_pretrained`) and name it: `--base MODEL`",
+            )
 
 
 def _misfit(layers: Layers, why: str) -> FsdpTuneError:

@@ -13,10 +13,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation_that_changes_base, other_arithmetic
+from fsdp_tune.core.formats.peft_fields import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    initialisation_that_changes_base,
+    is_trained_in_full,
+    other_arithmetic,
+    without_copies,
+)
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
 from fsdp_tune.model.loading.weight_slices import WeightFiles, read_tensors
+from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, changed_fields, describe_base, open_base
 
@@ -30,7 +39,29 @@ def start_adapters(recipe: Recipe, model: nn.Module) -> None:
         return
     draw_adapters(recipe, model)
     if recipe.lora.adapter is not None:
-        read_tensors(_targets(model), WeightFiles(_stored(recipe.lora.adapter)))
+        stored = _stored(recipe.lora.adapter)
+        read_tensors(_targets(model), WeightFiles(stored))
+        _compare_copies(recipe.lora.adapter, model, stored)
+
+
+@torch.no_grad()
+def _compare_copies(folder: str, model: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Compare frozen weights of the base, which PEFT stores with an adapter of a resized or adapted embedding, with those loaded.
+
+    Raises: usage error if they differ: PEFT would load them, and neither a checkpoint nor a merge of this run would have them.
+    """
+    frozen = {name: parameter for name, parameter in _frozen_embeddings(model).items() if name in stored}
+    copies = {name: parameter.detach().clone() for name, parameter in frozen.items()}
+    read_tensors(copies, WeightFiles(dict(stored)))
+    for name, parameter in frozen.items():
+        dtype = stored[name].dtype
+        ours, theirs = local_part(parameter), local_part(copies[name])
+        if not torch.equal(ours, theirs) and not torch.equal(ours.to(dtype), theirs.to(dtype)):
+            raise _wrong(
+                folder,
+                f"its `{name}`, which is not trained, differs from the base's: the embedding was changed before its training",
+                "name the changed base in `model.name_or_path`, or train on the merged adapter (`fsdp-tune merge-checkpoint`)",
+            )
 
 
 def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -42,16 +73,7 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
         return
     folder = recipe.lora.adapter
     config = _config(folder)
-    if config.get("peft_type") != "LORA":
-        raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported", _NEW)
-    if (field := other_arithmetic(config)) is not None:
-        raise _wrong(folder, f"it was trained with `{field}`, which is not supported", _NEW)
-    if (start := initialisation_that_changes_base(config)) is not None:
-        raise _wrong(
-            folder,
-            f"it began with `init_lora_weights: {start}`, which changes the base under the adapter",
-            "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and name the result",
-        )
+    _refuse_other_kinds(folder, config)
     defaults: dict[str, Any] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
     for key in _SAME:
         theirs, ours = config.get(key, defaults.get(key)) or defaults.get(key), getattr(recipe.lora, key)
@@ -65,7 +87,12 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
             f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG_FILE} if they are the same weights",
         )
     targets = _targets(model)
-    stored = {name: tensor for name, tensor in _stored(folder).items() if not _is_copy_of_base(name, tensor, model)}
+    stored, frozen = _stored(folder), _frozen_embeddings(model)
+    frozen = {name: tensor for name, tensor in frozen.items() if not is_trained_in_full(config, name)}
+    for name in stored.keys() & frozen.keys():
+        if stored[name].shape != tuple(frozen[name].shape):
+            raise _resized(folder, name, stored[name], frozen[name])
+    stored = {name: tensor for name, tensor in stored.items() if name not in frozen}
     if lost := sorted(targets.keys() - stored.keys()):
         raise _wrong(folder, f"it lacks `{lost[0]}`, which the recipe trains ({len(lost)} of {len(targets)} tensors)", _TARGETS)
     if more := sorted(stored.keys() - targets.keys()):
@@ -74,6 +101,19 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
         if stored[name].shape != tuple(target.shape):
             shapes = f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it"
             raise _wrong(folder, shapes, "name the model that it was trained on in `model.name_or_path`")
+
+
+def _refuse_other_kinds(folder: str, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported", _NEW)
+    if (field := other_arithmetic(config)) is not None:
+        raise _wrong(folder, f"it was trained with `{field}`, which is not supported", _NEW)
+    if (start := initialisation_that_changes_base(config)) is not None:
+        raise _wrong(
+            folder,
+            f"it began with `init_lora_weights: {start}`, which changes the base under the adapter",
+            "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and name the result",
+        )
 
 
 def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice]:
@@ -114,21 +154,30 @@ _NEW = "leave `lora.adapter` out to train a new adapter, or merge this one with 
 _TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must be those that it was trained with"
 
 
+def _resized(folder: str, name: str, stored: Stored, target: torch.Tensor) -> FsdpTuneError:
+    rows = f"its `{name}`, which is not trained, has {stored.shape[0]:,} rows, and that of the model has {target.shape[0]:,}"
+    return _wrong(folder, rows, "merge the adapter (`fsdp-tune merge-checkpoint`) and train on the result")
+
+
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name_in_file(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _is_copy_of_base(name: str, tensor: Stored, model: nn.Module) -> bool:
-    """Return whether a tensor is the frozen weight of an adapted embedding or head, which PEFT saves too (`save_embedding_layers`)."""
-    frozen = {name_in_file(each): parameter for each, parameter in model.named_parameters() if each.endswith(".base_layer.weight")}
-    return name in frozen and not frozen[name].requires_grad and tuple(frozen[name].shape) == tensor.shape
+def _frozen_embeddings(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the frozen weights of embedding and head, which PEFT may save too (`save_embedding_layers`), by their names in the file."""
+    found = {PREFIX + name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    own: Any = model
+    modules = {own.get_input_embeddings(), own.get_output_embeddings()} - {None}
+    weights = {id(p) for module in modules for p in module.parameters()}
+    return {name: p for name, p in found.items() if id(p) in weights}
 
 
 def _stored(folder: str) -> dict[str, Stored]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise _wrong(folder, f"there is no {WEIGHTS_FILE}", "give the directory that PEFT wrote, with safetensors")
-    return dict(tensors_of(path))
+    stored = dict(tensors_of(path))
+    return {name: stored[key] for name, key in without_copies(stored).items()}
 
 
 def _config(folder: str) -> dict[str, Any]:

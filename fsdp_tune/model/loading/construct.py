@@ -270,7 +270,7 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
     else:
         inject_lora(recipe, model, storage_dtype(recipe))
         check_adapter(recipe, model)
-        if has_grown and not is_embedding_trained(model):
+        if has_grown and not trains_new_tokens(model):
             raise untrained_tokens(recipe, is_tied=is_tied(model))
     check_parameter_groups(recipe, model)
     quantise_layers(recipe, model)
@@ -311,6 +311,12 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 def is_embedding_trained(model: PreTrainedModel) -> bool:
     return any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters())
+
+
+def trains_new_tokens(model: PreTrainedModel) -> bool:
+    """Return whether all rows of embedding and head are trained in full: new ones begin with drawn values, which no adapter's file has."""
+    modules: list[Any] = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    return all(module.weight.requires_grad for module in modules)
 
 
 def is_tied(model: PreTrainedModel) -> bool:

@@ -27,15 +27,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
-    from fsdp_tune.model.loading.construct import (
-        build_empty,
-        config_changes,
-        config_or_facts,
-        embedding_rows,
-        generation_config,
-        is_embedding_trained,
-        is_tied,
-    )
+    from fsdp_tune.model.loading.construct import build_empty, config_changes, config_or_facts, generation_config
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import positions_of_run
 
@@ -53,9 +45,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "generation_config": json.loads(generation_config(recipe, config).to_json_string()),
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "embedding_rows": embedding_rows(model),
-            "tied_embeddings": is_tied(model),
-            "is_embedding_trained": is_embedding_trained(model),
+            **_embeddings(model),
             "max_positions": positions_of_run(recipe, config),
             "attention": model.config._attn_implementation,
         }
@@ -78,6 +68,17 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     except FsdpTuneError as error:
         problems += error.problems
     return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
+
+
+def _embeddings(model: Any) -> dict[str, Any]:
+    from fsdp_tune.model.loading.construct import embedding_rows, is_embedding_trained, is_tied, trains_new_tokens
+
+    return {
+        "embedding_rows": embedding_rows(model),
+        "tied_embeddings": is_tied(model),
+        "is_embedding_trained": is_embedding_trained(model),
+        "trains_new_tokens": trains_new_tokens(model),
+    }
 
 
 def _untrained_experts(model: Any) -> list[Notice]:

@@ -73,11 +73,11 @@ def check_vocabulary(facts: dict[str, Any], recipe: Recipe, vocabulary_size: int
             f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
             ways_out=("--set model.resize_embeddings=true grows the embedding", "set model.tokenizer to the tokenizer of the model"),
         )
-    if recipe.lora is None or facts["is_embedding_trained"]:
+    if recipe.lora is None:
         return []
-    if has_grown:
+    if has_grown and not facts["trains_new_tokens"]:
         raise untrained_tokens(recipe, is_tied=facts["tied_embeddings"])
-    if not model.tokens.add:
+    if facts["is_embedding_trained"] or not model.tokens.add:
         return []
     message = "`lora:` freezes the embedding: tokens of `model.tokens.add` that the base was not trained with keep its values"
     return [
@@ -86,10 +86,10 @@ def check_vocabulary(facts: dict[str, Any], recipe: Recipe, vocabulary_size: int
 
 
 def untrained_tokens(recipe: Recipe, *, is_tied: bool) -> FsdpTuneError:
-    """Return the error about an embedding that grows and is frozen: the rows of the new tokens would keep their random values."""
+    """Return the error about an embedding or a head that grows and is frozen: the new rows would keep values that no file holds."""
     return usage_error(
         "lora-new-tokens",
-        "the embedding grows for new tokens, and `lora:` freezes it: their rows would keep random values",
+        "embedding and head grow for new tokens, and `lora:` freezes one of them: its new rows would keep random values",
         where=Where(key="model.tokens.add" if recipe.model.tokens.add else "model.resize_embeddings"),
         hint=_trained_in_full(is_tied=is_tied),
     )

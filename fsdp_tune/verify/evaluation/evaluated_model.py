@@ -5,6 +5,7 @@ A run of this package may hold its base in 4 bits and change its configuration, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
-from fsdp_tune.model.loading.construct import TORCH_DTYPE, embedding_rows, start_untied_head
+from fsdp_tune.model.loading.construct import TORCH_DTYPE, embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
@@ -102,13 +103,30 @@ def _round_to_4_bits(model: PreTrainedModel, trained_base: BaseModel, dtype: tor
 
 
 def _resize(model: PreTrainedModel, adapter: Path) -> None:
-    """Grow or cut the embedding to the rows that the adapter was trained with, before PEFT replaces or adapts it."""
+    """Give embedding and head the rows that the adapter was trained with, before PEFT replaces or adapts them.
+
+    Raises: usage error if neither the adapter nor the base has the new rows of one of them.
+    """
     if not (adapter / WEIGHTS_FILE).is_file():
         return
-    embedding = model.get_input_embeddings()
-    (name,) = (name for name, module in model.named_modules() if module is embedding)
-    stored = dict(tensors_of(adapter / WEIGHTS_FILE))
-    rows = {stored[key].shape[0] for end in (".weight", ".base_layer.weight") if (key := f"{PREFIX}{name}{end}") in stored}
-    rows |= {stored[key].shape[1] for key in (f"{PREFIX}{name}.lora_embedding_A",) if key in stored}
-    if len(rows) == 1 and rows != {embedding_rows(model)}:
-        model.resize_token_embeddings(rows.pop(), mean_resizing=False)
+    tensors = dict(tensors_of(adapter / WEIGHTS_FILE))
+    stored = {name: tensors[key].shape for name, key in without_copies(tensors).items()}
+    both = [model.get_input_embeddings(), *([head] if (head := model.get_output_embeddings()) is not None else [])]
+    names = [next(name for name, module in model.named_modules() if module is each) for each in both]
+    full = {name: shape for name in names for end in _WEIGHTS if (shape := stored.get(f"{PREFIX}{name}{end}")) is not None}
+    adapted = [shape[axis] for name in names for end, axis in _FACTORS if (shape := stored.get(f"{PREFIX}{name}{end}")) is not None]
+    rows = {shape[0] for shape in full.values()} | set(adapted)
+    if rows <= {embedding_rows(model)}:
+        return
+    config = json.loads((adapter / CONFIG_FILE).read_bytes())
+    shared = [name for name in full if is_tied(model) and not is_trained_in_full(config, f"{name}.weight")]
+    if len(rows) > 1 or (len(full) < len(names) and not shared):
+        message = f"`{adapter}` was trained with a vocabulary of {max(rows)}, and neither its files nor the base have all of the new rows"
+        hint = "save the resized model that it was trained on (`save_pretrained`), and name it as `base_model_name_or_path` in its config"
+        raise usage_error("adapter-does-not-fit", message, hint=hint)
+    model.resize_token_embeddings(rows.pop(), mean_resizing=False)
+
+
+_WEIGHTS = (".weight", ".base_layer.weight")
+_FACTORS = ((".lora_embedding_A", 1), (".lora_B.weight", 0))
+"""Tensors of an adapted embedding or head, with the axis of the vocabulary."""
