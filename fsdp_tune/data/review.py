@@ -257,7 +257,9 @@ _NOTES = (
         "rows have calls and no column `tools`, so the template cannot describe the functions",
         hint="add their schemas as `tools`, unless the system prompt has them",
     ),
-    Notice("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"),
+    Notice(
+        "mark-without-effect", "marks such as `train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"
+    ),
     Notice(
         "special-tokens-as-text",
         "rows contain special tokens, which are encoded as ordinary text",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
+import json
 import random
 import tarfile
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.account import key_lines
-from fsdp_tune.data.format.formats import LOSS_ON, Chat, FormatSettings, matching_formats
+from fsdp_tune.data.format.formats import LOSS_ON, Chat, FormatSettings, Ids, matching_formats
+from fsdp_tune.data.format.marks import MARKS, TOKEN_MASKS
 from fsdp_tune.data.format.row_account import METADATA, NESTED_METADATA, KeyUse
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.json_rows import RowError
@@ -25,6 +26,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}]
 
 
+def copied(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which no two messages are one object."""
+    return json.loads(json.dumps(row))
+
+
 def settings(format_: str, *, template: str | None = CHATML, ignored: tuple[str, ...] = (), **more: Any) -> FormatSettings:
     return FormatSettings(
         format_, LOSS_ON[format_][0], template, "", append_eos=True, vocabulary_size=100, ignored=tuple(sorted(ignored)), **more
@@ -33,7 +39,7 @@ def settings(format_: str, *, template: str | None = CHATML, ignored: tuple[str,
 
 def read(format_: str, row: dict[str, Any], **given: Any) -> tuple[Any, dict[str, KeyUse]]:
     uses: set[KeyUse] = set()
-    example = settings(format_, **given).example(copy.deepcopy(row), uses)
+    example = settings(format_, **given).example(copied(row), uses)
     return example, {use.key: use for use in uses}
 
 
@@ -282,7 +288,14 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
     ("ms-swift query-response", "alpaca", {"system": "s", "query": "a?", "response": "b", "history": [["c?", "d"]]}),
     ("ms-swift sharegpt", "sharegpt", {"system": "s", "conversation": [{"human": "a?", "assistant": "b"}]}),
     ("unsloth sharegpt", "sharegpt", {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}),
-    ("verl multi-turn", "messages", {"messages": [USER, ANSWER], "tools": TOOLS}),
+    ("verl multi-turn", "messages", {"messages": [USER, ANSWER | {"loss_mask": 1}], "tools": TOOLS, "enable_thinking": True}),
+    ("SkyRL tokenized", "tokenized", {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}),
+    ("ms-swift loss", "messages", {"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER | {"loss": True}]}),
+    (
+        "axolotl train",
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "a?", "train": False}, {"from": "gpt", "value": "b", "train": True}]},
+    ),
     ("SkyRL chat", "messages", {"messages": [USER, ANSWER, USER, ANSWER]}),
     ("OpenAI fine-tuning", "messages", {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}),
     ("OpenAI parts", "messages", {"messages": [USER | {"content": [{"type": "text", "text": "a?"}]}, ANSWER]}),
@@ -326,6 +339,7 @@ EXTRA = {
     "a key that no tool documents": ["stars", "extra key", "Weight", "x" * 40],
     "metadata": sorted(METADATA & NESTED_METADATA),
     "a key that means something": sorted(MEANT),
+    "a mark": ["mask", "masked", "weights", "trained", *MARKS, *TOKEN_MASKS],
 }
 VALUES: list[Any] = [True, False, 0, 1, 0.0, 1.0, 0.5, -1, "x", [0, 1], [[1]], {"a": 1}, "false", [["e?", "f"]], {"enable_thinking": True}]
 
@@ -346,7 +360,7 @@ def objects_of(format_: str, row: dict[str, Any]) -> Iterator[tuple[str, dict[st
 
 def with_extra_keys(format_: str, row: dict[str, Any], drawn: random.Random) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of the row with up to three keys more, and the paths of these."""
-    row, added = copy.deepcopy(row), list[str]()
+    row, added = copied(row), list[str]()
     for _ in range(drawn.randint(1, 3)):
         path, place = drawn.choice(list(objects_of(format_, row)))
         key = drawn.choice(EXTRA[drawn.choice(list(EXTRA))])
@@ -382,4 +396,45 @@ def test_no_key_vanishes(seed: int) -> None:
         assert [name for name in added if name not in uses] == []
         if all(uses[name].how == "metadata" for name in added):
             assert example == expected, row
-    assert accepted > 5
+    assert accepted > 2
+
+
+def is_obeyed(format_: str, row: dict[str, Any], path: str, name: str, *, expected: Any) -> bool:
+    """Return whether a mark of 0 or 1 at a place of a row has the effect that its tools document."""
+    place = next(place for at, place in objects_of(format_, row) if at == path and name in place)
+    example, _ = read(format_, row)
+    if place[name]:
+        return example == expected
+    if not path:
+        return example == Ids([], [])
+    if not isinstance(example, Chat) or not isinstance(expected, Chat) or example.trained is None or expected.trained is None:
+        return False
+    given = [message for column in ("prompt", "messages", "conversations", "completion") for message in row.get(column) or []]
+    at = next(
+        index for index, message in enumerate(given) if message is place or any(part is place for part in message.get("content") or [])
+    )
+    at += len(example.messages) - len(given)  # the column `system` is the first message
+    return example.trained == tuple(flag and index != at for index, flag in enumerate(expected.trained))
+
+
+@pytest.mark.parametrize(("format_", "row"), [pytest.param(format_, row, id=name) for name, format_, row in DOCUMENTED])
+def test_marks_at_every_place_are_obeyed_or_refused_by_name(format_: str, row: dict[str, Any]) -> None:
+    expected, _ = read(format_, row)
+    for number, (path, _) in enumerate(list(objects_of(format_, row))):
+        for name in (*MARKS, *TOKEN_MASKS, "mask", "weights", "trained", "train_detail"):
+            for value in (True, False, 0, 1, 0.5):
+                changed = copied(row)
+                place = list(objects_of(format_, changed))[number][1]
+                if any(mark in place for mark in MARKS) or name in place:
+                    continue
+                place[name] = value
+                try:
+                    read(format_, changed)
+                except RowError as caught:
+                    error = str(caught)
+                else:
+                    assert is_obeyed(format_, changed, path, name, expected=expected), (changed, path, name)
+                    continue
+                assert f"`{name}`" in error or f"`{path}{name}`" in error
+                has_meaning = name in MARKS and value != 0.5 and "tool_calls" not in path and not path.startswith("conversation.")
+                assert not has_meaning or (format_ == "tokenized" and name in TOKEN_MASKS)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from fsdp_tune.data.format.marks import MARKS, MEANING, mark_of_parts, take_mark
 from fsdp_tune.data.format.row_account import RowAccount
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
 
@@ -13,7 +14,7 @@ Message = dict[str, Any]
 
 FUNCTION_CALL = "function_call"
 """LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`."""
-VARIABLES = "chat_template_kwargs"
+VARIABLES, THINKING = "chat_template_kwargs", "enable_thinking"
 RESERVED_VARIABLES = (
     "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
     "return_assistant_tokens_mask",
@@ -47,17 +48,17 @@ MESSAGE_KEYS = {
     "reasoning_content": "reasoning",
     "reasoning": "reasoning",
     "thinking": "reasoning",
-    "train": "a mark of what is trained",
-    "weight": "a mark of what is trained",
+    **dict.fromkeys(MARKS, MEANING),
 }
 """Keys of a message, and what they are read as where that is not their name."""
 PAIR_KEYS = {"human": "", "assistant": ""}
-PART_KEYS = {"type": "", "text": ""}
+PART_KEYS = {"type": "", "text": "", **dict.fromkeys(MARKS, MEANING)}
 CALL_KEYS = {"id": "", "type": "", "function": "", "name": "", "arguments": ""}
 CHAT_KEYS = {
     "system": "the system message",
     "tools": "functions",
     VARIABLES: "variables of the chat template",
+    THINKING: "a variable of the chat template",
 }
 """Columns of a chat next to its messages."""
 
@@ -73,7 +74,10 @@ class MessageReader:
     names_in_file: Mapping[str, str]
 
     def read(self, row: dict[str, Any], column: str) -> list[Message]:
-        """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from` and `value` instead."""
+        """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from` and `value` instead.
+
+        A message with a mark of what is trained has it as `train`, whatever its name in the row.
+        """
         path = f"{self.names_in_file.get(column, column)}."
         turns = [turn for index, value in enumerate(_turns(row, column), 1) for turn in self._turns_of(_object(value, index), path)]
         return after_system([self._message(turn, index, path) for index, turn in enumerate(turns, 1)], row)
@@ -95,9 +99,13 @@ class MessageReader:
         role = known.get(spoken) if isinstance(spoken, str) else None
         if role is None:
             raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(known)} (`data.roles` maps others)")
+        mark = take_mark(message, MARKS, f"message {index}: ", path, self.account.ignored)
         content = message.get("content")
         if isinstance(content, list):
-            content = self._joined_parts(cast(list[Any], content), index, path)
+            content, marks = self._joined_parts(cast(list[Any], content), index, path)
+            mark = mark_of_parts(marks, f"message {index}: ", own=mark, is_answer=role == "assistant")
+        if mark is not None:
+            message["train"] = mark
         if role == FUNCTION_CALL:
             calls = _function_calls(content, index)
             return message | {"role": "assistant", "content": "", "tool_calls": self._closed_calls(calls, f"{path}content.")}
@@ -110,8 +118,10 @@ class MessageReader:
             raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
         return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
-    def _joined_parts(self, parts: list[Any], index: int, path: str) -> str:
+    def _joined_parts(self, parts: list[Any], index: int, path: str) -> tuple[str, list[bool | None]]:
+        """Return the text of all parts, and the mark of each."""
         texts: list[str] = []
+        marks: list[bool | None] = []
         for number, part in enumerate(parts, 1):
             fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
             text: object = fields.get("text")
@@ -119,9 +129,10 @@ class MessageReader:
             if not isinstance(text, str) or kind not in TEXT_PARTS:  # Arrow may give a part of another type an empty `text`
                 what = f"of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else "not text"
                 raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
-            self._closed(fields, PART_KEYS, f"{path}content.")
+            closed = self._closed(fields, PART_KEYS, f"{path}content.")
+            marks.append(take_mark(closed, MARKS, f"message {index}: part {number}: ", f"{path}content.", self.account.ignored))
             texts.append(text)
-        return "".join(texts)
+        return "".join(texts), marks
 
     def _closed_calls(self, calls: list[Message], path: str) -> list[Message]:
         """Return calls without the keys that are not read."""
@@ -160,14 +171,20 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
 def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
     """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
     variables = parsed_column(row, VARIABLES)
+    thinking: object = row.get(THINKING)
+    if thinking is not None and not isinstance(thinking, bool):
+        raise ColumnError(THINKING, f"holds {kind_of(thinking)} instead of true or false")
+    switched = {} if thinking is None else {THINKING: thinking}
     if not variables:
-        return {}
+        return switched
     if not isinstance(variables, dict):
         raise ColumnError(VARIABLES, f"holds {kind_of(variables)} instead of an object")
     reserved = next((name for name in RESERVED_VARIABLES if name in variables), None)
     if reserved is not None:
         raise ColumnError(VARIABLES, f"sets `{reserved}`, which is not a variable of chat templates")
-    return without_nulls(cast(dict[str, Any], variables))
+    if switched and cast(dict[str, Any], variables).get(THINKING) not in (None, thinking):
+        raise ColumnError(THINKING, f"and `{VARIABLES}` set it differently")
+    return switched | without_nulls(cast(dict[str, Any], variables))
 
 
 def parsed_column(row: dict[str, Any], column: str) -> object:
@@ -218,14 +235,6 @@ def tool_calls(message: Message) -> Iterator[Message]:
         yield call["function"] if isinstance(call.get("function"), dict) else call
 
 
-def take_training_mark(message: Message, index: int) -> bool | None:
-    """Remove `train` and `weight` from a message and return what they mark: trained, not trained, or None without a mark."""
-    marks = [_mark(name, message.pop(name), index) for name in ("train", "weight") if name in message]
-    if len(set(marks)) > 1:
-        raise RowError(f"message {index}: `train` and `weight` contradict each other")
-    return marks[0] if marks else None
-
-
 def without_nulls(value: Any) -> Any:
     """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all structs."""
     if isinstance(value, dict):
@@ -233,12 +242,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(part) for part in cast(list[Any], value)]
     return value
-
-
-def _mark(name: str, value: object, index: int) -> bool:
-    if value not in (0, 1) or (name == "train" and isinstance(value, float)):
-        raise RowError(f"message {index}: `{name}` is {value!r}; it is {'true or false' if name == 'train' else '0 or 1'}")
-    return bool(value)
 
 
 def _turns(row: dict[str, Any], column: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,8 +16,8 @@ from fsdp_tune.data.format.conversations import (
     parsed_column,
     read_template_variables,
     read_tools,
-    take_training_mark,
 )
+from fsdp_tune.data.format.marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
 from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
@@ -34,8 +35,7 @@ COLUMNS = {
 TOKENIZED_KEYS = {
     "input_ids": "",
     "labels": "what is trained",
-    "completion_mask": "what is trained",
-    "assistant_masks": "what is trained",
+    **dict.fromkeys(TOKEN_MASKS, "what is trained"),
     "attention_mask": "padding, of which there is none",
     "position_ids": "positions from 0, one example a row",
     "seq_lengths": "the length of the only example",
@@ -93,6 +93,8 @@ class Ids:
 
 
 Example = Text | Chat | Ids
+NOTHING_TRAINED = Ids([], [])
+"""A row that its mark excludes: it is counted among those without a token to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,14 @@ class FormatSettings:
         account.finish(self.format, self.template)
         if uses is not None:
             uses.update(account.uses)
-        return example
+        return NOTHING_TRAINED if self._is_left_out(row) else example
+
+    def _is_left_out(self, row: dict[str, Any]) -> bool:
+        """Return whether a mark of the row excludes it. Raises: RowError if a mark is neither trained nor not."""
+        names = [name for name in MARKS if row.get(name) is not None and not (self.format == "tokenized" and name in TOKENIZED_KEYS)]
+        given = {self.names_in_file.get(name, name): row[name] for name in names}
+        marks = {name: value for name, value in given.items() if name not in self.ignored}
+        return take_mark(marks, list(marks), "", "", self.ignored) is False
 
     def encodes_special_tokens_as_text(self, example: Example) -> bool:
         """Return whether a special token in the content is encoded as ordinary text; by default where a template surrounds the content."""
@@ -158,6 +167,7 @@ class FormatSettings:
 
     def _read(self, row: dict[str, Any], account: RowAccount, known: Mapping[str, str]) -> dict[str, Any]:
         """Return the row without the columns that are not read."""
+        known = dict.fromkeys(MARKS, MEANING) | dict(known)
         return account.close(row, known, metadata=METADATA, names=self.names_in_file, other=self.other_columns)
 
     def _messages(self, account: RowAccount) -> MessageReader:
@@ -198,7 +208,7 @@ class FormatSettings:
 
     def _chat(self, messages: list[Message], row: dict[str, Any], first_answer: int = 0) -> Chat:
         """Answers before message `first_answer` are context. Messages after the last answer are dropped unless all is trained."""
-        marks = [take_training_mark(message, index) for index, message in enumerate(messages, 1)]
+        marks: list[bool | None] = [message.pop("train", None) for message in messages]
         answers = [index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"]
         if not answers:
             raise RowError("no message is from the assistant: there is no answer to train on")
@@ -208,16 +218,22 @@ class FormatSettings:
         if self.loss_on == "all":
             if False in marks:
                 raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
-            return Chat(messages, None, tools, variables)
+            return Chat(messages, None, tools, variables, self._unread_variables(variables))
         wanted = answers[-1:] if self.loss_on == "last_assistant" else answers
         kept = messages[: answers[-1] + 1]
         trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
         notes = [Note("mark-without-effect", f"`{messages[at]['role']}`") for at, mark in enumerate(marks) if mark and at not in wanted]
+        notes += self._unread_variables(variables)
         if lacks_tools:
             notes.append(Note("tools-missing", "tool calls"))
         if len(kept) < len(messages):
             notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
         return Chat(kept, trained, tools, variables, tuple(dict.fromkeys(notes)))
+
+    def _unread_variables(self, variables: Mapping[str, Any]) -> tuple[Note, ...]:
+        """Return a note for each variable that the chat template does not have."""
+        template = self.template or ""
+        return tuple(Note("not-rendered", f"variable `{name}`") for name in variables if not re.search(rf"\b{re.escape(name)}\b", template))
 
     def _ids(self, row: dict[str, Any]) -> Ids:
         ids = _numbers(row, "input_ids")
@@ -227,11 +243,12 @@ class FormatSettings:
         if not all(_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()):
             raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
         _check_one_example(row, len(ids))
-        for column in ("completion_mask", "assistant_masks"):
-            if row.get(column) is not None:
-                return Ids(ids, [mask != 0 for mask in _numbers(row, column, len(ids))])
+        trained = [True] * len(ids)
+        for column in TOKEN_MASKS:
+            if row.get(column) is not None:  # a token is trained if all masks and labels select it, as in TRL
+                trained = [one and other for one, other in zip(trained, read_token_mask(column, row[column], len(ids)), strict=True)]
         if row.get("labels") is None:
-            return Ids(ids, [True] * len(ids))
+            return Ids(ids, trained)
         labels = _numbers(row, "labels", len(ids))
         wrong = next((at for at, label in enumerate(labels) if label not in (IGNORE_INDEX, ids[at])), None)
         if wrong is not None:
@@ -240,7 +257,7 @@ class FormatSettings:
                 f"holds {labels[wrong]} at position {wrong} where `input_ids` holds {ids[wrong]}: "
                 "labels are the same ids, or -100 where not trained, and not shifted",
             )
-        return Ids(ids, [label != IGNORE_INDEX for label in labels])
+        return Ids(ids, [mask and label != IGNORE_INDEX for mask, label in zip(trained, labels, strict=True)])
 
 
 def matching_formats(columns: Collection[str]) -> list[str]:
