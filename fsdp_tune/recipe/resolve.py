@@ -35,6 +35,17 @@ class Resolution:
     notices: tuple[Notice, ...]
 
 
+def cpu_way_out(recipe: Recipe, cores: int) -> str:
+    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more."""
+    launch, options = recipe.launch, "--set launch.device=cpu"
+    most = max(cores, CPU_RANKS) * launch.num_machines
+    if launch.num_processes != "auto" and launch.num_processes > most:
+        sizes = range(most, 0, -launch.num_machines)
+        fitting = (size for size in sizes if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines))))
+        options += f" --set launch.num_processes={next(fitting, CPU_RANKS * launch.num_machines)}"
+    return f"{options} to train on the CPU"
+
+
 def resolve(
     recipe: Recipe,
     machine: Machine,
@@ -116,20 +127,14 @@ class _Resolver:
                 self.decide("launch.device", there, f"the accelerator of this machine{named}")
                 return there
             if self.assume is None:
-                ways_out = ("--set launch.device=cpu to train on the CPU",)
-                self.add_problem(
-                    "no-device",
-                    ("launch.device",),
-                    "this machine shows no accelerator, and the CPU is never chosen silently",
-                    None,
-                    ways_out,
-                )
+                message = "this machine shows no accelerator, and the CPU is never chosen silently"
+                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine.cores),))
             device = self.assume or "cuda"
             self.decide("launch.device", device, "assumed: this machine shows no accelerator")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else "it shows no accelerator"
-            ways_out = ("--set launch.device=cpu to train on the CPU",)
+            ways_out = (cpu_way_out(self.recipe, self.machine.cores),)
             self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
         return wanted
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_tune.core.atomic import PRIVATE_MODE
+from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
+from fsdp_tune.recipe.resolve import cpu_way_out
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
@@ -138,7 +140,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
         raise usage_error(
             "device-missing",
             f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them",
-            ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, count)}"),
+            ways_out=(cpu_way_out(recipe, available_cores()), f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]

@@ -57,3 +57,25 @@ def test_commits_urls_and_templates_of_ordinary_recipes_are_not_secrets() -> Non
     text = "output_dir: runs/{name}-{seed}\nlaunch: {env: {NCCL_IB_PKEY: 1}}\n"
     text += f"training: {{hub_model_id: me/sk-model, hub_revision: {commit}}}"
     assert load_with(text).recipe.launch.env == {"NCCL_IB_PKEY": "1"}
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_variable_that_hides_devices_is_refused_with_the_export_to_type(name: str) -> None:
+    """The command counts devices by its own environment."""
+    problem = one_problem(problems_with(f"launch:\n  env: {{{name}: '0,1'}}\n"))
+    assert (problem.code, problem.where.line is not None) == ("bad-variable", True)
+    assert f"`export {name}=0,1` before the command" in str(problem.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("OMP_NUM_THREADS", "`launch.num_cpu_threads_per_process: 7`"),
+        ("WORLD_SIZE", "`launch.num_processes: 7`"),
+        ("MASTER_PORT", "`launch.main_process_port: 7`"),
+        ("NODE_RANK", "--machine-rank 7"),
+        ("TORCHINDUCTOR_CACHE_DIR", "`export XDG_CACHE_HOME=DIR`"),
+    ],
+)
+def test_hint_for_a_variable_of_the_launch_names_what_decides_it(name: str, words: str) -> None:
+    assert words in str(one_problem(problems_with(f"launch:\n  env: {{{name}: '7'}}\n")).hint)

@@ -146,6 +146,25 @@ def test_cpu_is_never_chosen_silently() -> None:
     assert refused("launch: {device: xpu}", FOUR_GPUS).message == "`launch.device: xpu` is not on this machine: it shows cuda"
 
 
+@pytest.mark.parametrize(
+    ("keys", "cores", "ranks"),
+    [
+        ("launch: {num_processes: 8}", 2, 2),
+        ("launch: {num_processes: 8}", 1, 2),  # the fewest that shard
+        ("launch: {num_processes: 8}", 5, 5),
+        ("launch: {num_processes: 8}\ntraining: {global_batch_size: 64, per_device_train_batch_size: 8}", 5, 4),
+        ("launch: {num_processes: 8}\nparallelism: {sp_size: 4}", 6, 4),
+        ("launch: {num_processes: 32, num_machines: 4, main_process_ip: a}", 2, 8),
+        ("launch: {num_processes: 8}", 64, None),
+        ("", 2, None),
+    ],
+)
+def test_way_out_to_the_cpu_has_a_number_of_ranks_for_the_cores(keys: str, cores: int, ranks: int | None) -> None:
+    problem = refused(keys, Machine(None, 0, cores, None))
+    number = "" if ranks is None else f" --set launch.num_processes={ranks}"
+    assert problem.ways_out == (f"--set launch.device=cpu{number} to train on the CPU",)
+
+
 def test_device_may_be_assumed_without_launch() -> None:
     resolution = resolved("", BARE, assume="cuda")
     assert (resolution.recipe.launch.device, resolution.recipe.launch.num_processes) == ("cuda", ASSUMED_DEVICES)

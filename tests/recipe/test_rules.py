@@ -130,6 +130,7 @@ CONTRADICTIONS = [
     ("training: {hub_model_id: hf_abcdefghijklmnopqrstuvwxyz}", 3, "a token"),
     ("launch: {env: {FSDP_VERSION: 1}}", 3, "set by the launcher itself"),
     ("launch: {env: {RANK: 1}}", 3, "set by the launcher itself"),
+    ("launch: {env: {CUDA_VISIBLE_DEVICES: 0}}", 3, "would hide devices from the ranks only"),
     ("launch: {env: {1A: x}}", 3, "not a name"),
     ('launch: {env: {TZ: "x\\0y"}}', 3, r"`\x00`"),
     ("launch: {device: mps}", 3, "no collectives"),

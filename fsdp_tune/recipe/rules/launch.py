@@ -8,6 +8,7 @@ that are known to be plain settings; any other needs `--allow-env NAME` on the c
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -20,11 +21,32 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
 _OUR_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION", "PYTHONSAFEPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    *("OMP_NUM_THREADS", "MIXED_PRECISION", "PYTHONSAFEPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_TELEMETRY", "TORCHINDUCTOR_CACHE_DIR", "TENSORBOARD_LOGGING_DIR"),
     *("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS",),
     *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_DIST_USE_NCCL2"),
 }
+_VISIBILITY = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}
+    | {"ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
+)
+"""Variables that hide devices. In `launch.env` they would reach the ranks, after the command has counted the devices without them."""
+_KEYS_OF_NAMES = {
+    "OMP_NUM_THREADS": "write `launch.num_cpu_threads_per_process: {value}`",
+    "MIXED_PRECISION": "write `precision.mixed_precision`",
+    "WORLD_SIZE": "write `launch.num_processes: {value}`",
+    "LOCAL_WORLD_SIZE": "write `launch.num_processes`, which counts the ranks of all machines",
+    "NODE_RANK": "pass `--machine-rank {value}` to the command of that machine",
+    "GROUP_RANK": "pass `--machine-rank {value}` to the command of that machine",
+    "MASTER_ADDR": "write `launch.main_process_ip: {value}`",
+    "MASTER_PORT": "write `launch.main_process_port: {value}`",
+    "TORCHINDUCTOR_CACHE_DIR": "leave it out; `export XDG_CACHE_HOME=DIR` before the command moves the cache",
+    "TENSORBOARD_LOGGING_DIR": "leave it out: the event files are in `tensorboard/` of the run",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "leave it out: ranks have the time that a save needs",
+    "TORCH_FR_BUFFER_SIZE": "leave it out: the flight recorder is on, and its files are in `logs/` of the run",
+    "TORCH_FR_DUMP_TEMP_FILE": "leave it out: the flight recorder is on, and its files are in `logs/` of the run",
+}
+"""Variables that the launch sets, with what decides their value."""
 
 _PREFIXES = (
     *("NCCL_", "RCCL_", "TORCH_NCCL_", "OFI_NCCL_", "GLOO_", "CCL_", "HCCL_"),
@@ -76,9 +98,13 @@ def environment_variables(recipe: Recipe) -> Iterator[Finding]:
         if "\0" in value:  # the operating system starts no process with one
             hint = "in double quotes `\\0` is one character: use single quotes"
             yield Finding("bad-variable", keys, f"the value of `launch.env.{name}` contains the character `\\x00`", hint)
-        if name in _OUR_NAMES or name.startswith(_OURS):  # set after `launch.env`, so the recipe's value would be ignored
-            hint = "leave it out; where a key of the recipe decides it, change that key"
-            yield Finding("bad-variable", keys, f"`launch.env.{name}` is set by the launcher itself", hint)
+        if name in _VISIBILITY:
+            message = f"`launch.env.{name}` would hide devices from the ranks only, after the command has counted them"
+            hint = f"leave it out, and `export {name}={shlex.quote(value)}` before the command: ranks inherit it"
+            yield Finding("bad-variable", keys, message, hint)
+        elif name in _OUR_NAMES or name.startswith(_OURS):  # set after `launch.env`, so the recipe's value would be ignored
+            hint = _KEYS_OF_NAMES.get(name, "leave it out; where a key of the recipe decides it, change that key")
+            yield Finding("bad-variable", keys, f"`launch.env.{name}` is set by the launcher itself", hint.format(value=shown(value)))
         if is_secret(name, value):
             hint = "set it in the environment of the command: ranks inherit it, and it is not written to any file"
             yield Finding("secret-in-recipe", keys, f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint)
