@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
+
+from fsdp_tune.core.errors import Notice, Where
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -22,13 +25,50 @@ _OTHER_ARITHMETIC = (
     "trainable_token_indices",
     "layer_replication",
 )
+# What is stored is LoRA, and what trains it is not: other gradients, or a bias of B, which runs of this package do not have.
+_OTHER_TRAINING = ("velora_config", "lora_bias")
+# Fields that `lora:`, a merge or both read.
+_READ = (
+    *("peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "target_parameters", "layers_to_transform", "modules_to_save", "bias", "lora_dropout", "init_lora_weights"),
+    *("fan_in_fan_out", "ensure_weight_tying"),
+)
+# Fields without a meaning for the stored tensors: which modules were found is in the names of the tensors, and the rest was used once.
+_UNUSED = (
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "layers_pattern", "runtime_config"),
+    *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+)
+KNOWN_FIELDS = frozenset((*_OTHER_ARITHMETIC, *_OTHER_TRAINING, *_READ, *_UNUSED))
 # Initialisations that subtract something from the base weights when training starts: the factors fit only the remainder.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_TRAINS_OTHERWISE = ("mica",)
+"""Initialisations after which B stays frozen."""
+_ONLY_VALUES = ("gaussian", "eva", "orthogonal", "true", "false", "none")
+INITIALISATIONS = (*_CHANGES_THE_BASE, *_TRAINS_OTHERWISE, *_ONLY_VALUES)
 
 
 def other_arithmetic(config: Mapping[str, Any]) -> str | None:
     """Return the first field of an `adapter_config.json` that makes it something else than LoRA or DoRA, or None."""
     return next((name for name in _OTHER_ARITHMETIC if config.get(name)), None)
+
+
+def other_training(config: Mapping[str, Any]) -> str | None:
+    """Return what makes the training of an adapter differ from that of LoRA, by its `adapter_config.json`, or None."""
+    if str(config.get("init_lora_weights")).lower().startswith(_TRAINS_OTHERWISE):
+        return f"init_lora_weights: {config['init_lora_weights']}"
+    return next((name for name in _OTHER_TRAINING if config.get(name)), None)
+
+
+def unknown_field_notices(config: Mapping[str, Any], path: Path) -> list[Notice]:
+    """Return a notice about the fields and the initialisation of an `adapter_config.json` that PEFT 0.21 does not have."""
+    names = sorted(name for name, value in config.items() if value and name not in KNOWN_FIELDS)
+    if not str(config.get("init_lora_weights", True)).lower().startswith(INITIALISATIONS):
+        names.append(f"init_lora_weights: {config['init_lora_weights']}")
+    if not names:
+        return []
+    listed = ", ".join(f"`{name}`" for name in names)
+    message = f"{listed}: set in the adapter's config, unknown here, and taken for a setting that does not change what the adapter computes"
+    return [Notice("adapter-field-unknown", message, where=Where(str(path)), hint="compare the result with PEFT's")]
 
 
 def initialisation_that_changes_base(config: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, tensor_name
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, tensor_name, unknown_field_notices
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles
@@ -94,6 +94,7 @@ def adapt(
             where=Where(str(selection.weights[0].root)),
             hint=f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`",
         )
+    contents = replace(contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path)))
     names = [
         sort_names(source.tensors, Where(str(weights.root))) for source, weights in zip(contents.sources, selection.weights, strict=True)
     ]

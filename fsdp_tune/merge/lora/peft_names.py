@@ -25,6 +25,8 @@ _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<r
 _COPY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<rest>[^.]+)")
 """In an adapter's own file: `save_embedding_layers` writes the wrapper of a trained embedding too, without the adapter's name."""
 _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.base_layer)\..+")
+_OF_TRAINING = re.compile(r"\.lora_velora_\w+(\.|$)")
+"""VeLoRA's projection of activations, which only the backward uses."""
 _BASE_LAYER = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>[^.]+)")
 
 
@@ -86,7 +88,7 @@ def unwrapped(module: str) -> str:
 
 
 def _sort(found: PeftNames, key: str, name: str) -> None:
-    if _ORIGINAL.fullmatch(name):
+    if _ORIGINAL.fullmatch(name) or _OF_TRAINING.search(name):
         return
     if match := _FACTOR.fullmatch(name):
         part = match["part"] if match["what"] == "weight" else f"{match['part']}.bias"

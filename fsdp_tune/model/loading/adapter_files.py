@@ -20,6 +20,8 @@ from fsdp_tune.core.formats.peft_fields import (
     initialisation_that_changes_base,
     is_trained_in_full,
     other_arithmetic,
+    other_training,
+    unknown_field_notices,
     without_copies,
 )
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
@@ -108,6 +110,8 @@ def _refuse_other_kinds(folder: str, config: Mapping[str, Any]) -> None:
         raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported", _NEW)
     if (field := other_arithmetic(config)) is not None:
         raise _wrong(folder, f"it was trained with `{field}`, which is not supported", _NEW)
+    if (what := other_training(config)) is not None:
+        raise _wrong(folder, f"it was trained with `{what}`, with which its training would not continue as plain LoRA", _NEW)
     if (start := initialisation_that_changes_base(config)) is not None:
         raise _wrong(
             folder,
@@ -125,13 +129,14 @@ def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice
     if recipe.lora is None or recipe.lora.adapter is None:
         return []
     folder, name = recipe.lora.adapter, str(recipe.model.name_or_path)
-    base = open_base(_config(folder), Path(folder) / BASE_FILE, given=name)
+    config = _config(folder)
+    base = open_base(config, Path(folder) / BASE_FILE, given=name)
+    notices = unknown_field_notices(config, Path(folder) / CONFIG_FILE)
     if base.trained is None:
-        return []
+        return notices
     now = describe_base(name, recipe.model.revision)
     if base.trained.differs_from(now):
         raise _wrong(folder, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on")
-    notices: list[Notice] = []
     scales = None if recipe.quantization is None else recipe.quantization.scales
     if base.trained.nf4_scales != scales:
         before, held = base.describe_precision(), replace(base, trained=replace(now, nf4_scales=scales)).describe_precision()
