@@ -31,6 +31,8 @@ from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
 
 INTERRUPT_AGAIN_SECONDS = 0.01
 """After the finaliser has returned."""
+MISSING_COMMAND = "Missing command."
+"""Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""
 
 
 class Commands(TyperGroup):
@@ -41,7 +43,11 @@ class Commands(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except typer.TyperException as error:
             arguments = list(extra.get("args") or sys.argv[1:])
-            Screen(json_output="--json" in arguments).close([_usage_problem(error)])
+            context = getattr(error, "ctx", None)
+            if context is not None and error.format_message() == MISSING_COMMAND and "--json" not in arguments:
+                typer.echo(context.get_help(), err=True)  # a first look at the program
+            else:
+                Screen(json_output="--json" in arguments).close([_usage_problem(error)])
             code = ExitCode.USAGE
         except (typer.Abort, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import AllowExtensionsOption, ConfigOption, JsonOption, SetOption
+from fsdp_tune.cli.options import AllowExtensionsOption, JsonOption, SetOption, SettingsOption
 from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_seconds
@@ -82,7 +82,7 @@ TrustCodeOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 
 def evaluate(
     model: ModelArgument,
-    config: ConfigOption = None,
+    config: SettingsOption = None,
     overrides: SetOption = None,
     metric: MetricOption = "perplexity",
     data: DataOption = None,
@@ -104,7 +104,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on rows that are formatted as in training, with a confidence interval.
 
-    Format, template and eval sets come from RECIPE, else from the run that wrote the model.
+    Format, template and eval sets come from the recipe of `--config`, else from the run that wrote the model.
 
     \b
     Examples:

@@ -19,6 +19,17 @@ ConfigArg = Annotated[
 ConfigOption = Annotated[
     str | None, typer.Option("--config", "-c", metavar="RECIPE", help="Same as the argument RECIPE.", show_default=False)
 ]
+SettingsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="RECIPE",
+        help="Take data format, chat template and eval sets from this recipe: a YAML file or a name of the catalogue "
+        "[default: those of the run that wrote the model].",
+        show_default=False,
+    ),
+]
 NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; overrides `name:` of the recipe.", show_default=False)]
 SetOption = Annotated[
     list[str] | None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
@@ -16,7 +18,27 @@ from fsdp_tune.core.devices import Device
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import Allowed, resolve_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
+from tests.cli.conftest import Cli
 from tests.recipe.loading import MINIMAL
+
+
+@pytest.mark.parametrize("arguments", [(), ("cache",), ("recipes",)])
+def test_bare_command_shows_its_help(cli: Cli, arguments: tuple[str, ...]) -> None:
+    done = cli(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Usage: {' '.join(('python -m fsdp_tune', *arguments))} [OPTIONS] COMMAND [ARGS]...")
+    assert "Commands:" in done.stderr
+
+
+def test_help_refers_only_to_arguments_that_the_command_has() -> None:
+    named = 0
+    for name, command in vars(typer.main.get_command(app))["commands"].items():
+        arguments = {parameter.metavar for parameter in command.params if parameter.param_type_name == "argument"}
+        for parameter in command.params:
+            for word in re.findall(r"argument ([A-Z]+)", getattr(parameter, "help", None) or ""):
+                assert word in arguments, (name, parameter.name)
+                named += 1
+    assert named > 3
 
 
 def test_named_device_is_counted_like_a_detected_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

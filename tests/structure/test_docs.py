@@ -210,6 +210,17 @@ def test_every_field_of_a_training_line_is_documented() -> None:
     assert table_of("metrics.md", "Training lines").keys() == written
 
 
+def test_mistakes_in_the_readme_are_what_the_command_reports() -> None:
+    """The recipe is in the repository, so that a reader can run the command."""
+    command = "fsdp-tune validate --config docs/guide/mistakes.yaml"
+    _, _, rest = text_of(ROOT / "README.md").partition(f"$ {command}\n")
+    shown = rest[: rest.index("```")]
+    done = subprocess.run(
+        [sys.executable, "-m", *command.replace("-", "_", 1).split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, shown)
+
+
 def test_every_path_of_a_run_is_documented() -> None:
     page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
     run = RunDir(Path("RUN"))

@@ -83,7 +83,8 @@ def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str]) -> N
             [sys.executable, "-m", "fsdp_tune", *arguments[:1], *extra, *arguments[1:]], capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
-        assert done.stderr.startswith("error: ")
+        is_bare = not extra and arguments in ([], ["recipes"])
+        assert done.stderr.startswith("Usage: " if is_bare else "error: ")
         assert "Traceback" not in done.stderr
         if extra and arguments:
             assert json.loads(done.stdout)["errors"][0]["code"] == "usage"
