@@ -20,17 +20,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import open_stream
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
 
 FILES, LANES, LINES = 8, 16, 20
+PREFIXES = (1000, 3000, 16_000)
 
 
 def write_rows(folder: Path, rows: int) -> None:
@@ -51,20 +52,19 @@ def write_file(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def rows_of_run(folder: Path, entries: list[dict[str, Any]], count: int | None) -> list[StreamRow]:
+def rows_of_run(folder: Path, entries: list[dict[str, Any]], count: int | None, **options: Any) -> list[StreamRow]:
     """Return the rows that 16 lanes give in turn: `count`, or all until the stream ends."""
-    data = {"train": entries, "streaming": True, "stream_lanes": LANES, "max_length": 64, "cache_dir": str(folder)}
+    data = {"train": entries, "streaming": True, "stream_lanes": LANES, "max_length": 64, "cache_dir": str(folder)} | options
     recipe = Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}, "data": data, "launch": {"num_processes": 1}})
     stream = open_stream(recipe, load_encoder(recipe), {})
     lanes = [iter(Lane(stream, number, stream.first_state())) for number in range(LANES)]
     found: list[StreamRow] = []
-    try:
-        while count is None or len(found) < count:
-            found.append(next(lanes[len(found) % LANES]))
-    except FsdpTuneError as error:
-        if error.problems[0].code != "stream-ended":
-            raise
-    return found
+    while count is None or len(found) < count:
+        turn = [row for lane in lanes if (row := next(lane)).lengths]
+        if not turn:
+            break
+        found += turn
+    return found[:count]
 
 
 def print_divisions(folder: Path) -> None:
@@ -83,13 +83,14 @@ def print_divisions(folder: Path) -> None:
             never, times = 10_900 - len(set(endless[:10_900])), set(Counter(endless).values())
             read = f"{sum(once.values()):,} of 10,900" if set(once.values()) == {1} else "not once each"
             print(f"| {kind} | {suffix} | {read} | {never:,} | {min(times)} to {max(times)} |")
-    print("\n| weight | " + " | ".join(f"rows of the first {count:,}" for count in (1000, 3000, 16_000)) + " |\n|---:|---:|---:|---:|")
     weights = (0.6, 0.39, 0.01)
-    kinds = [f"{folder}/{kind}-parquet/*.parquet" for kind in sizes]
-    rows = rows_of_run(folder, [{"path": path, "weight": weight} for path, weight in zip(kinds, weights, strict=True)], 16_000)
-    for source, weight in enumerate(weights):
-        counts = [sum(row.sources[0] == source for row in rows[:count]) for count in (1000, 3000, 16_000)]
-        print(f"| {weight} | " + " | ".join(f"{count:,}" for count in counts) + " |")
+    entries = [{"path": f"{folder}/{kind}-parquet/*.parquet", "weight": weight} for kind, weight in zip(sizes, weights, strict=True)]
+    print("\n| weights | rows | " + " | ".join(f"first {count:,}" for count in PREFIXES) + " |\n|---|---|" + "---:|" * len(PREFIXES))
+    for weight_by, packing in (("rows", False), ("rows", True), ("tokens", False), ("tokens", True)):
+        rows = rows_of_run(folder, entries, PREFIXES[-1], packing=packing, mixture={"weight_by": weight_by})
+        amounts = np.array([np.bincount(row.sources, row.lengths if weight_by == "tokens" else None, minlength=3) for row in rows])
+        shares = [" / ".join(f"{share:.4f}" for share in done / done.sum()) for done in np.cumsum(amounts, 0)[np.array(PREFIXES) - 1]]
+        print(f"| of {weight_by} | {'packed' if packing else 'not packed'} | " + " | ".join(shares) + " |")
 
 
 def main() -> None:

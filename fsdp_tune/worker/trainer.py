@@ -147,6 +147,19 @@ class FsdpTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
         """Return the slots of one step (a micro-batch each, or `NOTHING`), and the supervised tokens of the step over all ranks."""
+        batches, total = self._global_batch(epoch_iterator, num_batches)
+        while self._step_tokens == 0:  # the lanes of a stream end one by one
+            self.parts.rows.skip_empty(self.state.global_step)
+            batches, total = self._global_batch(epoch_iterator, num_batches)
+        if total == 0:
+            raise failed_error(
+                "step-without-targets",
+                f"step {self.state.global_step + 1}: no token of the global batch is trained, so there is no loss",
+            )
+        self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
+        return batches, total
+
+    def _global_batch(self, epoch_iterator: Iterator[Batch], num_batches: int) -> tuple[list[Batch], int]:
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
@@ -159,12 +172,6 @@ class FsdpTrainer(Trainer):
         summed = torch.tensor([mine, tokens], dtype=torch.float64)
         dist.all_reduce(summed)
         total, self._step_tokens = int(summed[0].item()), int(summed[1].item())
-        if total == 0:
-            raise failed_error(
-                "step-without-targets",
-                f"step {self.state.global_step + 1}: no token of the global batch is trained, so there is no loss",
-            )
-        self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total
 
     def floating_point_ops(self, inputs: Any) -> int:

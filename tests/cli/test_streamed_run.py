@@ -80,12 +80,28 @@ def test_bad_row_far_into_the_stream_ends_the_run_with_its_line(cli: Cli, tmp_pa
     assert (Path(problem["file"]).name, problem["line"]) == ("rows.jsonl", 1201)
 
 
+def test_packed_stream_ends_after_its_last_row(cli: Cli, tmp_path: Path) -> None:
+    """Lanes pack as many rows of the files into different numbers of rows; those that end first wait for the others."""
+    write(tmp_path, lines_of(700), train=[{"path": "rows.jsonl", "repeats": 1}], max_length=96)
+    ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
+    problem = document(ended)["errors"][0]
+    assert (ended.returncode, problem["code"]) == (2, "stream-ended")
+    step = int(re.search(r"for step (\d+): 700 of 700 rows of ", problem["message"])[1])  # type: ignore[index]
+    lines = [line for line in read_metrics(RunDir(tmp_path / "run")) if "loss" in line]
+    assert lines[-1]["step"] == step - 1
+    prepared = tmp_path / "one.yaml"
+    prepared.write_text(
+        (tmp_path / "recipe.yaml").read_text().replace('"streaming": true', '"streaming": false').replace(', "repeats": 1', "")
+    )
+    whole = cli("prepare", "--config", "one.yaml", "--json")
+    assert lines[-1]["source_0_tokens"] == document(whole)["report"]["sets"]["train"]["tokens"]
+
+
 def test_stream_that_ends_is_one_line_with_the_step(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
     problem = document(ended)["errors"][0]
     assert problem["code"] == "stream-ended"
-    assert re.search("for step 16: lane (8|9) of 16 has read 7 of its 7 rows of `", problem["message"])
-    assert "(120 rows, `repeats: 1`)" in problem["message"]
+    assert re.search("for step 16: 120 of 120 rows of `.*` were read \\(`repeats: 1`\\)$", problem["message"])
     assert "repeats" in problem["hint"]
     assert 13 <= len(losses(tmp_path / "run")) <= 15

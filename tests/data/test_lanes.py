@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ def rows_of_run(stream: RowStream, count: int) -> list[StreamRow]:
     return [next(lanes[number % stream.lanes]) for number in range(count)]
 
 
+def rows_of_lanes(stream: RowStream) -> list[StreamRow]:
+    """All rows of each lane of a stream that ends, one lane after another."""
+    lanes = [Lane(stream, number, stream.first_state()) for number in range(stream.lanes)]
+    return [row for lane in lanes for row in takewhile(lambda row: row.lengths, lane)]
+
+
 def read(row: StreamRow) -> str:
     return bytes(int(number) for number in row.input_ids if number < 256).decode()
 
@@ -43,10 +49,7 @@ def test_each_pass_has_every_row_once(tmp_path: Path, shuffle: bool) -> None:
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 50))
     stream = stream_of(tmp_path, {"path": str(tmp_path / "*.jsonl"), "repeats": 2}, shuffle=shuffle, shuffle_buffer_size=12)
-    rows: list[StreamRow] = []
-    for number in range(stream.lanes):
-        with pytest.raises(FsdpTuneError, match="no row left"):
-            rows.extend(iter(Lane(stream, number, stream.first_state())))
+    rows = rows_of_lanes(stream)
     assert Counter(map(read, rows)) == {row["text"]: 2 for name in "ab" for row in texts(name, 50)}
     assert len({row.row_id for row in rows}) == len(rows)
 
@@ -133,18 +136,33 @@ def test_bad_row_is_named_with_its_line_or_skipped(tmp_path: Path) -> None:
         rows_of_run(stream, 400)
     assert (caught.value.problems[0].where.source, caught.value.problems[0].where.line) == (str(tmp_path / "a.jsonl"), 91)
     skipping = stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, shuffle_buffer_size=16, on_bad_row="skip")
-    found: list[StreamRow] = []
-    for number in range(skipping.lanes):
-        with pytest.raises(FsdpTuneError, match="no row left"):
-            found.extend(iter(Lane(skipping, number, skipping.first_state())))
+    found = rows_of_lanes(skipping)
     assert len(found) == 91
     assert [bad.reason[:8] for row in found for _, bad in row.bad] == ["not JSON"]
 
 
-def test_too_few_rows_for_the_lanes_are_refused(tmp_path: Path) -> None:
+def test_lanes_without_rows_give_empty_ones(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts("a", 3))
-    with pytest.raises(FsdpTuneError, match="too few to stream"):
-        rows_of_run(stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, lanes=8), 16)
+    stream = stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, lanes=8)
+    rows = rows_of_run(stream, 24)
+    assert sorted(read(row) for row in rows if row.lengths) == [row["text"] for row in texts("a", 3)]
+    assert [row.row_id for row in rows] == list(range(24))
+    again = list(islice(Lane(stream, 5, LaneState.from_list(rows[13].after.as_list())), 3))
+    assert [(row.row_id, row.lengths) for row in again] == [(21, ()), (29, ()), (37, ())]
+
+
+def test_lane_whose_stage_has_ended_goes_on_with_the_next(tmp_path: Path) -> None:
+    """The first source has rows for 12 of the 20 steps, and lanes wait with empty rows for the second one."""
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 100))
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
+    stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 20, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
+    rows = rows_of_run(stream, 400)
+    assert Counter(read(row) for row in rows if row.lengths) == {row["text"]: 1 for name in "ab" for row in texts(name, 100)}
+    assert {row.sources for row in rows[: 20 * 8]} == {(0,), ()}
+    at = next(number for number, row in enumerate(rows) if number >= 18 * 8 and not row.lengths)
+    resumed = islice(iter(Lane(stream, at % stream.lanes, rows[at].after)), 20)
+    assert [row.origins for row in resumed] == [row.origins for row in rows[at + stream.lanes :: stream.lanes][:20]]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -207,15 +225,6 @@ def test_bad_rows_above_their_share_end_a_window_that_does_not_fill(tmp_path: Pa
     stream = stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, packing=True, max_length=4096, on_bad_row="skip")
     with pytest.raises(FsdpTuneError, match="rows cannot be used, more than"):
         rows_of_run(stream, 1)
-
-
-def test_stage_whose_sources_ended_is_the_end_of_the_stream(tmp_path: Path) -> None:
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 100))
-    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
-    stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 80, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
-    with pytest.raises(FsdpTuneError, match="no row left for step 1"):
-        rows_of_run(stream, 200)
 
 
 def test_rows_of_evaluation_sets_are_counted_in_all_rows(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from fsdp_tune.data.order.permutation import shuffled, splitmix64
 
 BLOCK_ROUNDS = 2048
 """Rounds that are scheduled together. A round has one row of each lane."""
+CANDIDATES = 32
+"""Packed rows among which the next is chosen."""
 
 
 def part_of_pass(rows: int, lanes: int, lane: int, passes: int) -> tuple[int, int]:
@@ -105,25 +108,45 @@ def _round(need: npt.NDArray[np.float64], left: npt.NDArray[np.int64], lanes: in
 def planned_sources(
     shares: Sequence[float], drawn: Sequence[float], lengths: Sequence[float], live: Sequence[int], phases: Sequence[float], count: int
 ) -> list[int]:
-    """Return the sources of the next `count` rows of one lane by smooth weighted round robin.
+    """Return the sources of the next `count` rows of one lane: always the one whose next row is due first (the divisor method of
+    Sainte-Laguë, over rows of different lengths).
 
     `drawn` are rows or tokens of each source so far, `lengths` those of its mean row, `phases` in rows what keeps lanes from drawing a
     source at the same time.
     """
     amounts = list(drawn)
-    total = sum(shares[source] for source in live)
     chosen: list[int] = []
     for _ in range(count):
-        reached = sum(amounts[source] for source in live)
-
-        def due(source: int) -> float:
-            share = shares[source] / total
-            return share * (reached + lengths[source]) - amounts[source] + 2 * phases[source] * lengths[source]  # noqa: B023  called at once
-
-        best = max(live, key=due)
-        amounts[best] += lengths[best]
-        chosen.append(best)
+        first = min(live, key=lambda source: due(shares[source], amounts[source], lengths[source], phases[source]))
+        amounts[first] += lengths[first]
+        chosen.append(first)
     return chosen
+
+
+def due(share: float, before: Any, length: Any, phase: float) -> Any:
+    """Return when a row is due, in rows or tokens of all sources: when the share of its source reaches the middle of the row."""
+    return (before + length * (0.5 + phase)) / share
+
+
+def balanced(
+    order: npt.NDArray[np.int64], amounts: npt.NDArray[np.float64], shares: Sequence[float], ahead: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return packed rows in an order whose prefixes have the shares of the sources: always the one of the next `CANDIDATES` in `order` that
+    leaves the sources closest to them.
+
+    `amounts` are rows or tokens of each source in each packed row, `ahead` those by which the sources are ahead of their shares.
+    """
+    wanted = np.array(shares) / sum(shares)
+    errors = (amounts - amounts.sum(1, keepdims=True) * wanted) / np.sqrt(np.where(wanted > 0, wanted, 1))
+    off = ahead / np.sqrt(np.where(wanted > 0, wanted, 1))
+    pool, chosen, following = order[:CANDIDATES].copy(), list[int](), iter(order[CANDIDATES:].tolist())
+    while len(pool):
+        best = int(np.argmin(((off + errors[pool]) ** 2).sum(1)))
+        off = off + errors[pool[best]]
+        chosen.append(int(pool[best]))
+        coming = next(following, None)
+        pool = np.delete(pool, best) if coming is None else np.where(np.arange(len(pool)) == best, coming, pool)
+    return np.array(chosen, np.int64)
 
 
 def phases_of(lane: int, shares: Sequence[float], lanes: int) -> list[float]:

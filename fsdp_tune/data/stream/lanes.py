@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,12 @@ from fsdp_tune.data.pack.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError
 from fsdp_tune.data.review import refuse_bad_share
 from fsdp_tune.data.store import Int64, Mask, Row, row_of
-from fsdp_tune.data.stream.dealing import Schedule, part_of_pass, phases_of, planned_sources
+from fsdp_tune.data.stream.dealing import Schedule, balanced, due, part_of_pass, phases_of, planned_sources
 from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised
 
-PLANNED_ROWS = 64
-"""Rows that a lane plans, draws and measures together."""
+PLANNED_ROWS, PLANNED_BY_TOKENS = 64, 8
+"""Rows that a lane plans, draws and measures together, by rows and by tokens, whose number is known once they are drawn."""
 PACKED_WINDOW = 100
 """Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among them."""
 MOST_UNTRAINED = 10_000
@@ -38,16 +38,18 @@ EMPTY_PASSES = 32
 """Passes, times lanes, in which a lane finds no row of a source that was not counted before it takes it for empty. The rows of a small
 source are in few lanes in each pass, and in others in the next."""
 NO_UNIT = -1
+SAMPLED_ROWS = 64
+"""Weight, in rows, of the mean length in the sample against the lengths that a lane has measured."""
 UNITS, EXAMPLES, ROWS = range(3)
 """Purposes of hashes, so that no two permutations are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRow(Row):
-    """A row of a stream. Its `row_id` is its number in the run."""
+    """A row of a stream. Its `row_id` is its number in the run. A lane that has no row left gives empty rows, until the run ends."""
 
     origins: tuple[str, ...]
-    """`file:row` of each example."""
+    """`file:row` of each example; none in an empty row."""
     after: LaneState
     """State of its lane after this row."""
     bad: tuple[tuple[str, BadRow], ...] = ()
@@ -62,12 +64,18 @@ class Lane:
         self._readers = [_Reader(stream, index, number, cursor) for index, cursor in enumerate(state.cursors)]
 
     def __iter__(self) -> Iterator[StreamRow]:
-        """Yield rows without end. Raises: FsdpTuneError where a row is bad, a file cannot be read, or no source has rows left."""
+        """Yield rows without end, empty ones once no source has rows left. Raises: FsdpTuneError where a row is bad or a file cannot be
+        read."""
         untrained, bad = 0, ()
         while True:
             window = _Window(self._stream, self._number, self._state, self._readers, bad)
             untrained, bad = (0, ()) if len(window.order) else (untrained + window.rows_read, window.bad)
-            if not len(window.order) and (window.has_ended or untrained >= MOST_UNTRAINED):
+            if not len(window.order) and window.has_ended:
+                for row in window.empty_rows():
+                    self._state = row.after
+                    yield row
+                continue
+            if untrained >= MOST_UNTRAINED:
                 raise window.error(untrained)
             after = replace(window.after, emitted=self._state.emitted + len(window.order))
             for index in range(self._state.next, len(window.order)):
@@ -188,7 +196,7 @@ class _Window:
         self._planned_sources: list[int] = []
         self._passes: list[int] = []
         """Of each example, the pass over its source."""
-        stage = stream.stage_at(state.emitted * stream.lanes // stream.global_batch)
+        stage = stream.stage_of(state.emitted)
         self._base = state.base if stage == state.stage else state.drawn
         self._shares = stream.shares[stage][1]
         found, tokens, trained, drawn = self._read(readers)
@@ -208,14 +216,13 @@ class _Window:
         self.after = LaneState(tuple(reader.cursor for reader in readers), drawn, self._base, stage, state.window + 1, 0, 0, *counts)
         packing = stream.packing is not None and len(pieces.segments) > 0
         _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
-        count = len(self._rows.rows) - 1
-        self.order = self._shuffled(count, ROWS) if packing else np.arange(count)
+        self.order = self._order_of_packed() if packing else np.arange(len(self._rows.rows) - 1)
 
     def row(self, index: int, after: LaneState) -> StreamRow:
         at = self.order[index]
         segments = self._rows.segments[self._rows.rows[at] : self._rows.rows[at + 1]]
         row = row_of(self._tokens, self._trained, segments, (self._state.emitted + index) * self._stream.lanes + self._lane)
-        owners = np.searchsorted(self._examples.starts, segments[:, 0], side="right") - 1
+        owners = self._owners(segments)
         names = self._stream.names
         return StreamRow(
             *(row.input_ids, row.labels, row.lengths, row.row_id),
@@ -224,6 +231,17 @@ class _Window:
             after=after,
             bad=self.bad if index == 0 else (),
         )
+
+    def empty_rows(self) -> Iterator[StreamRow]:
+        """Yield rows without tokens until another stage begins."""
+        none = np.zeros(0, np.int32)
+        for number in count(self._state.emitted):
+            is_first, after = number == self._state.emitted, replace(self.after, window=self._state.window, emitted=number + 1)
+            if not is_first and self._stream.stage_of(number) != after.stage:
+                return
+            yield StreamRow(
+                *(none, none, (), number * self._stream.lanes + self._lane), origins=(), after=after, bad=self.bad if is_first else ()
+            )
 
     def _read(self, readers: Sequence[_Reader]) -> tuple[TokenisedRows, list[Any], list[Any], tuple[float, ...]]:
         """Draw and tokenise rows until the window is full or no source has rows left."""
@@ -240,7 +258,8 @@ class _Window:
                 self.has_ended = True
                 break
             missing = least_rows - found.counts["rows"]
-            planned = self._planned(shares, live, drawn, readers, min(PLANNED_ROWS, missing) if missing > 0 else PLANNED_ROWS)
+            most = PLANNED_BY_TOKENS if stream.weighs_tokens and len(live) > 1 else PLANNED_ROWS
+            planned = self._planned(shares, live, drawn, readers, min(most, missing) if missing > 0 else most)
             self._planned_sources += planned
             for source in sorted(set(planned)):
                 wanted = planned.count(source)
@@ -265,40 +284,68 @@ class _Window:
         return found, tokens, trained, tuple(drawn)
 
     def _planned(
-        self, shares: Sequence[float], live: Sequence[int], drawn: Sequence[float], readers: Sequence[_Reader], count: int
+        self, shares: Sequence[float], live: Sequence[int], drawn: Sequence[float], readers: Sequence[_Reader], rows: int
     ) -> list[int]:
         """Return the sources of the next rows to draw. Shares of rows follow the schedule of all lanes, until a source of it has ended;
         shares of tokens, and what follows such an end, are smooth in each lane."""
         stream = self._stream
         if len(live) == 1:
-            return [live[0]] * count
+            return [live[0]] * rows
         here = [amount - before for amount, before in zip(drawn, self._base, strict=True)]
         if not stream.weighs_tokens and len(live) == sum(share > 0 for share in shares):
-            return Schedule(tuple(shares), stream.lanes).sources(self._lane, int(sum(here)), count).tolist()
-        read = [reader.cursor.read for reader in readers]
-        mean = sum(drawn) / max(1, sum(read)) or 1.0
-        lengths = [amount / rows if amount and rows else mean for amount, rows in zip(drawn, read, strict=True)]
-        return planned_sources(shares, here, lengths, live, phases_of(self._lane, shares, stream.lanes), count)
+            return Schedule(tuple(shares), stream.lanes).sources(self._lane, int(sum(here)), rows).tolist()
+        lengths = [1.0] * len(here)
+        if stream.weighs_tokens:
+            sampled = [source.mean_tokens for source in stream.sources]
+            read = [reader.cursor.read for reader in readers]
+            lengths = [
+                (SAMPLED_ROWS * mean + amount) / (SAMPLED_ROWS + seen) for mean, amount, seen in zip(sampled, drawn, read, strict=True)
+            ]
+        return planned_sources(shares, here, lengths, live, phases_of(self._lane, shares, stream.lanes), rows)
 
     def _order_of_examples(self) -> Int64:
         """Return the order of the examples: sources as planned, and the examples of each source shuffled within their pass."""
-        sources, count = self._examples.sources, len(self._examples)
+        sources, total = self._examples.sources, len(self._examples)
         if not self._stream.shuffle and self._stream.packing is not None and len(self._stream.sources) == 1:
-            return np.arange(count)
-        random = np.argsort(self._shuffled(count, EXAMPLES))
+            return np.arange(total)
+        random = np.argsort(self._shuffled(total, EXAMPLES))
         by_pass = np.lexsort((random, np.array(self._passes, np.int64)))
         planned = np.array(self._planned_sources, np.int64)
         phases = phases_of(self._lane, self._shares, self._stream.lanes)
-        due = np.zeros(count)
-        for source in np.unique(sources):
+        at = np.zeros(total)
+        for source in range(len(self._stream.sources)):
             mine = by_pass[sources[by_pass] == source]
-            slots = np.flatnonzero(planned == source)
             if self._stream.weighs_tokens:
-                lengths = self._examples.lengths[mine]
-                due[mine] = (np.cumsum(lengths) - lengths * (0.5 + phases[source])) / max(1, lengths.sum()) * len(planned)
+                lengths = self._lengths_in_rows(mine, source)
+                before = self._state.drawn[source] - self._base[source] + np.cumsum(lengths) - lengths
+                at[mine] = due(self._shares[source], before, lengths, phases[source])
             else:
-                due[mine] = slots[np.arange(len(mine)) * len(slots) // len(mine)]
-        return by_pass[np.argsort(due[by_pass], kind="stable")]
+                slots = np.flatnonzero(planned == source)
+                at[mine] = slots[np.arange(len(mine)) * len(slots) // len(mine)]
+        return by_pass[np.argsort(at[by_pass], kind="stable")]
+
+    def _order_of_packed(self) -> Int64:
+        """Return the order of the packed rows: shuffled, but so that those of all sources follow each other by their shares."""
+        state, shares = self._state, np.array(self._shares)
+        order = self._shuffled(len(self._rows.rows) - 1, ROWS)
+        if np.count_nonzero(shares) == 1:
+            return order
+        amounts = np.zeros((len(order), len(shares)))
+        row_of = np.repeat(np.arange(len(order)), np.diff(self._rows.rows))
+        owners = self._owners(self._rows.segments)
+        np.add.at(amounts, (row_of, self._examples.sources[owners]), self._rows.segments[:, 1] if self._stream.weighs_tokens else 1)
+        here = np.array(state.drawn) - np.array(self._base)
+        return balanced(order, amounts, self._shares, here - shares / shares.sum() * here.sum())
+
+    def _owners(self, segments: Int64) -> Int64:
+        """Return the example of each segment."""
+        return np.searchsorted(self._examples.starts, segments[:, 0], side="right") - 1
+
+    def _lengths_in_rows(self, examples: Int64, source: int) -> Int64:
+        """Return the tokens of examples of a source, or those that `overlong` leaves of them."""
+        lengths, most = self._examples.lengths[examples], self._stream.max_length
+        overlong = self._stream.sources[source].opened.overlong
+        return lengths if overlong == "split" else np.where(lengths > most, 0 if overlong == "drop" else most, lengths)
 
     def _also_evaluated(self) -> int:
         """Return the number of rows whose content an evaluation row has."""
@@ -329,27 +376,7 @@ class _Window:
         return shuffled(count, self._stream.seed, purpose, self._lane, self._state.window)
 
     def error(self, untrained: int) -> FsdpTuneError:
-        """Return the error of a window without rows, after `untrained` rows without a trained token."""
-        stream = self._stream
-        if self.has_ended and self._state.emitted == 0:
-            message = f"lane {self._lane} of {stream.lanes} has no rows: there are too few to stream"
-            return usage_error("stream-ended", message, hint="leave `data.streaming` out, or lower `data.stream_lanes`")
-        if self.has_ended:
-            steps = (self._state.emitted * stream.lanes + self._lane) // stream.global_batch
-            ended = [self._account(source, cursor) for source, cursor in enumerate(self.after.cursors)]
-            message = f"the stream has no row left for step {steps + 1}: lane {self._lane} of {stream.lanes} has read {'; '.join(ended)}"
-            hint = f"`--resume auto --set training.max_steps={steps}` ends the run there; higher `repeats` need a new run"
-            return usage_error("stream-ended", message, hint=hint)
-        where = Where(stream.names[self._untrained[0][0] if self._untrained else 0])
+        """Return the error of a lane that has read `untrained` rows in turn without a trained token."""
+        where = Where(self._stream.names[self._untrained[0][0] if self._untrained else 0])
         message = f"none of {untrained:,} rows that were read in turn has a token to train"
         return usage_error("no-supervised-tokens", message, where=where, hint="check `loss_on`, and that `max_length` reaches the answers")
-
-    def _account(self, source: int, cursor: Cursor) -> str:
-        """Describe how many rows of a source the lane has read, of how many that are known to be its part."""
-        opened = self._stream.sources[source]
-        name = opened.opened.entry.label or opened.opened.entry.path
-        if opened.rows is None or opened.repeats is None:
-            return f"{cursor.read:,} rows of `{name}`, {cursor.passes:,} passes over its part"
-        lane = (self._lane - opened.first_lane) % self._stream.lanes
-        known = -(-(opened.rows * opened.repeats - lane) // self._stream.lanes)
-        return f"{cursor.read:,} of its {max(0, known):,} rows of `{name}` ({opened.rows:,} rows, `repeats: {opened.repeats}`)"

@@ -17,7 +17,7 @@ from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema import Recipe
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Incremented when the same `LaneState` would be followed by other rows."""
 
 
@@ -82,6 +82,15 @@ class StreamSource:
     """Of all units; None if they were not counted."""
     first_lane: int
     """Lane of its first row. With `repeats` the sources follow each other, so that the lanes have the same number of rows."""
+    mean_tokens: float
+    """Of a row of the sample."""
+
+    def read(self, rows: int, passes: int) -> str:
+        """Say how many rows of it were read, of those that are known."""
+        name = self.opened.entry.label or self.opened.entry.path
+        if self.rows is None or self.repeats is None:
+            return f"{rows:,} rows of `{name}` were read, in {passes:,} passes"
+        return f"{rows:,} of {self.rows * self.repeats:,} rows of `{name}` were read (`repeats: {self.repeats}`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +133,17 @@ class RowStream:
         source = [each for each in self.sources if each.first_unit <= unit][-1]
         return Problem("bad-row", row.reason, source.units[unit - source.first_unit].locate(row.number, row.column), hint=row.hint)
 
-    def stage_at(self, step: int) -> int:
-        """Return the index in `shares` of the stage of a step."""
+    def stage_of(self, row: int) -> int:
+        """Return the index in `shares` of the stage in which a lane gives its row number `row`."""
+        step = row * self.lanes // self.global_batch
         return sum(first <= step for first, _ in self.shares) - 1
 
 
-def open_stream(recipe: Recipe, encoder: Encoder, counts: Mapping[str, int], evaluated: UInt64 | None = None) -> RowStream:
+def open_stream(
+    recipe: Recipe, encoder: Encoder, counts: Mapping[str, int], evaluated: UInt64 | None = None, mean_tokens: Sequence[float] = ()
+) -> RowStream:
     """Return the stream of a resolved recipe. `counts`: rows of each unit by its name; units that it lacks are counted now. `evaluated`:
-    sorted hashes of the rows of the evaluation sets.
+    sorted hashes of the rows of the evaluation sets. `mean_tokens`: of a row of each source, in a sample; else taken as equal.
 
     Raises: FsdpTuneError if a source cannot be opened.
     """
@@ -141,10 +153,10 @@ def open_stream(recipe: Recipe, encoder: Encoder, counts: Mapping[str, int], eva
     sources: list[StreamSource] = []
     names: list[str] = []
     first_lane = 0
-    for opened in inputs:
+    for opened, mean in zip(inputs, mean_tokens or [data.max_length / 4] * len(inputs), strict=True):
         units = count_units(stream_units(opened.source, data.stream_lanes), counts)
         rows, repeats = rows_of(units), opened.entry.repeats
-        sources.append(StreamSource(opened, units, len(names), repeats, rows, first_lane))
+        sources.append(StreamSource(opened, units, len(names), repeats, rows, first_lane, mean))
         first_lane = (first_lane + (rows or 0) * (repeats or 0)) % data.stream_lanes
         names += [unit.name for unit in units]
     return RowStream(

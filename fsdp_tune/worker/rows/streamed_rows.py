@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
-from fsdp_tune.data.stream.row_stream import STATE_VERSION, LaneState, RowStream
+from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
 from fsdp_tune.worker.rows.training_rows import described
@@ -26,6 +26,7 @@ from fsdp_tune.worker.signals import ignore_stop_signals
 
 STEPS_AHEAD = 2
 """Steps whose rows a loader process prepares in advance, unless the recipe sets `training.dataloader_prefetch_factor`."""
+NO_ROW = "no row left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class StreamedRows:
     first_row: int = 0
     """Number of the first row of this attempt, and below its step: an earlier one may have had another global batch."""
     first_step: int = 0
+    ended: set[int] = field(default_factory=set[int])
+    """Lanes that have no row left."""
 
     def __post_init__(self) -> None:
         self.states = dict.fromkeys(range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state())
@@ -100,9 +103,26 @@ class StreamedRows:
     def count(self, batches: Sequence[Batch]) -> None:
         """Nothing: a row is counted when it is taken."""
 
+    def skip_empty(self, step: int) -> None:
+        if not all(gather(len(self.ended) == len(self.states))):
+            self.first_row += self.global_batch
+            return
+        own = [(sum(each.read for each in cursors), min(each.passes for each in cursors)) for cursors in self._cursors()]
+        every = [found for found in gather(own if self.counts else []) if found]
+        account = "; ".join(
+            source.read(sum(rows for rows, _ in found), min(passes for _, passes in found))
+            for source, found in zip(self.stream.sources, zip(*every, strict=True), strict=True)
+        )
+        hint = f"`--resume auto --set training.max_steps={step}` ends the run there; higher `repeats` need a new run"
+        raise usage_error("stream-ended", f"the stream has no row left for step {step + 1}: {account}", hint=hint)
+
+    def _cursors(self) -> list[list[Cursor]]:
+        """Return the cursors of each source, in the lanes of this rank."""
+        return [[state.cursors[source] for state in self.states.values()] for source in range(len(self.stream.sources))]
+
     def facts(self) -> dict[str, int | float]:
         """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
-        passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
+        passes = [min(cursor.passes for cursor in cursors) for cursors in self._cursors()]
         truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0
         evaluated = sum(state.rows_evaluated for state in self.states.values()) if self.counts else 0
         every = gather((self.tokens, passes, truncated, evaluated))
@@ -139,8 +159,10 @@ class StreamedRows:
 
     def take(self, row: StreamRow) -> StreamRow:
         """Note that a row is given to the trainer."""
-        self.states[row.row_id % self.stream.lanes] = row.after
+        lane = row.row_id % self.stream.lanes
+        self.states[lane] = row.after
         self.given += 1
+        (self.ended.discard if row.lengths else self.ended.add)(lane)
         if not self.counts:
             return row
         for source, tokens in zip(row.sources, row.lengths, strict=True):
@@ -179,7 +201,9 @@ class _Batches:
                 if isinstance(item, ReaderFailure):
                     raise FsdpTuneError(*item.problems, exit_code=item.exit_code)
                 taken.append(rows.take(item))
-            batch = replace(rows.collator(taken), origins=tuple(row.origins[0] for row in taken))
+            batch = rows.collator([row for row in taken if row.lengths] or [None])
+            places = {"row_ids": tuple(row.row_id for row in taken), "origins": tuple((*row.origins, NO_ROW)[0] for row in taken)}
+            batch = replace(batch, **places)
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _readers(self) -> list[Iterator[StreamRow | ReaderFailure]]:

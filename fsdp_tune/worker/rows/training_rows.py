@@ -56,6 +56,10 @@ class TrainingRows(Protocol):
         """Count the tokens of each source in batches that are trained, on one of the ranks that share their rows."""
         ...
 
+    def skip_empty(self, step: int) -> None:
+        """Leave out a global batch without rows after `step` steps. Collective. Raises: usage error if no more rows follow."""
+        ...
+
     def facts(self) -> dict[str, int | float]:
         """Return metrics of a logged line. Collective."""
         ...
@@ -176,6 +180,9 @@ class PreparedRows:
 
     def count(self, batches: Sequence[Batch]) -> None:
         self.sources.add(self.sample, [row for batch in batches for row in batch.row_ids])
+
+    def skip_empty(self, step: int) -> None:
+        raise AssertionError("an epoch ends after its last row")
 
     def facts(self) -> dict[str, int | float]:
         return self.sources.facts()
