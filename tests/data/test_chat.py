@@ -358,9 +358,18 @@ def test_loss_on_all_trains_every_token() -> None:
     assert all(tokens.trained)
 
 
-def test_conversation_starting_with_the_assistant_is_refused() -> None:
-    chat = Chat([{"role": "assistant", "content": "hi"}], (True,))
-    assert "begins with the assistant" in refused(chat, CHATML)
+def test_conversation_starting_with_the_assistant_follows_what_the_template_writes_first() -> None:
+    chat = Chat([{"role": "assistant", "content": "hi"}, {"role": "user", "content": "a"}], (True, False))
+    default = "{% if messages[0].role != 'system' %}<|im_start|>system\ns<|im_end|>\n{% endif %}" + CHATML
+    assert shown(tokenised(chat, default, ByteEncoder()), ByteEncoder()).startswith(
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>assistant\n[hi<|im_end|>]\n<|im_start|>user\na"
+    )
+
+
+def test_conversation_starting_with_the_assistant_is_refused_without_a_generation_prompt_before_it() -> None:
+    silent = CHATML.replace("<|im_start|>{{ m.role }}", "{% if not loop.first %}<|im_start|>{{ m.role }}{% endif %}")
+    alone = Chat([{"role": "assistant", "content": "hi"}], (True,))
+    assert "message 1: the conversation begins with the assistant" in refused(alone, silent)
 
 
 def test_template_error_message_is_passed_on() -> None:

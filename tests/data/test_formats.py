@@ -326,3 +326,82 @@ def test_template_variables_are_an_object_or_its_json_text(given: Any, variables
 )
 def test_malformed_template_variables_are_refused(given: Any, says: str) -> None:
     assert says in refused("messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant")
+
+
+def test_parts_may_hold_their_text_as_value() -> None:
+    """As in LLaMA-Factory's messages."""
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "value": "a"}, {"type": "text", "text": "?"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "b"}], "loss_weight": 1.0},
+        ]
+    }
+    chat = example("messages", row, loss_on="assistant")
+    assert chat.messages == [USER, ANSWER | {"reasoning_content": "r"}]
+    assert chat.trained == (False, True)
+
+
+@pytest.mark.parametrize("value", [{"name": "f", "arguments": {"x": 1}}, '{"name": "f", "arguments": {"x": 1}}'])
+def test_calls_of_parts_and_of_openai_functions_are_tool_calls(value: Any) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    wanted = {"role": "assistant", "content": "b", "tool_calls": calls}
+    result = {"role": "function", "name": "f", "content": "2"}
+    of_part = {"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "tool_call", "value": value}]}
+    for answer in (of_part, ANSWER | {"function_call": value}):
+        row = {"messages": [USER, answer, result, ANSWER], "functions": [{"name": "f", "parameters": {}}]}
+        chat = example("messages", row, loss_on="assistant")
+        assert chat.messages == [USER, wanted, {"role": "tool", "name": "f", "content": "2"}, ANSWER]
+        assert chat.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        assert chat.trained == (False, True, False, True)
+    assert example("messages", row | {"functions": json.dumps(row["functions"])}, loss_on="assistant").tools == chat.tools
+
+
+def test_calls_in_a_row_of_messages_are_made_together_as_in_swift() -> None:
+    call, result = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}, {"role": "tool_response", "content": "2"}
+    chat = example("messages", {"messages": [USER, call, call, result, result, ANSWER]}, loss_on="assistant")
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert len(chat.messages[1]["tool_calls"]) == 2
+    marked = example("messages", {"messages": [USER, call | {"loss": False}, call, result, ANSWER]}, loss_on="assistant")
+    assert marked.trained == (False, False, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"content": [{"type": "text", "text": "a", "value": "b"}]}, "part 1 of `content` has both `text` and `value`"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "reasoning", "value": "b"}]},
+            "part 2 of `content` is of type `reasoning`, after",
+        ),
+        ({"content": [{"type": "reasoning", "value": "b"}], "reasoning_content": "c"}, "has `reasoning_content`, and a part"),
+        ({"content": [{"type": "tool_call", "value": "f()"}]}, "a function call is JSON"),
+        ({"content": [{"type": "text", "text": 7}]}, "part 1 of `content` is not text"),
+        ({"content": [{"type": "tools", "value": "[]"}]}, "is of type `tools`"),
+        (
+            {"content": "b", "function_call": {"name": "f", "arguments": {}}, "tool_calls": [{"function": {"name": "f"}}]},
+            "has both `function_call` and `tool_calls`",
+        ),
+        ({"content": "b", "function_call": "auto"}, "a function call is JSON"),
+        ({"content": "b", "function_call": {"name": "f", "arguments": {}, "server": "s"}}, "`messages.function_call.server` is not read"),
+    ],
+)
+def test_answer_that_means_two_things_is_refused(answer: dict[str, Any], says: str) -> None:
+    assert says in refused("messages", {"messages": [USER, {"role": "assistant"} | answer]}, loss_on="assistant")
+
+
+def test_tools_and_functions_in_one_row_are_refused() -> None:
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]}
+    assert "column `functions` means the same as the column `tools`" in refused("messages", row, loss_on="assistant")
+    assert "column `functions` holds an object" in refused("messages", row | {"tools": None, "functions": {"a": 1}}, loss_on="assistant")
+
+
+@pytest.mark.parametrize(("format_", "column"), [("messages", "messages"), ("sharegpt", "conversations")])
+def test_messages_may_be_json_text(format_: str, column: str) -> None:
+    messages = [
+        USER | {"content": [{"type": "text", "text": "a?"}]},
+        ANSWER | {"content": None, "tool_calls": [{"function": {"name": "f"}}]},
+    ]
+    as_text = example(format_, {column: json.dumps(messages), "tools": '[{"name": "f"}]'}, loss_on="assistant")
+    assert as_text == example(format_, {column: messages, "tools": [{"name": "f"}]}, loss_on="assistant")
+    assert "text that is not JSON" in refused(format_, {column: str(messages)}, loss_on="assistant")
+    assert "holds text instead of a list" in refused(format_, {column: "hello"}, loss_on="assistant")

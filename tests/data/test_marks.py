@@ -129,7 +129,7 @@ def test_equal_marks_of_parts_are_the_mark_of_the_message(marks: list[dict[str, 
 )
 def test_parts_of_an_answer_that_differ_are_refused(marks: list[dict[str, Any]], own: dict[str, Any]) -> None:
     error = refusal("messages", {"messages": [USER, ANSWER | {"content": parts(*marks)} | own]})
-    assert "message 2: some parts of `content` are marked as trained and others not" in str(error)
+    assert "of parts of `content` exclude some of the answer" in str(error)
     assert example("messages", {"messages": [USER | {"content": parts(*marks)} | own, ANSWER]}).trained == (False, True)
 
 

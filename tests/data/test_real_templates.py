@@ -441,5 +441,41 @@ def test_special_tokens_in_messages_change_no_special_token_of_the_template(name
     assert trained == plain_trained
 
 
+WITHOUT_FIRST_PROMPT = {
+    "llama 2",
+    "mistral v7 tekken",
+    "phi 3",
+    "phi 3.5",
+    "phi 3.5 that stops at <|end|>",
+    "deepseek r1",
+    "deepseek r1 training",
+    "gemma 4",
+    "command a",
+}
+REJECTS_FIRST_ANSWER = {"qwen 3.5", "mistral v1", "mistral v3", "mistral v3 tekken", "gemma 2", "gemma 3", "command r"}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_first_message_of_the_assistant_is_trained_after_the_generation_prompt_or_the_hint_works(name: str) -> None:
+    published, messages = PUBLISHED[name], [assistant("Hello there!"), user("Q?"), assistant("A.")]
+    encoder, template = published.encoder(), published.text()
+
+    def runs(messages: list[dict[str, Any]], *trained: bool) -> list[str]:
+        rendered = render_chat(Chat(messages, trained), template, encoder, check_repeat=False)
+        pieces = [[encoder.encode([piece])[0] for piece in text.pieces] for text in rendered.examples]
+        examples = [text.tokens(ids, encoder, append_eos=True) for text, ids in zip(rendered.examples, pieces, strict=True)]
+        return sorted(run.partition("⟧")[0] for (tokens,) in examples for run in marked(tokens, encoder).split("⟦")[1:])
+
+    if name in REJECTS_FIRST_ANSWER | WITHOUT_FIRST_PROMPT:
+        with pytest.raises(RowError) as caught:
+            runs(messages, True, False, True)
+        assert (caught.value.hint is None) == (name in REJECTS_FIRST_ANSWER)
+        if caught.value.hint is not None and not name.startswith("deepseek r1"):  # which rejects all answers without reasoning
+            assert "data.loss_on=last_assistant" in caught.value.hint
+            assert len(runs(messages, False, False, True)) == 1
+        return
+    assert runs(messages, True, False, True) == runs([user("x"), *messages], False, True, False, True)
+
+
 def test_every_published_template_has_a_row() -> None:
     assert {name for name, *_ in [*EXPECTED, *REFUSED]} == set(PUBLISHED)

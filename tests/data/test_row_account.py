@@ -298,6 +298,43 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("SkyRL chat", "messages", {"messages": [USER, ANSWER, USER, ANSWER]}),
     ("OpenAI fine-tuning", "messages", {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}),
+    (
+        "OpenAI functions",
+        "messages",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {"role": "function", "name": "f", "content": "2"},
+                ANSWER,
+            ],
+            "functions": [{"name": "f", "parameters": {}}],
+        },
+    ),
+    (
+        "ms-swift agent",
+        "messages",
+        {
+            "messages": [
+                USER,
+                {"role": "tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+                {"role": "tool_response", "content": "2"},
+                ANSWER,
+            ],
+            "tools": json.dumps(TOOLS),
+        },
+    ),
+    ("ms-swift pre-training", "messages", {"messages": [ANSWER]}),
+    (
+        "LLaMA-Factory v1",
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "a?"}], "loss_weight": 0.0},
+                {"role": "assistant", "content": [{"type": "text", "value": "b"}], "loss_weight": 1.0},
+            ],
+        },
+    ),
     ("OpenAI parts", "messages", {"messages": [USER | {"content": [{"type": "text", "text": "a?"}]}, ANSWER]}),
 ]
 MEANT = frozenset(
@@ -436,5 +473,10 @@ def test_marks_at_every_place_are_obeyed_or_refused_by_name(format_: str, row: d
                     assert is_obeyed(format_, changed, path, name, expected=expected), (changed, path, name)
                     continue
                 assert f"`{name}`" in error or f"`{path}{name}`" in error
-                has_meaning = name in MARKS and value != 0.5 and "tool_calls" not in path and not path.startswith("conversation.")
+                has_meaning = (
+                    name in MARKS
+                    and value != 0.5
+                    and not path.endswith(("tool_calls.", "function.", "content."))
+                    and path != "conversation."
+                )
                 assert not has_meaning or (format_ == "tokenized" and name in TOKEN_MASKS)

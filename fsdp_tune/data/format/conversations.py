@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fsdp_tune.data.format.marks import MARKS, MEANING, mark_of_parts, take_mark
@@ -13,7 +13,12 @@ from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_
 Message = dict[str, Any]
 
 FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`."""
+"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`. Also OpenAI's key of a
+message for one call."""
+TOOL_CALL = "tool_call"
+"""The same in ms-swift, where calls that are made together are messages in a row."""
+FUNCTIONS = "functions"
+"""OpenAI's older column for `tools`."""
 VARIABLES, THINKING = "chat_template_kwargs", "enable_thinking"
 RESERVED_VARIABLES = (
     "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
@@ -22,7 +27,10 @@ RESERVED_VARIABLES = (
 """Arguments of transformers' `apply_chat_template` that the package sets."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of `content`; the last two are those of OpenAI's Responses."""
-ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool", FUNCTION_CALL)}
+REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls")
+"""LLaMA-Factory's types of parts of an answer, next to text."""
+OTHER_ROLES = {"function": "tool", "tool_response": "tool", TOOL_CALL: FUNCTION_CALL, FUNCTION_CALL: FUNCTION_CALL}
+ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | OTHER_ROLES
 ROLE_OF_SHAREGPT = {
     "system": "system",
     "human": "user",
@@ -33,7 +41,7 @@ ROLE_OF_SHAREGPT = {
     "model": "assistant",
     "tool": "tool",
     "observation": "tool",
-    FUNCTION_CALL: FUNCTION_CALL,
+    **OTHER_ROLES,
 }
 
 
@@ -43,6 +51,7 @@ MESSAGE_KEYS = {
     "content": "",
     "value": "",
     "tool_calls": "calls of functions",
+    FUNCTION_CALL: "a call of a function",
     "tool_call_id": "the id of a call",
     "name": "the name of the speaker or function",
     "reasoning_content": "reasoning",
@@ -52,11 +61,14 @@ MESSAGE_KEYS = {
 }
 """Keys of a message, and what they are read as where that is not their name."""
 PAIR_KEYS = {"human": "", "assistant": ""}
-PART_KEYS = {"type": "", "text": "", **dict.fromkeys(MARKS, MEANING)}
-CALL_KEYS = {"id": "", "type": "", "function": "", "name": "", "arguments": ""}
+PART_KEYS = {"type": "", "text": "", "value": "", **dict.fromkeys(MARKS, MEANING)}
+REASONING_KEYS = PART_KEYS | dict.fromkeys(REASONING_PARTS, "reasoning")
+FUNCTION_KEYS = {"name": "", "arguments": ""}
+CALL_KEYS = {"id": "", "type": "", "function": "", **FUNCTION_KEYS}
 CHAT_KEYS = {
     "system": "the system message",
     "tools": "functions",
+    FUNCTIONS: "functions",
     VARIABLES: "variables of the chat template",
     THINKING: "a variable of the chat template",
 }
@@ -80,7 +92,15 @@ class MessageReader:
         """
         path = f"{self.names_in_file.get(column, column)}."
         turns = [turn for index, value in enumerate(_turns(row, column), 1) for turn in self._turns_of(_object(value, index), path)]
-        return after_system([self._message(turn, index, path) for index, turn in enumerate(turns, 1)], row)
+        messages: list[Message] = []
+        spoken: object = None
+        for index, turn in enumerate(turns, 1):
+            message, before, spoken = self._message(turn, index, path), spoken, turn.get("role", turn.get("from"))
+            if before == spoken == TOOL_CALL and messages[-1].get("train") == message.get("train"):
+                messages[-1]["tool_calls"] += message["tool_calls"]
+            else:
+                messages.append(message)
+        return after_system(messages, row)
 
     def _turns_of(self, turn: Message, path: str) -> list[Message]:
         """Return a turn without the keys that are not read; two for a question and its answer in one object, as ms-swift writes them."""
@@ -100,48 +120,105 @@ class MessageReader:
         if role is None:
             raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(known)} (`data.roles` maps others)")
         mark = take_mark(message, MARKS, f"message {index}: ", path, self.account.ignored)
-        content = message.get("content")
-        if isinstance(content, list):
-            content, marks = self._joined_parts(cast(list[Any], content), index, path)
-            mark = mark_of_parts(marks, f"message {index}: ", own=mark, is_answer=role == "assistant")
+        content = cast(object, message.get("content"))
+        calls = self._calls(message, index, path)
+        listed = cast(list[Any], content) if isinstance(content, list) else None
+        if listed is not None and not (role == FUNCTION_CALL and all(map(_is_call, listed))):
+            parts = self._parts(listed, index, path)
+            content = parts.text
+            mark = mark_of_parts(
+                parts.marks, f"message {index}: ", own=mark, names=parts.mark_names, is_answer=role in ("assistant", FUNCTION_CALL)
+            )
+            for name, inside in (("tool_calls", parts.calls), ("reasoning_content", parts.reasoning)):
+                if inside and (calls if name == "tool_calls" else message.get(name)):
+                    raise RowError(f"message {index} has `{name}`, and a part of `content` that means the same; remove one of them")
+            calls = calls or parts.calls
+            message |= {"reasoning_content": parts.reasoning} if parts.reasoning else {}
         if mark is not None:
             message["train"] = mark
         if role == FUNCTION_CALL:
-            calls = _function_calls(content, index)
-            return message | {"role": "assistant", "content": "", "tool_calls": self._closed_calls(calls, f"{path}content.")}
-        calls = self._closed_calls(_tool_calls(message.pop("tool_calls", None), index), f"{path}tool_calls.")
+            given = self._function_calls(cast(object, content), index, f"{path}content.")
+            return message | {"role": "assistant", "content": "", "tool_calls": given}
         if content is None and calls:
             content = ""
         if not isinstance(content, str):
-            raise RowError(f"message {index}: `content` holds {kind_of(content)} instead of text")
+            raise RowError(f"message {index}: `content` holds {kind_of(cast(object, content))} instead of text")
         if role == "assistant" and not content.strip() and not calls:
             raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
         return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
-    def _joined_parts(self, parts: list[Any], index: int, path: str) -> tuple[str, list[bool | None]]:
-        """Return the text of all parts, and the mark of each."""
-        texts: list[str] = []
-        marks: list[bool | None] = []
+    def _calls(self, message: Message, index: int, path: str) -> list[Message]:
+        """Remove the calls of a message and return them: `tool_calls`, or the `function_call` of OpenAI's older format."""
+        calls = self._closed_calls(_tool_calls(message.pop("tool_calls", None), index), f"{path}tool_calls.")
+        older = message.pop(FUNCTION_CALL, None)
+        if older is None:
+            return calls
+        if calls:
+            raise RowError(f"message {index} has both `{FUNCTION_CALL}` and `tool_calls`; remove one of them")
+        return self._function_calls(older, index, f"{path}{FUNCTION_CALL}.")
+
+    def _parts(self, parts: list[Any], index: int, path: str) -> _Parts:
+        """Return the text, the reasoning and the calls in a list of parts, which must have this order."""
+        found = _Parts()
+        last = 0
         for number, part in enumerate(parts, 1):
+            where = f"message {index}: part {number}"
             fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
-            text: object = fields.get("text")
-            kind = fields.get("type", "text")
-            if not isinstance(text, str) or kind not in TEXT_PARTS:  # Arrow may give a part of another type an empty `text`
-                what = f"of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else "not text"
-                raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
-            closed = self._closed(fields, PART_KEYS, f"{path}content.")
-            marks.append(take_mark(closed, MARKS, f"message {index}: part {number}: ", f"{path}content.", self.account.ignored))
-            texts.append(text)
-        return "".join(texts), marks
+            kind: object = fields.get("type", "text")
+            order = next((order for order, kinds in enumerate((REASONING_PARTS, TEXT_PARTS, CALL_PARTS)) if kind in kinds), None)
+            if order is None:
+                raise RowError(f"{where} of `content` is of type `{kind}`; only text is supported, so leave such rows out")
+            if order < last:
+                raise RowError(
+                    f"{where} of `content` is of type `{kind}`, after one of another type: reasoning, text and calls have this order"
+                )
+            last = order
+            known = REASONING_KEYS if kind in REASONING_PARTS else PART_KEYS
+            closed = self._closed(fields, known, f"{path}content.")
+            found.mark_names += [name for name in MARKS if name in closed and name not in found.mark_names]
+            found.marks.append(take_mark(closed, MARKS, f"{where}: ", f"{path}content.", self.account.ignored))
+            given = [name for name in known if name != "type" and closed.get(name) not in (None, "")]
+            if len(given) > 1:
+                raise RowError(f"{where} of `content` has both `{given[0]}` and `{given[1]}`; remove one of them")
+            value: object = closed[given[0]] if given else next((closed[name] for name in ("text", "value") if name in closed), None)
+            if kind in CALL_PARTS:
+                found.calls += self._function_calls(value, index, f"{path}content.{given[0] if given else 'value'}.")
+                continue
+            if not isinstance(value, str):
+                raise RowError(f"{where} of `content` is not text; only text is supported, so leave such rows out")
+            if kind in REASONING_PARTS:
+                found.reasoning += value
+            else:
+                found.text += value
+        return found
+
+    def _function_calls(self, content: object, index: int, path: str) -> list[Message]:
+        """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
+        why = f"message {index}: a function call is JSON with `name` and `arguments`"
+        value = _json(content, why) if isinstance(content, str) else content
+        calls = cast(list[Any], value) if isinstance(value, list) else [value]
+        if not calls or not all(_is_call(call) for call in calls):
+            raise RowError(why)
+        return [{"type": "function", "function": self._closed(without_nulls(call), FUNCTION_KEYS, path)} for call in calls]
 
     def _closed_calls(self, calls: list[Message], path: str) -> list[Message]:
         """Return calls without the keys that are not read."""
         return [
-            closed | {"function": self._closed(closed["function"], CALL_KEYS, f"{path}function.")}
+            closed | {"function": self._closed(closed["function"], FUNCTION_KEYS, f"{path}function.")}
             if isinstance((closed := self._closed(call, CALL_KEYS, path)).get("function"), dict)
             else closed
             for call in calls
         ]
+
+
+@dataclass(slots=True)
+class _Parts:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Message] = field(default_factory=list[Message])
+    marks: list[bool | None] = field(default_factory=list["bool | None"])
+    """The mark of each part."""
+    mark_names: list[str] = field(default_factory=list[str])
 
 
 def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
@@ -159,8 +236,14 @@ def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
 
 
 def read_tools(row: dict[str, Any]) -> list[Any] | None:
-    """Return the list in the column `tools`, which may be JSON text; None if it is empty."""
-    tools = parsed_column(row, "tools")
+    """Return the list in the column `tools`, which may be JSON text, or the functions of OpenAI's older format; None if it is empty."""
+    tools, functions = parsed_column(row, "tools"), parsed_column(row, FUNCTIONS)
+    if tools and functions:
+        raise ColumnError(FUNCTIONS, "means the same as the column `tools`; remove one of them")
+    if isinstance(functions, list):
+        tools = [{"type": "function", "function": function} for function in cast(list[Any], functions)]
+    elif functions:
+        raise ColumnError(FUNCTIONS, f"holds {kind_of(functions)} instead of a list")
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -245,7 +328,14 @@ def without_nulls(value: Any) -> Any:
 
 
 def _turns(row: dict[str, Any], column: str) -> list[Any]:
+    """Return the list in a column of messages, which may be JSON text."""
     value: object = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = parse_text(value)
+        except ValueError as error:
+            what = f"holds text that is not JSON: {error}"
+            raise ColumnError(column, what, hint="write it with `json.dumps`, not with `str`, or as a list of objects") from error
     if not isinstance(value, list) or not value:
         raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} instead of a list of messages")
     return cast(list[Any], value)
@@ -276,16 +366,6 @@ def _tool_calls(value: object, index: int) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):
         raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects")
     return without_nulls(cast(list[Any], value))
-
-
-def _function_calls(content: object, index: int) -> list[Message]:
-    """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
-    why = f"message {index}: a function call is JSON with `name` and `arguments`"
-    value = _json(content, why) if isinstance(content, str) else content
-    calls = cast(list[Any], value) if isinstance(value, list) else [value]
-    if not calls or not all(_is_call(call) for call in calls):
-        raise RowError(why)
-    return [{"type": "function", "function": without_nulls(call)} for call in calls]
 
 
 def _is_call(value: Any) -> bool:

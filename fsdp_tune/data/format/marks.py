@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from fsdp_tune.data.format.row_account import TOKEN_MARKS, ignoring_option
+from fsdp_tune.data.format.row_account import TOKEN_MARKS, ignoring_option, listed_keys
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 
 MEANING = "a mark of what is trained"
@@ -41,8 +41,11 @@ def _mark(name: str, value: Any, where: str, path: str, ignored: Collection[str]
     return bool(value)
 
 
-def mark_of_parts(parts: Sequence[bool | None], where: str, *, own: bool | None, is_answer: bool) -> bool | None:
-    """Return the mark of a message, from its own and those of its parts. Raises: RowError if parts of an answer differ."""
+def mark_of_parts(parts: Sequence[bool | None], where: str, *, own: bool | None, names: Collection[str], is_answer: bool) -> bool | None:
+    """Return the mark of a message, from its own and those of its parts, whose marks are `names`.
+
+    Raises: RowError if parts of an answer differ.
+    """
     marks = set(parts)
     if own is not None:
         marks = {own if mark is None else mark for mark in marks} | {own}
@@ -51,7 +54,7 @@ def mark_of_parts(parts: Sequence[bool | None], where: str, *, own: bool | None,
     if marks == {False} or not is_answer:
         return False
     raise RowError(
-        f"{where}some parts of `content` are marked as trained and others not, and an answer is trained as a whole",
+        f"{where}{listed_keys(names)} of parts of `content` exclude some of the answer, which is trained as a whole",
         hint="mark the complete message with `train: false`, or write the row tokenized, with `labels`",
     )
 

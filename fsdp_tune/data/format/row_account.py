@@ -36,7 +36,7 @@ METADATA = frozenset((
     "score", "int_score", "language_score", "quality", "quality_score", "rating", "difficulty", "complexity", "perplexity",
     "token_count", "num_tokens", "n_tokens", "num_turns", "n_turns", "turn_count", "length", "len", "char_count", "word_count",
     # an option of a request
-    "parallel_tool_calls",
+    "parallel_tool_calls", "tool_choice",
 ))
 # fmt: on
 """Keys of a row that never change what is trained: they are ignored and listed. docs/guide/data-formats.md has the same list."""

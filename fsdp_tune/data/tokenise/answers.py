@@ -104,11 +104,9 @@ class Rendering:
 
     def answer(self, index: int) -> Answer:
         """Return message `index` as an answer, in the conversation up to it. Raises: RowError if the template is not prefix-stable."""
-        if index == 0:
-            raise RowError("the conversation begins with the assistant: there is no message to answer")
         last = index == len(self._chat.messages) - 1
         text = self.whole if last else self.render(index + 1)
-        begin = self._end_of_prompt(index, text)
+        begin = self._end_of_prompt(index, text) if index else self._end_of_first_prompt(text)
         if begin is None:
             return self._after_closed_block(index, text) or self._moved_context(index, text)
         answer = self._answer(index, text, begin)
@@ -191,6 +189,34 @@ class Rendering:
 
         lengths = fitting([{}, *({name: False} for name in self._switches)]) or fitting([{name: True} for name in self._switches])
         return max(lengths, default=None)
+
+    def _end_of_first_prompt(self, text: str) -> int:
+        """Return where the answer begins in a conversation that the assistant begins.
+
+        No question precedes it, so templates may render nothing or fail when asked for a generation prompt. The one that follows a
+        question must be in the text before the answer, after what the template itself writes there (such as a default system prompt).
+        Raises: RowError if it is not.
+        """
+        header, _ = self._around_plain(0) or ("", "")
+        question = [{"role": "user", "content": self.unused_character()}]
+        asked = self.render_messages(question)
+        ends: list[int] = []
+        for mode in ({}, *({name: value} for name in self._switches for value in (False, True))):
+            given = self.render_messages(question, generation_prompt=True, **mode)
+            prompt = given.removeprefix(asked)
+            at = header.rfind(prompt) + len(prompt)
+            if given.startswith(asked) and prompt.strip() and prompt in header and text.startswith(header[:at]):
+                ends.append(at)
+        if not ends:
+            others = (
+                "`--set data.loss_on=last_assistant` trains the last answer alone; `train: false` in the message keeps it as context; or "
+            )
+            has_others = sum(message["role"] == "assistant" for message in self._chat.messages) > 1
+            raise RowError(
+                "message 1: the conversation begins with the assistant, and the chat template writes no generation prompt before it",
+                hint=f"{others if has_others else ''}begin the conversation with a message from `system` or `user`",
+            )
+        return max(ends)
 
     def _after_closed_block(self, index: int, text: str) -> Answer | None:
         """Return an answer after a prompt that supplies a closed block of reasoning, which `text` omits; None if it is another case.
