@@ -14,6 +14,8 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
+from fsdp_tune.recipe.read.continued_adapter import continue_adapter
+from fsdp_tune.recipe.rules.lora_limits import lora_limits
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
@@ -78,6 +80,7 @@ def resolve(
         work.trackers()
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
+    work.adapter(cwd, output)
     local_paths, path_problems = absolute_paths(work.data, cwd)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
@@ -110,6 +113,19 @@ class _Resolver:
 
     def add_notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
         self.notices.append(as_notice(Finding(code, keys, message, hint), self.positions, strict=False))
+
+    def adapter(self, cwd: Path, output: Path) -> None:
+        """Take unset keys of `lora:` from the adapter that training continues."""
+        if self.recipe.lora is None or self.recipe.lora.adapter is None:
+            return
+        found = continue_adapter(self.recipe, cwd, output)
+        findings = found.findings
+        if not findings:
+            for key, value in found.values.items():
+                if value != self.data["lora"][key]:
+                    self.decide(f"lora.{key}", value, found.reason)
+            findings = list(lora_limits(Recipe.model_validate({**self.recipe.model_dump(by_alias=True), "lora": self.data["lora"]})))
+        self.problems.extend(as_problem(finding, self.positions) for finding in findings)
 
     def launch(self) -> None:
         device = self._device()

@@ -68,6 +68,11 @@ def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), atol=1e-3)
 
+    continued = RECIPE | {"lora": {"adapter": "run"}, "output_dir": "continued"}
+    (tmp_path / "continued.yaml").write_text(json.dumps(continued))
+    valid = cli("validate", "--config", "continued.yaml")
+    assert valid.returncode == 0, valid.stderr
+
     weights = (base / "model.safetensors").read_bytes()
     make_base(base, seed=1)
     refused = cli("train", "--config", "lora.yaml", "--resume", "auto", "--set", "training.max_steps=8", "--json")

@@ -39,12 +39,52 @@ def recipe_with(base: Path, adapter: Path, **lora: Any) -> Recipe:
     return recipe_of({"name_or_path": str(base)}, lora={"r": 4, "adapter": str(adapter), **lora})
 
 
-def refusal(recipe: Recipe) -> Problem:
+def refusals(recipe: Recipe) -> tuple[Problem, ...]:
     with pytest.raises(FsdpTuneError) as caught:
         build_empty(recipe)
-    (problem,) = caught.value.problems
-    assert (problem.code, problem.where.key) == ("adapter-does-not-fit", "lora.adapter")
+    assert {(problem.code, problem.where.key) for problem in caught.value.problems} == {("adapter-does-not-fit", "lora.adapter")}
+    return caught.value.problems
+
+
+def refusal(recipe: Recipe) -> Problem:
+    (problem,) = refusals(recipe)
     return problem
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 7, "use_rslora": True},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+        {"target_modules": r".*\.(up|down)_proj", "modules_to_save": ["lm_head"]},
+        {"layers_to_transform": 1, "target_modules": ["q_proj"]},
+        {"layers_to_transform": [0, 2], "layers_pattern": "layers", "target_modules": ["q_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": ["down_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens", "o_proj"], "bias": "lora_only"},
+    ],
+    ids=str,
+)
+def test_adapter_alone_tells_how_it_was_trained(base: Path, lora: dict[str, Any], tmp_path: Path) -> None:
+    adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
+    ids = torch.arange(20)[None]
+    recipe = recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)})
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
+        ours = build_full(recipe)(input_ids=ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_adapter_of_experts_alone_tells_how_it_was_trained(tmp_path: Path) -> None:
+    base = make_model("mixtral", tmp_path / "base")
+    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    adapter = make_adapter(base, {**lora, "exclude_modules": ["lm_head"]}, tmp_path / "adapter")
+    recipe = recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)})
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
+        ours = build_full(recipe)(input_ids=ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +115,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "IA3": ({"peft_type": "IA3"}, "it is of the type IA3", ""),
     "rank": ({"r": 8}, "its `r` is 8, and the recipe has 4", "--set lora.r=8"),
     "scale": ({"lora_alpha": 16}, "its `lora_alpha` is 16, and the recipe has 32", "--set lora.lora_alpha=16"),
-    "rsLoRA": ({"use_rslora": True}, "its `use_rslora` is True, and the recipe has False", "--set lora.use_rslora=true"),
+    "rsLoRA": ({"use_rslora": True}, "its `use_rslora` is true, and the recipe has false", "--set lora.use_rslora=true"),
     "another base": ({"base_model_name_or_path": "org/other"}, "it was trained on org/other", "--set model.name_or_path=org/other"),
     "activated LoRA": ({"alora_invocation_tokens": [1, 2]}, "it was trained with `alora_invocation_tokens`", ""),
     "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "changes the base under the adapter", "convert it with PEFT"),
@@ -87,7 +127,7 @@ def test_adapter_of_another_kind_is_refused(case: str, base: Path, adapter: Path
     change, message, hint = CONFIGS[case]
     path = adapter / CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    problem = refusal(recipe_with(base, adapter))
+    problem = refusal(recipe_with(base, adapter, lora_alpha=32, use_rslora=False))
     assert message in problem.message
     assert hint in (problem.hint or "")
 
@@ -102,12 +142,23 @@ def test_adapter_of_another_kind_is_refused(case: str, base: Path, adapter: Path
     ids=str,
 )
 def test_adapter_with_other_modules_is_refused(lora: dict[str, Any], words: str, base: Path, adapter: Path) -> None:
-    assert words in refusal(recipe_with(base, adapter, **lora)).message
+    assert any(words in problem.message for problem in refusals(recipe_with(base, adapter, **lora)))
 
 
 def test_trained_head_of_an_adapter_is_not_ignored(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, {"r": 4, "modules_to_save": ["lm_head"]}, tmp_path / "adapter")
-    assert "it has `base_model.model.lm_head.weight`, which the recipe does not train" in refusal(recipe_with(base, adapter)).message
+    problem = refusal(recipe_with(base, adapter, modules_to_save=[]))
+    assert "it has `base_model.model.lm_head.weight`, which the recipe does not train" in problem.message
+
+
+def test_all_differences_are_reported_at_once(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(base, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, tmp_path / "adapter")
+    settings = {"r": 8, "lora_alpha": 32, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    messages = [problem.message for problem in refusals(recipe_with(base, adapter, **settings))]
+    differences = ["its `r` is 4", "its `lora_alpha` is 16", "its `use_rslora` is false", "it lacks `", "it has `"]
+    for words in [*differences, "q_proj.lora_A.weight` is"]:
+        assert any(words in message for message in messages), words
+    assert len(messages) == 6
 
 
 def test_adapter_of_other_weights_of_the_same_name_is_refused(base: Path, adapter: Path) -> None:

@@ -153,3 +153,13 @@ def test_run_is_refused_as_the_base(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         inject_lora(of_run, build_empty(recipe_of("llama")), torch.float32)
     assert caught.value.problems[0].code == "lora-on-run"
+    [way_out] = caught.value.problems[0].ways_out
+    assert "merge-checkpoint" in way_out
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    (tmp_path / "model" / "base.json").write_text("{}")
+    with pytest.raises(FsdpTuneError) as caught:
+        inject_lora(of_run, build_empty(recipe_of("llama")), torch.float32)
+    on_merged, continued = caught.value.problems[0].ways_out
+    assert ("merge-checkpoint" in on_merged, f"{tmp_path}/merged" in on_merged) == (False, True)
+    assert f"lora.adapter: {tmp_path}`" in continued

@@ -58,12 +58,16 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
     """
     lora = recipe.lora
     assert lora is not None
-    if run_of(Path(str(recipe.model.name_or_path))) is not None:
+    if (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
+        merged = "" if (run.merged / "config.json").is_file() else f"`fsdp-tune merge-checkpoint {run.path}`, then "
         raise usage_error(
             "lora-on-run",
             f"`lora:` needs a model directory, and {recipe.model.name_or_path} is a run of fsdp-tune",
             where=Where(key="model.name_or_path"),
-            ways_out=(f"`fsdp-tune merge-checkpoint {recipe.model.name_or_path}`, and the merged directory as `model.name_or_path`",),
+            ways_out=(
+                f"new adapters on the model that it trained: {merged}`--set model.name_or_path={run.merged}`",
+                *([f"continue its adapter: its base as `model.name_or_path`, and `lora.adapter: {run.path}`"] * run.base_json.exists()),
+            ),
         )
     targets, saved = find_targets(recipe, model), find_saved(recipe, model)
     frozen_by_its_code = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

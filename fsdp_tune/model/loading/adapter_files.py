@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.formats.peft_fields import (
     CONFIG_FILE,
     PREFIX,
@@ -69,40 +69,58 @@ def _compare_copies(folder: str, model: nn.Module, stored: Mapping[str, Stored])
 def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     """Compare the adapter that `lora.adapter` names with the recipe and with the bare model.
 
-    Raises: usage error if it is missing, of another kind, of another base, or has other layers, shapes or scales.
+    Raises: usage error with all differences if it is missing, of another kind, of another base, or has other layers, shapes or scales.
     """
     if recipe.lora is None or recipe.lora.adapter is None:
         return
     folder = recipe.lora.adapter
     config = _config(folder)
     _refuse_other_kinds(folder, config)
+    problems = [*_other_settings(folder, config, recipe), *_other_tensors(folder, config, model)]
+    if problems:
+        raise FsdpTuneError(*problems)
+
+
+def _other_settings(folder: str, config: Mapping[str, Any], recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each key of the recipe that contradicts the adapter's config."""
+    assert recipe.lora is not None
     defaults: dict[str, Any] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
     for key in _SAME:
         theirs, ours = config.get(key, defaults.get(key)) or defaults.get(key), getattr(recipe.lora, key)
         if theirs != ours:
-            raise _wrong(folder, f"its `{key}` is {theirs}, and the recipe has {ours}", f"--set lora.{key}={json.dumps(theirs)}")
+            hint = f"leave `lora.{key}` out, which then is the adapter's, or --set lora.{key}={_shown(theirs)}"
+            yield _problem(folder, f"its `{key}` is {_shown(theirs)}, and the recipe has {_shown(ours)}", hint)
     base, wanted = str(config.get("base_model_name_or_path") or ""), str(recipe.model.name_or_path)
     if base and Path(base).name != Path(wanted).name:
-        raise _wrong(
-            folder,
-            f"it was trained on {base}, and the recipe names {wanted}",
-            f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG_FILE} if they are the same weights",
-        )
+        hint = f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG_FILE} if they are the same weights"
+        yield _problem(folder, f"it was trained on {base}, and the recipe names {wanted}", hint)
+
+
+def _shown(value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value)
+
+
+def _other_tensors(folder: str, config: Mapping[str, Any], model: nn.Module) -> Iterator[Problem]:
+    """Yield a problem for the tensors that the adapter lacks, for those that are not trained, and for those of other shapes."""
     targets = _targets(model)
     stored, frozen = _stored(folder), _frozen_embeddings(model)
     frozen = {name: tensor for name, tensor in frozen.items() if not is_trained_in_full(config, name)}
     for name in stored.keys() & frozen.keys():
         if stored[name].shape != tuple(frozen[name].shape):
-            raise _resized(folder, name, stored[name], frozen[name])
+            sizes = f"{stored[name].shape[0]:,} rows, and that of the model has {frozen[name].shape[0]:,}"
+            hint = "merge the adapter (`fsdp-tune merge-checkpoint`) and train on the result"
+            yield _problem(folder, f"its `{name}`, which is not trained, has {sizes}", hint)
     stored = {name: tensor for name, tensor in stored.items() if name not in frozen}
     if lost := sorted(targets.keys() - stored.keys()):
-        raise _wrong(folder, f"it lacks `{lost[0]}`, which the recipe trains ({len(lost)} of {len(targets)} tensors)", _TARGETS)
+        yield _problem(folder, f"it lacks `{lost[0]}`, which the recipe trains ({len(lost)} of {len(targets)} tensors)", _TARGETS)
     if more := sorted(stored.keys() - targets.keys()):
-        raise _wrong(folder, f"it has `{more[0]}`, which the recipe does not train ({len(more)} tensors)", _TARGETS)
-    for name, target in targets.items():
-        if stored[name].shape != tuple(target.shape):
-            shapes = f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it"
-            raise _wrong(folder, shapes, "name the model that it was trained on in `model.name_or_path`")
+        yield _problem(folder, f"it has `{more[0]}`, which the recipe does not train ({len(more)} of {len(stored)} tensors)", _TARGETS)
+    if wrong := [name for name in targets.keys() & stored.keys() if stored[name].shape != tuple(targets[name].shape)]:
+        name = min(wrong)
+        sizes = f"{list(stored[name].shape)}, and the model has {list(targets[name].shape)} for it ({len(wrong)} of {len(targets)} tensors)"
+        hint = "name the model that it was trained on in `model.name_or_path`, with the rank that it was trained with"
+        yield _problem(folder, f"its `{name}` is {sizes}", hint)
 
 
 def _refuse_other_kinds(folder: str, config: Mapping[str, Any]) -> None:
@@ -156,12 +174,9 @@ def _fields(changes: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 _NEW = "leave `lora.adapter` out to train a new adapter, or merge this one with PEFT (`merge_and_unload`) and train on the result"
-_TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must be those that it was trained with"
-
-
-def _resized(folder: str, name: str, stored: Stored, target: torch.Tensor) -> FsdpTuneError:
-    rows = f"its `{name}`, which is not trained, has {stored.shape[0]:,} rows, and that of the model has {target.shape[0]:,}"
-    return _wrong(folder, rows, "merge the adapter (`fsdp-tune merge-checkpoint`) and train on the result")
+_TARGETS = (
+    "leave `lora.target_modules`, `target_parameters`, `layers_to_transform`, `modules_to_save` and `bias` out: they then are the adapter's"
+)
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -195,5 +210,9 @@ def _config(folder: str) -> dict[str, Any]:
         raise _wrong(folder, f"its {CONFIG_FILE} cannot be read: {error}", "give the directory that PEFT wrote") from error
 
 
+def _problem(folder: str, why: str, hint: str | None = None) -> Problem:
+    return Problem("adapter-does-not-fit", f"lora.adapter: {folder}: {why}", Where(key="lora.adapter"), hint)
+
+
 def _wrong(folder: str, why: str, hint: str | None = None) -> FsdpTuneError:
-    return usage_error("adapter-does-not-fit", f"lora.adapter: {folder}: {why}", where=Where(key="lora.adapter"), hint=hint)
+    return FsdpTuneError(_problem(folder, why, hint))

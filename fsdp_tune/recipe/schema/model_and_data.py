@@ -352,4 +352,4 @@ class Lora(Section):
     lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354)."""
     adapter: Annotated[Text | None, Effect(NUMBERS, REFUSED)] = None
-    """Directory of a PEFT adapter whose training continues; null = new adapters."""
+    """Directory of a PEFT adapter, or RUN, whose training continues and whose values unset keys of `lora:` take; null = new adapters."""

@@ -1,0 +1,133 @@
+"""Fill unset keys of `lora:` with those of the adapter that `lora.adapter` names, as PEFT's `from_pretrained` does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.formats.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.recipe.findings import Finding, given
+from fsdp_tune.recipe.schema import Lora, Recipe
+
+KEY = "lora.adapter"
+# Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves out.
+_FIELDS: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "target_parameters": [],
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": [],
+}
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_MODULE = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(embedding_)?A(\.weight)?")
+
+
+@dataclass(slots=True)
+class ContinuedAdapter:
+    """`values`: of keys of `lora:`; `reason`: where they are from."""
+
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    reason: str = ""
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+
+def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapter:
+    """Return the place of the adapter and the values of unset keys. `output`: the run directory, which has them if it was started before.
+
+    Whether the adapter fits the model is checked with the model (`model.loading.adapter_files`).
+    """
+    assert recipe.lora is not None
+    assert recipe.lora.adapter is not None
+    named = Path(cwd, Path(recipe.lora.adapter).expanduser()).resolve()
+    inside = named / "adapter"
+    folder = inside if not (named / CONFIG_FILE).is_file() and (inside / CONFIG_FILE).is_file() else named
+    config = _read(folder / CONFIG_FILE)
+    if config is None and (recorded := _recorded(output, (named, inside))) is not None:
+        own = {key: recorded[key] for key in Lora.model_fields if key in recorded and not given(recipe, f"lora.{key}")}
+        return ContinuedAdapter(own | {"adapter": recorded["adapter"]}, "recorded by the run as it was started")
+    found = ContinuedAdapter({"adapter": str(folder)}, f"the adapter's {CONFIG_FILE}")
+    if config is None:
+        found.findings += _of_run(named)
+    elif config.get("peft_type") == "LORA":
+        own = {key: value for key, value in _values(config, folder).items() if not given(recipe, f"lora.{key}")}
+        found.findings += _invalid(folder, own)
+        found.values |= own
+    return found
+
+
+def _values(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    values = {key: default if config.get(key) is None else config[key] for key, default in _FIELDS.items()}
+    layers = config.get("layers_to_transform")
+    targets = config.get("target_modules")
+    # PEFT's other ways to choose modules have no keys here: the tensors tell which modules were chosen.
+    if targets is None or config.get("exclude_modules") or config.get("layers_pattern"):
+        return values | {"target_modules": _adapted_modules(folder, values["target_parameters"]), "layers_to_transform": None}
+    return values | {"target_modules": targets, "layers_to_transform": [layers] if isinstance(layers, int) else layers}
+
+
+def _adapted_modules(folder: Path, parameters: Any) -> list[str]:
+    """Return the full names of the modules with factors in the file, except the owners of `target_parameters`."""
+    path = folder / WEIGHTS_FILE
+    try:
+        with open(path, "rb") as file:
+
+            def read(at: int, count: int) -> bytes:
+                file.seek(at)
+                return file.read(count)
+
+            names = [entry.name for entry in read_header(read, path.stat().st_size, {})]
+    except (OSError, DamagedHeader):
+        return []  # reported when the tensors are read
+    owners = tuple(str(name).rpartition(".")[0] for name in cast(list[Any], parameters))
+    modules = (found[1] for name in names if (found := _MODULE.fullmatch(name)))
+    return sorted({name for name in modules if not name.removesuffix(".base_layer").endswith(owners)} if owners else set(modules))
+
+
+def _invalid(folder: Path, values: Mapping[str, Any]) -> Iterator[Finding]:
+    try:
+        Lora.model_validate(values)
+    except ValidationError as error:
+        reasons = {str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()}  # a union has one for each of its types
+        for key, reason in reasons.items():
+            message = f"{KEY}: {folder}: its `{key}` is {json.dumps(values.get(key))}: {reason}"
+            yield Finding("adapter-does-not-fit", (KEY,), message, f"correct its {CONFIG_FILE}, or write `lora.{key}`")
+
+
+def _of_run(named: Path) -> Iterator[Finding]:
+    """Report a run of this package without an exported adapter."""
+    step = _CHECKPOINT.fullmatch(named.name)
+    run = named.parent if step else named
+    if (run / "recipe.json").is_file():
+        options = f" --step {step[1]} --output DIR" if step else ""
+        message = f"{KEY}: {named} is a {'checkpoint' if step else 'run'}, and has no adapter in PEFT's format"
+        place = "DIR" if step else run
+        hint = f"`fsdp-tune merge-checkpoint {run} --adapter{options}` writes one; then `--set lora.adapter={place}`"
+        yield Finding("adapter-does-not-fit", (KEY,), message, hint)
+
+
+def _recorded(output: Path, named: tuple[Path, ...]) -> dict[str, Any] | None:
+    """Return `lora:` of the recipe of a run that was started from this adapter."""
+    recipe = _read(output / "recipe.json") or {}
+    lora = cast(dict[str, Any], recipe.get("lora") or {})
+    return lora if lora.get("adapter") in [str(each) for each in named] else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None if there is none, which is reported with the model."""
+    try:
+        found: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], found) if isinstance(found, dict) else None
