@@ -237,6 +237,12 @@ data:
     plain = invoke(models / "tuned", *DATA)["sets"]["test"]
     assert (packed["rows"], packed["tokens"]) == (plain["rows"], plain["tokens"])
     assert packed["loss"]["value"] == pytest.approx(plain["loss"]["value"], rel=1e-6)
+    prompts: list[list[str]] = []
+    for arguments in (("--config", recipe), DATA):
+        invoke(models / "tuned", *arguments, "--max-rows", "7", "--out", "rows.jsonl")
+        prompts.append([json.loads(line)["prompt"] for line in (here / "rows.jsonl").read_text().splitlines()])
+    assert len(prompts[0]) == 7
+    assert prompts[0] == prompts[1], "the first rows, however they are packed"
 
 
 def test_cut_rows_are_counted_and_left_out_of_exact_match(here: Path, models: Path) -> None:
