@@ -100,8 +100,9 @@ def prepare(
     inputs = open_inputs(recipe, encoder)
     file_stamps: dict[str, str] = {}
     unit_rows: dict[str, int] = {}
+    source_rows: list[int | None] = []
     if recipe.data.streaming:
-        file_stamps, unit_rows = _counted_units(recipe, inputs, cache_dir)
+        file_stamps, unit_rows, source_rows = _counted_units(recipe, inputs, cache_dir)
         inputs = [
             replace(opened, source=replace(opened.source, head=SAMPLE_ROWS)) if opened.set_name == TRAIN else opened for opened in inputs
         ]
@@ -125,7 +126,8 @@ def prepare(
     named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
     prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
     if recipe.data.streaming:
-        prepared = replace(prepared, report=prepared.report | {"stream_sample_rows": SAMPLE_ROWS})
+        report = prepared.report | {"stream_sample_rows": SAMPLE_ROWS}
+        prepared = replace(prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)])
     bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
     refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
     if check_rows:
@@ -134,10 +136,12 @@ def prepare(
     return prepared
 
 
-def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the stamp of each file of a stream and the rows of each unit, from the cache if the files have not changed."""
+def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int], list[int | None]]:
+    """Return the stamp of each file of a stream, the rows of each unit, from the cache if the files have not changed, and those of each
+    source; None if they were not counted."""
     assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-    units = [unit for opened in inputs if opened.set_name == TRAIN for unit in stream_units(opened.source, recipe.data.stream_lanes)]
+    of_sources = [stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN]
+    units = [unit for of_source in of_sources for unit in of_source]
     stamps = stream_stamps(units)
     record = cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
     known: dict[str, int] = {}
@@ -148,7 +152,27 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
         with suppress(OSError):  # the cache is full or read-only: the next start counts again
             DISK.mkdir(record.parent)
             write_json(record, found)
-    return stamps, found
+    rows = [sum(found[unit.name] for unit in units) if all(unit.name in found for unit in units) else None for units in of_sources]
+    return stamps, found, rows
+
+
+def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows from the sample."""
+    data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
+    accounts = [each for each in report["inputs"] if each["set"] == TRAIN]
+    total = 0.0  # rows of the run
+    for source, rows, account in zip(data.train, source_rows, accounts, strict=True):
+        if source.repeats is None or rows is None:
+            return []
+        full = data.max_length * report["sets"][TRAIN]["fill"]
+        total += rows * source.repeats * (account["tokens"] / max(1, account["rows"]) / full if data.packing else 1)
+    steps = int(total // recipe.global_batch_size)
+    if steps >= most:
+        return []
+    message = f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and `training.max_steps` is {most:,}"
+    hint = f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
+    notice = Notice("stream-short", message, hint=hint)
+    return [{"code": notice.code, "message": notice.message, "hint": notice.hint}]
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, Any]], *, reused: bool) -> Prepared:

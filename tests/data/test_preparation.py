@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
 from fsdp_tune.data.read.stream_units import StreamUnit
 from fsdp_tune.data.store import RowStore
@@ -549,3 +550,22 @@ def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path
     assert (again.unit_rows, len(found)) == (first.unit_rows, len(first.unit_rows))
     write_jsonl(path, [{"text": f"row {number}"} for number in range(71)])
     assert sum(prepared(tmp_path, path, streaming=True, stream_lanes=2).unit_rows.values()) == 71
+
+
+@pytest.mark.parametrize(("packing", "known"), [(False, r"for 75 steps"), (True, r"for about \d+ steps")])
+def test_stream_with_fewer_rows_than_the_run_needs_is_reported(tmp_path: Path, packing: bool, known: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * (5 + number % 20)}) + "\n" for number in range(300)))
+    entry = {"path": str(path), "repeats": 2}
+    options: dict[str, Any] = {"streaming": True, "stream_lanes": 2, "packing": packing, "max_length": 64}
+
+    def notices(steps: int, **source: Any) -> list[Notice]:
+        recipe = recipe_for(tmp_path, entry | source, **options)
+        training = {"global_batch_size": 8, "gradient_accumulation_steps": 8, "max_steps": steps}
+        return prepare(recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder()).as_notices()
+
+    (found,) = [notice for notice in notices(2000) if notice.code == "stream-short"]
+    assert re.search(known, found.message)
+    enough = int(re.search(r"max_steps=(\d+)", found.hint or "")[1])  # type: ignore[index]
+    assert not [notice for steps in (enough, enough // 2) for notice in notices(steps) if notice.code == "stream-short"]
+    assert not [notice for notice in notices(2000, repeats=None) if notice.code == "stream-short"]
