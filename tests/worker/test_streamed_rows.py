@@ -182,6 +182,25 @@ def test_lanes_of_different_lengths_are_read_to_their_ends(tmp_path: Path, ranks
     assert sum(state.rows_read for rank in every for state in rank.states.values()) == len(lines)
 
 
+@pytest.mark.parametrize(("before", "after", "stop"), [(2, 4, 20), (4, 1, 35), (1, 2, 37), (2, 1, 39), (1, 4, 41), (4, 2, 44)])
+def test_run_that_is_resumed_while_lanes_end_reads_the_rest(tmp_path: Path, before: int, after: int, stop: int) -> None:
+    """The first of the lanes ends in step 36, and in step 44 half of them have no row left."""
+    draw = random.Random(2)
+    texts = ["x" * min(60, round(draw.lognormvariate(2.5, 1))) + str(number) for number in range(900)]
+    entry = {"path": str(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])), "repeats": 1}
+    stream = stream_of(tmp_path, entry, lanes=16, max_length=64, packing=True, shuffle_buffer_size=64)
+    straight = ranks_of(stream, 1, tmp_path)
+    expected = trained_ids(straight)
+    assert straight[0].tokens == [sum(len(text) + 1 for text in texts)]
+    stopped = ranks_of(stream, before, tmp_path)
+    first = [place for step in steps_of(stopped, 0, stop) for _, place in step if place != NO_ROW]
+    resumed = ranks_of(stream, after, tmp_path)
+    for rank in resumed:
+        rank.restore(states_of(stopped), stop)
+    assert sorted(first + trained_ids(resumed)) == sorted(expected)
+    assert sum(rank.tokens[0] for rank in resumed) == straight[0].tokens[0]
+
+
 def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
