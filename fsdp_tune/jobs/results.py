@@ -66,7 +66,7 @@ class TrainingInputs:
     decided: dict[str, str]
     """Those keys → value and reason."""
     model: dict[str, Any]
-    tokenizer: Any
+    encoder: Any
     data: Prepared
     plan: Plan | None
     """The prediction for this machine's GPU; None where there is none."""

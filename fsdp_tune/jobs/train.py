@@ -288,7 +288,7 @@ class _Job:
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
         resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
-        return TrainingInputs(resolution, decisions(decided), model.model, encoder.tokenizer, data, predicted, base)
+        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
@@ -311,7 +311,7 @@ class _Job:
 
     def _save_model(self, directory: Path, inputs: TrainingInputs) -> None:
         with rust_errors_as_os_errors(directory):  # tokenizers writes tokenizer.json
-            save_model_files(directory, inputs.model, inputs.tokenizer)
+            save_model_files(directory, inputs.model, inputs.encoder.tokenizer, inputs.encoder.origin)
         if inputs.base is not None:
             inputs.base.write(directory / self.plan.run.base_json.name)
 

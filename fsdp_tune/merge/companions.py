@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.formats.companion_files import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.source import Selection
@@ -18,11 +19,6 @@ from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.dtypes import DType
 
 CONFIG_NAME = "config.json"
-_FILES = re.compile(
-    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|[\w.-]+\.(model|tiktoken)|chat_template\.(jinja|json)|additional_chat_templates/[\w.-]+\.jinja|(pre)?processor_config\.json"
-)
-_CODE = re.compile(r"[\w-]+\.py")
 MAX_CONFIG_BYTES = 16 << 20
 _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
@@ -35,47 +31,59 @@ class Companions:
     config: dict[str, Any] | None = None
     files: dict[str, Path] = field(default_factory=dict[str, Path])
     origin: str | None = None
+    is_of_run: bool = False
+    """Whether they are those of RUN/model, which has what the run changed."""
 
     @property
     def missing(self) -> list[str]:
         """Files that transformers needs and that are missing."""
         absent = [] if self.config is not None else [CONFIG_NAME]
-        return absent if any(map(_is_tokenizer, self.files)) else [*absent, "the tokenizer"]
+        return absent if any(map(is_of_tokenizer, self.files)) else [*absent, "the tokenizer"]
 
     def with_tokenizer_of(self, folders: Sequence[Path]) -> Companions:
         """Return the same with the first tokenizer found in `folders`: training may have added tokens."""
         for folder in folders:
-            files = {name: path for name, path in _files_of(folder, _FILES).items() if name != "generation_config.json"}
-            if any(map(_is_tokenizer, files)):
-                kept = {name: path for name, path in self.files.items() if name == "generation_config.json" or _CODE.fullmatch(name)}
+            files = {name: path for name, path in _files_of(folder, COMPANION).items() if name != "generation_config.json"}
+            if any(map(is_of_tokenizer, files)):
+                kept = {name: path for name, path in self.files.items() if name == "generation_config.json" or CODE.fullmatch(name)}
                 return replace(self, files=kept | files)
         return self
 
 
 def find_companions(selection: Selection, base: str | None, *, origin: str | None = None) -> Companions:
-    """Find the companions in `--base`, else in RUN/model, else next to the weights, where another tool may have put them."""
-    if base is not None:
-        folder = Path(base)
-        found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
-        if found.config is None:
-            raise usage_error(
-                "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="pass a model directory or the name of a model on the hub as `--base`"
-            )
-        return found
+    """Find the companions in RUN/model, else in `--base`, else next to the weights, where another tool may have put them.
+
+    RUN/model holds the base's files with what the run changed in them, so that `--base` gives a run only the weights under an adapter.
+    """
+    run = selection.run
+    named = _named_companions(base, origin) if base is not None else None
+    if run is not None and (run.model / CONFIG_NAME).is_file():
+        return replace(read_folder(run.model), is_of_run=True)
+    if named is not None:
+        return named
     weights = selection.weights[0]
     beside = [weights.root, weights.checkpoint, *([weights.root.parent] if weights.root.name == SHARD_FOLDER else [])]
-    places = [selection.run.model] if selection.run is not None else beside
-    for place in places:
+    for place in beside if run is None else []:
         if (place / CONFIG_NAME).is_file():
             return read_folder(place)
     return Companions()
+
+
+def _named_companions(base: str, origin: str | None) -> Companions:
+    folder = Path(base)
+    found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
+    if found.config is None:
+        raise usage_error(
+            "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="pass a model directory or the name of a model on the hub as `--base`"
+        )
+    return found
 
 
 def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
     """Return the companions in one model directory; Python files only if its config needs them."""
     config = _read_config(folder) if (folder / CONFIG_NAME).is_file() else None
     wants_code = config is not None and "auto_map" in config
-    files = _files_of(folder, _FILES) | (_files_of(folder, _CODE) if wants_code else {})
+    files = _files_of(folder, COMPANION) | (_files_of(folder, CODE) if wants_code else {})
     return Companions(folder, config, files, origin or str(folder))
 
 
@@ -96,10 +104,6 @@ def refuse_outside(path: Path, folder: Path) -> None:
             where=Where(str(path)),
             hint="if the file belongs to the model, put a copy in the place of the link (`cp --remove-destination`), else remove the link",
         )
-
-
-def _is_tokenizer(name: str) -> bool:
-    return name.startswith("tokenizer") or name.endswith((".model", ".tiktoken"))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -142,12 +146,13 @@ def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, 
 def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for the merged weights, with their dtype and `changes`.
 
-    transformers 5 reads `dtype`; the older `torch_dtype` would contradict it and is removed.
+    The dtype has the name of transformers 5 and that of transformers before 4.56, `torch_dtype`.
     """
-    merged = {key: value for key, value in config.items() if key not in ("torch_dtype", "_name_or_path")}
+    merged = {key: value for key, value in config.items() if key != "_name_or_path"}
     if dtype is not None:
-        merged["dtype"] = dtype.name
+        names = {"dtype": dtype.name, "torch_dtype": dtype.name}
+        merged |= names
         for key, value in merged.items():
-            if key.endswith("_config") and isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
-                merged[key] = {name: item for name, item in value.items() if name != "torch_dtype"} | {"dtype": dtype.name}
+            if key.endswith("_config") and isinstance(value, dict) and names.keys() & value.keys():
+                merged[key] = value | names
     return {**merged, **changes}

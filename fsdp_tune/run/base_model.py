@@ -86,37 +86,6 @@ def open_base(config: Mapping[str, Any], record: Path, *, given: str | None = No
     return AdapterBase(name, revision if isinstance(revision, str) and revision else None, trained)
 
 
-def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
-    changed: dict[str, Any] = {}
-    for name, value in after.items():
-        old = before.get(name)
-        if _is_nested(name, old) and _is_nested(name, value):
-            changed |= {name: inner} if (inner := changed_fields(old, value)) else {}  # type: ignore[arg-type]
-        elif old != value:
-            changed[name] = value
-    return changed
-
-
-_REPLACED_BY_ROPE_PARAMETERS = {"rope_scaling", "rope_theta"}
-"""Of configurations from before transformers 5, which reads these first."""
-
-
-def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the fields of `changed_fields`."""
-    old = _REPLACED_BY_ROPE_PARAMETERS if "rope_parameters" in changes else set[str]()
-    merged = {name: value for name, value in config.items() if name not in old}
-    for name, value in changes.items():
-        inner = config.get(name)
-        is_nested = _is_nested(name, inner) and _is_nested(name, value)
-        merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
-    return merged
-
-
-def _is_nested(name: str, value: Any) -> bool:
-    return name.endswith("_config") and isinstance(value, dict)
-
-
 def _commit(name: str, revision: str | None) -> str | None:
     """Return the commit of the cached files of a hub repository: a branch may have moved since. None if none are cached."""
     from huggingface_hub import try_to_load_from_cache

@@ -45,8 +45,9 @@ def test_config_agrees_with_the_weights(tmp_path, merge):
         output = merge(tmp_path / SHARDS, dtype=option, base=str(tmp_path / "base"), verify="none", output=tmp_path / option).output
         assert json.loads((output / "config.json").read_text()) == {
             "model_type": "x",
-            "text_config": {"a": 1, "dtype": name},
+            "text_config": {"a": 1, "dtype": name, "torch_dtype": name},
             "dtype": name,
+            "torch_dtype": name,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -159,3 +160,25 @@ def test_output_inside_foreign_checkpoint_is_refused(tmp_path):
         merge_checkpoint(tmp_path / "step-500", MergeOptions(output=tmp_path / "step-500" / "merged"))
     assert caught.value.exit_code == 2
     assert merge_checkpoint(tmp_path / "step-500", MergeOptions(output=tmp_path / "merged")).tensors == 1
+
+
+def test_run_is_exported_alike_with_and_without_base(tmp_path: Path) -> None:
+    """RUN/model has what the run changed in the base's files; `--base` gives a run no other config, tokenizer or dtype."""
+    model, base = tmp_path / "model", tmp_path / "base"
+    for folder, factor in ((model, 4.0), (base, 2.0)):
+        folder.mkdir()
+        (folder / "config.json").write_text(f'{{"model_type": "llama", "rope_scaling": {{"rope_type": "linear", "factor": {factor}}}}}')
+        (folder / "tokenizer.json").write_text(f'{{"factor": {factor}}}')
+    run = make_run(tmp_path / "run", {1: STATE}, model=model)
+    merge_checkpoint(run, MergeOptions(verify="none"))
+    merge_checkpoint(run, MergeOptions(output=tmp_path / "again", base=str(base), verify="none"))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (run / "merged" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    config = json.loads((run / "merged" / "config.json").read_text())
+    assert (config["rope_scaling"]["factor"], config["dtype"], config["torch_dtype"]) == (4.0, "bfloat16", "bfloat16")
+
+
+def test_base_of_a_run_that_does_not_exist_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(run, MergeOptions(output=tmp_path / "out", base="./gone"))
+    assert caught.value.problems[0].code == "merge-base"

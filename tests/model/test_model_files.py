@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.recipe.schema import Lora, Model, Recipe, Tokens
 
 FACTS = {
     "config": {"model_type": "gpt2", "use_cache": False},
+    "exported_config": {"model_type": "gpt2", "use_cache": True},
+    "base_folder": None,
     "generation_config": {"temperature": 0.5},
     "architecture": "GPT2LMHeadModel",
     "embedding_rows": 9,
@@ -21,7 +24,13 @@ FACTS = {
 NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+def facts_of(config: dict[str, Any]) -> dict[str, Any]:
+    return FACTS | {"config": config, "exported_config": config}
+
+
 class FakeTokenizer:
+    special_tokens_map: ClassVar[dict[str, Any]] = {}
+    chat_template = None
     bos_token_id = None
     eos_token_id = 7
     pad_token_id = 8
@@ -49,7 +58,7 @@ def test_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> N
 
 
 def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
-    save_model_files(tmp_path, FACTS, FakeTokenizer())
+    save_model_files(tmp_path, FACTS, FakeTokenizer(), TokenizerOrigin())
     config = json.loads((tmp_path / "config.json").read_text())
     assert "vocab_size" not in config
     assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (["GPT2LMHeadModel"], True, 7)
@@ -59,13 +68,13 @@ def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("rows", "kept"), [(9, 3), (2, 3)])
 def test_padding_id_of_the_base_stays_in_the_config(tmp_path: Path, rows: int, kept: int) -> None:
-    save_model_files(tmp_path, FACTS | {"config": {"pad_token_id": 3}, "embedding_rows": rows}, FakeTokenizer())
+    save_model_files(tmp_path, facts_of({"pad_token_id": 3}) | {"embedding_rows": rows}, FakeTokenizer(), TokenizerOrigin())
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == kept
     assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 8
 
 
 def test_padding_id_beyond_the_embedding_is_dropped(tmp_path: Path) -> None:
-    save_model_files(tmp_path, FACTS | {"config": {"pad_token_id": 50256}}, FakeTokenizer())
+    save_model_files(tmp_path, facts_of({"pad_token_id": 50256}), FakeTokenizer(), TokenizerOrigin())
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] is None
 
 
@@ -83,14 +92,14 @@ def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_tr
     with torch.no_grad():
         trained.get_input_embeddings().weight.normal_()[config.pad_token_id] = 0  # that row gets no gradient
     trained.save_pretrained(tmp_path)
-    save_model_files(tmp_path, FACTS | {"config": config.to_dict(), "architecture": type(trained).__name__}, FakeTokenizer())
+    save_model_files(tmp_path, facts_of(config.to_dict()) | {"architecture": type(trained).__name__}, FakeTokenizer(), TokenizerOrigin())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[4, 8, 8, 1, 3, 0, 5, 6, 7, 2]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
 
 
 def test_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
-    save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer())
+    save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer(), TokenizerOrigin())
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
 from fsdp_tune.data.tokenise.encoder import SpecialToken
+from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin, describe_origin
 from fsdp_tune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class LoadedTokenizer:
     tokenizer: PreTrainedTokenizerBase
     notices: tuple[Notice, ...]
     """Choices made for the user (a padding token)."""
+    origin: TokenizerOrigin
+    """The tokenizer before the recipe changed it."""
 
 
 def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
@@ -51,6 +54,7 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
             "no-tokenizer", "the recipe names no tokenizer", hint=f"set `{KEY}`: a hub id, a directory or `builtin:arithmetic`"
         )
     tokenizer = _builtin(name) if is_builtin(name) else _from_pretrained(name, recipe)
+    origin = describe_origin(tokenizer, None if is_builtin(name) else _folder_of(name, recipe))
     notices = _set_special_tokens(tokenizer, recipe, name)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = resolve_template(
@@ -58,12 +62,12 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
         )  # saved with the model, so that inference uses the template of the training
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = _one_template(tokenizer.chat_template, name)
-    return LoadedTokenizer(tokenizer, tuple(notices))
+    return LoadedTokenizer(tokenizer, tuple(notices), origin)
 
 
 def load_encoder(recipe: Recipe) -> TokenizerEncoder:
     loaded = open_tokenizer(recipe)
-    encoder = TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add)
+    encoder = TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add, origin=loaded.origin)
     encoder.notices += tuple(_missing_template_tokens(recipe, encoder))
     return encoder
 
@@ -90,8 +94,15 @@ def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Itera
 class TokenizerEncoder:
     """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, notices: tuple[Notice, ...] = (), added: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        notices: tuple[Notice, ...] = (),
+        added: Sequence[str] = (),
+        origin: TokenizerOrigin | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.origin = origin or TokenizerOrigin()
         self.notices = notices
         self.vocabulary_size = len(tokenizer)
         self.eos_token = str(tokenizer.eos_token)
@@ -175,9 +186,7 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     model = recipe.model
-    directory = _directory(name)
-    same_repository = model.tokenizer in (None, model.name_or_path)
-    revision = model.tokenizer_revision or (model.revision if same_repository else "main")
+    directory, revision = _directory(name), _revision(recipe)
     source = str(directory) if directory else name
     try:
         return AutoTokenizer.from_pretrained(
@@ -190,6 +199,19 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
         if (found := as_os_error(error)) is not error:
             raise found from error
         raise _load_problem(error, name, directory) from error
+
+
+def _revision(recipe: Recipe) -> str:
+    model = recipe.model
+    return model.tokenizer_revision or (model.revision if model.tokenizer in (None, model.name_or_path) else "main")
+
+
+def _folder_of(name: str, recipe: Recipe) -> Path | None:
+    """Return the directory of the files that were loaded; of a hub repository its snapshot in the cache."""
+    if (directory := _directory(name)) is not None:
+        return directory
+    found = (cached_model_file(name, _revision(recipe), file) for file in TOKENIZER_FILES)
+    return next((path.parent for path in found if path is not None), None)
 
 
 def _directory(name: str) -> Path | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
+from fsdp_tune.core.formats.config_fields import with_changes
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, tensor_name, unknown_field_notices
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
@@ -24,7 +25,7 @@ from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.settings import BaseWeights
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
-from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseModel, open_base, with_changes
+from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseModel, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 
@@ -126,10 +127,9 @@ def _merge(
         of_adapter = open_base(config.values, record, given=options.base)
         trained = of_adapter.trained
         base_name, base = _fetch_base(config, options, of_adapter)
-        if selection.run is not None and options.base is None:
-            companions = find_companions(selection, None)
-        else:
-            companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
+        companions = find_companions(selection, str(base), origin=base_name)
+        if not companions.is_of_run:
+            companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
         below = _read_base(stack, base)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.formats.config_fields import changed_fields
 from fsdp_tune.core.formats.peft_fields import (
     CONFIG_FILE,
     PREFIX,
@@ -29,7 +30,7 @@ from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
 from fsdp_tune.model.loading.weight_slices import WeightFiles, read_tensors
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.base_model import BASE_FILE, changed_fields, describe_base, open_base
+from fsdp_tune.run.base_model import BASE_FILE, describe_base, open_base
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Keys of `lora:` that must be those of the adapter's config, where they have the same names."""

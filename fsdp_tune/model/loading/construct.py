@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.formats.config_fields import changed_fields
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4_linear import quantise_layers
@@ -28,7 +29,6 @@ from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.model.loading.tied_files import untie
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.base_model import changed_fields
 from fsdp_tune.run.directory import run_of
 
 OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}

@@ -27,7 +27,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
-    from fsdp_tune.model.loading.construct import build_empty, config_changes, config_or_facts, generation_config
+    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import positions_of_run
 
@@ -42,7 +42,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "model_type": config.model_type,
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
-            "generation_config": json.loads(generation_config(recipe, config).to_json_string()),
+            **_exported(recipe, config, packaged=packaged),
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             **_embeddings(model),
@@ -51,7 +51,6 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         if recipe.lora is not None:
             found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}
-            found["config_changes"] = {} if packaged else config_changes(recipe)
             notices += [] if packaged else check_base(recipe, found["config_changes"])
             found["nf4_weights"] = [name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)]
             found["quantization"] = describe_nf4(recipe, model) if recipe.quantization is not None else None
@@ -78,6 +77,20 @@ def _embeddings(model: Any) -> dict[str, Any]:
         "tied_embeddings": is_tied(model),
         "is_embedding_trained": is_embedding_trained(model),
         "trains_new_tokens": trains_new_tokens(model),
+    }
+
+
+def _exported(recipe: Recipe, config: Any, *, packaged: bool) -> dict[str, Any]:
+    from fsdp_tune.model.loading.construct import config_changes, generation_config
+    from fsdp_tune.model.loading.exported_config import base_folder, exported_config, exported_generation_config
+
+    changes: dict[str, Any] = {} if packaged else config_changes(recipe)
+    folder = base_folder(recipe)
+    return {
+        "base_folder": str(folder) if folder is not None else None,
+        "config_changes": changes,
+        "exported_config": exported_config(recipe, changes, config),
+        "generation_config": exported_generation_config(recipe, generation_config(recipe, config)),
     }
 
 

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.atomic import write_file, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.formats.config_fields import changed_fields
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
+from fsdp_tune.core.hub import resolves_inside
+from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema import Recipe
 
 
-class Tokenizer(Protocol):
+class Tokenizer(SavedTokenizer, Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     @property
@@ -21,27 +24,37 @@ class Tokenizer(Protocol):
     def bos_token_id(self) -> int | None: ...
     @property
     def pad_token_id(self) -> int | None: ...
-    def __len__(self) -> int: ...
-    def save_pretrained(self, directory: str) -> Any: ...
 
 
-def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
+def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
     """Write config.json, generation_config.json, the tokenizer, and of an adapter its adapter_config.json. `facts` is the document of
-    `model.loading.inspect`."""
-    tokenizer.save_pretrained(str(directory))
-    config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
+    `model.loading.inspect`, `origin` the tokenizer before the recipe changed it."""
+    save_tokenizer(directory, tokenizer, origin)
+    config = facts["exported_config"]
+    write_json(directory / "config.json", config | _changes_of_run(facts, tokenizer))
+    generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
+    write_json(directory / "generation_config.json", generation)
+    if "auto_map" in config and facts["base_folder"] is not None:
+        for path in sorted(Path(facts["base_folder"]).glob("*.py")):
+            if resolves_inside(path, path.parent):
+                write_file(directory / path.name, path.read_bytes())
+    if "adapter_config" in facts:
+        write_json(directory / CONFIG_FILE, facts["adapter_config"])
+
+
+def _changes_of_run(facts: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fields of config.json that tokenizer and model of the run set, without those that have this value already."""
+    before = facts["config"]
+    config = with_special_tokens(before, tokenizer, ("bos_token_id", "eos_token_id"))
     # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
     # So config.json keeps the id of the training; `generate` pads with the id of the generation config.
     padding = config.get("pad_token_id")
     if isinstance(padding, int) and padding >= max(facts["embedding_rows"], len(tokenizer)):
         config["pad_token_id"] = None
-    generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
-    vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
-    write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
-    write_json(directory / "generation_config.json", generation)
-    if "adapter_config" in facts:
-        write_json(directory / CONFIG_FILE, facts["adapter_config"])
+    if len(tokenizer) > facts["embedding_rows"]:
+        config["vocab_size"] = len(tokenizer)
+    return changed_fields(before, config) | {"architectures": [facts["architecture"]]}
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:

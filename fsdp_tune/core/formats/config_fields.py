@@ -1,0 +1,66 @@
+"""Fields of config.json: which ones differ, and the spellings of transformers 4 and 5 for one fact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+_OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+"""Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
+
+
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if _is_nested(name, old) and _is_nested(name, value):
+            changed |= {name: inner} if (inner := changed_fields(old, value)) else {}  # type: ignore[arg-type]
+        elif old != value:
+            changed[name] = value
+    return changed
+
+
+def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
+    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in _OLD_ROPE}
+    for name, value in changes.items():
+        inner = config.get(name)
+        is_nested = _is_nested(name, inner) and _is_nested(name, value)
+        merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
+    return merged | (old_rope_fields(merged["rope_parameters"]) if "rope_parameters" in changes else {})
+
+
+def with_old_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
+    old = {name: with_old_spellings(value) if _is_nested(name, value) else value for name, value in config.items()}
+    return old | old_rope_fields(config.get("rope_parameters"))
+
+
+def old_rope_fields(parameters: Any) -> dict[str, Any]:
+    """Return `rope_parameters` in the fields of transformers 4; empty if they had no spelling there.
+
+    Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are not scaled.
+    """
+    if not isinstance(parameters, dict) or not parameters:
+        return {}
+    fields = cast("dict[str, Any]", parameters)
+    if not any(isinstance(value, dict) for value in fields.values()):
+        return _flat(fields)
+    if set(fields) != {"full_attention", "sliding_attention"} or not all(isinstance(value, dict) for value in fields.values()):
+        return {}
+    local = _flat(fields["sliding_attention"])
+    if local["rope_scaling"] is not None or "rope_theta" not in local:
+        return {}
+    return _flat(fields["full_attention"]) | {"rope_local_base_freq": local["rope_theta"]}
+
+
+def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    own = ("rope_theta", "partial_rotary_factor")
+    scaling = {name: value for name, value in parameters.items() if name not in own}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {name: parameters[name] for name in own if name in parameters} | {"rope_scaling": scaling if is_scaled else None}
+
+
+def _is_nested(name: str, value: Any) -> bool:
+    return name.endswith("_config") and isinstance(value, dict)
