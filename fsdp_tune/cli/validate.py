@@ -91,7 +91,8 @@ def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: s
     for each in found.inputs:
         rows = f"first {each['rows_looked_at']} rows are fine"
         screen.message(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")
-        screen.message(f"data keys: {account_line(each['keys'])}")
+        if each["keys"]:
+            screen.message(f"data keys: {each['path']}: {account_line(each['keys'])}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     screen.message(f"{loaded.path} is valid")

@@ -141,6 +141,17 @@ def test_bad_row_is_named_with_its_line_or_skipped(tmp_path: Path) -> None:
     assert [bad.reason[:8] for row in found for _, bad in row.bad] == ["not JSON"]
 
 
+def test_keys_that_no_format_reads_are_refused_wherever_they_are_in_a_stream(tmp_path: Path) -> None:
+    rows = [row | ({"stars": 5} if number == 50 else {"id": number}) for number, row in enumerate(texts("a", 64))]
+    entry = {"path": str(write_jsonl(tmp_path / "a.jsonl", rows)), "repeats": 1}
+    with pytest.raises(FsdpTuneError, match="`stars` is not read by the format text") as caught:
+        rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16))
+    assert "--set 'data.ignore_columns=[stars]'" in (caught.value.problems[0].hint or "")
+    assert len(rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, ignore_columns=["stars"]))) == 64
+    skipped = rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, on_bad_row="skip"))
+    assert (len(skipped), [bad.unread for row in skipped for _, bad in row.bad]) == (63, [("stars",)])
+
+
 def test_lanes_without_rows_give_empty_ones(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts("a", 3))
     stream = stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, lanes=8)

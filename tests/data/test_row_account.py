@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import random
+import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.account import key_lines
-from fsdp_tune.data.format.formats import LOSS_ON, Chat, FormatSettings, Ids, matching_formats
+from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings, Ids, matching_formats
 from fsdp_tune.data.format.marks import MARKS, TOKEN_MASKS
 from fsdp_tune.data.format.row_account import METADATA, NESTED_METADATA, KeyUse
 from fsdp_tune.data.preparation import Prepared
@@ -237,6 +239,22 @@ def test_ignored_columns_have_their_names_in_the_file(tmp_path: Path) -> None:
     assert [each["key"] for each in found.report["inputs"][0]["keys"]] == ["a", "q", "note", "stars"]
 
 
+def test_option_that_ignores_keys_is_quoted_for_shell_and_yaml(tmp_path: Path) -> None:
+    names = ["plain", "a b", "x: y", "0", "1e3", "on", "null", "it's", 'say "hi"', "[x]", "#", "-", "größe", ".cls", "a,b", "~", "*a", "{"]
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"} | dict.fromkeys(names, 1)])
+    with pytest.raises(FsdpTuneError) as caught:
+        prepared(tmp_path, file)
+    option = (caught.value.problems[-1].hint or "").partition("`--set ")[2].rstrip("`")
+    ((key, _, value),) = (word.partition("=") for word in shlex.split(option))
+    assert (key, yaml.safe_load(value)) == ("data.ignore_columns", names)
+
+
+def test_indexes_of_pandas_are_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(",Unnamed: 0,text\n0,1,hello\n1,2,world\n")
+    assert prepared(tmp_path, path).report["rows_kept"] == 2
+
+
 def test_other_members_of_an_archive_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.tar"
     with tarfile.open(path, "w") as archive:
@@ -253,7 +271,7 @@ def test_documentation_lists_the_metadata(repository: Path) -> None:
     text = (repository / "docs/guide/data-formats.md").read_text(encoding="utf-8")
     _, _, rest = text.partition("### Metadata")
     listed = rest.partition("\n### ")[0]
-    assert {name for name in METADATA | NESTED_METADATA if f"`{name}`" not in listed} == set()
+    assert {name for name in METADATA | NESTED_METADATA if name and f"`{name}`" not in listed} == set()
 
 
 # ---- Fuzzing: rows of the formats that other tools document, with extra keys at every level.
@@ -434,6 +452,23 @@ def test_no_key_vanishes(seed: int) -> None:
         if all(uses[name].how == "metadata" for name in added):
             assert example == expected, row
     assert accepted > 2
+
+
+def test_rows_of_all_formats_with_extra_keys_are_kept_excluded_or_refused(tmp_path: Path) -> None:
+    """Through a preparation: nothing else becomes of a row, and the account has every key of those that are kept."""
+    drawn = random.Random(7)
+    encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
+    for format_ in COLUMNS:
+        bases = [row for _, each, row in DOCUMENTED if each == format_ and "tools" not in row and "functions" not in row]
+        drawn_rows = [with_extra_keys(format_, drawn.choice(bases), drawn) for _ in range(60)]
+        file = write_jsonl(tmp_path / f"{format_}.jsonl", [row for row, _ in drawn_rows])
+        given: dict[str, Any] = {"on_bad_row": "skip", "max_bad_share": 1.0, "format": format_, "max_length": 512}
+        found = prepared(tmp_path, file, encoder=encoder, **given)
+        report = found.report
+        assert report["rows_bad"]["rows"] + report["rows_untrained"]["rows"] + report["rows_kept"] == report["rows_read"] == 60
+        refused = {json.loads(line)["row"] for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()}
+        accepted = {key for number, (_, added) in enumerate(drawn_rows, 1) if number not in refused for key in added}
+        assert accepted - {each["key"] for each in report["inputs"][0]["keys"]} == set()
 
 
 def is_obeyed(format_: str, row: dict[str, Any], path: str, name: str, *, expected: Any) -> bool:

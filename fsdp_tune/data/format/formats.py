@@ -124,15 +124,16 @@ class FormatSettings:
     def example(self, row: dict[str, Any], uses: set[KeyUse] | None = None) -> Example:
         """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not fit the format."""
         account = RowAccount(self.ignored)
+        template = self.template if self.format in ("messages", "sharegpt") else None
         try:
             example = self._example(row, account)
         except ColumnError as error:
-            account.finish(self.format, self.template)
+            account.finish(self.format, template)
             raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}", hint=error.hint) from error
         except RowError:
-            account.finish(self.format, self.template)
+            account.finish(self.format, template)
             raise
-        account.finish(self.format, self.template)
+        account.finish(self.format, template)
         if uses is not None:
             uses.update(account.uses)
         return NOTHING_TRAINED if self._is_left_out(row) else example

@@ -198,11 +198,12 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
             hint=f"name one: `--set data.format={found[0]}`; the columns of the other are then ignored",
         )
     question, answer = next((pair for pair in PAIRS if all(column in columns for column in pair)), PAIRS[0])
+    renames = [f"{old}: {new}" for old, new in ((question, "prompt"), (answer, "completion")) if old != new]
     raise usage_error(
         "no-format",
         f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}",
         where=where,
-        hint=f"rename them, for example `rename_columns: {{{question}: prompt, {answer}: completion}}`",
+        hint=f"rename them, for example `rename_columns: {{{', '.join(renames)}}}`",
     )
 
 

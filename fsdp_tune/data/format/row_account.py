@@ -5,7 +5,9 @@ Keys below the row are written as paths: `messages.name`, `messages.content.cach
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,8 @@ METADATA = frozenset((
     # which row it is
     "id", "_id", "idx", "index", "uid", "uuid", "guid", "row_id", "sample_id", "example_id", "item_id", "doc_id", "document_id",
     "conversation_id", "conv_id", "chat_id", "session_id", "thread_id", "message_id", "parent_id", "prompt_id", "question_id", "qid",
-    "task_id", "problem_id", "request_id", "trace_id", "hash", "md5", "sha1", "sha256", "__index_level_0__", "__key__", "__url__",
+    "task_id", "problem_id", "request_id", "trace_id", "hash", "md5", "sha1", "sha256", "__index_level_0__",
+    "Unnamed: 0", "", "__key__", "__url__",
     # where it is from
     "source", "sources", "source_dataset", "source_name", "data_source", "dataset", "dataset_name", "_dataset_name", "dataset_id",
     "subset", "split", "origin", "provenance", "url", "uri", "link", "domain", "dump", "crawl", "repo", "repo_name", "file_path",
@@ -159,7 +162,7 @@ class RowAccount:
             ways += [
                 f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
                 for name in unknown
-                if "." not in name and re.search(rf"\b{re.escape(name)}\b", template)
+                if name.isidentifier() and re.search(rf"\b{name}\b", template)
             ]
         names = [*self.ignored, *self._unread]
         ways.append(
@@ -208,7 +211,16 @@ def ignoring_hint(names: Iterable[str]) -> str:
 
 
 def ignoring_option(names: Iterable[str]) -> str:
-    return f"--set '{IGNORE_KEY}=[{','.join(names)}]'"
+    """Return the option that ignores keys, quoted for YAML and for a shell."""
+    listed = ",".join(name if _is_plain(name) else json.dumps(name, ensure_ascii=False) for name in names)
+    return f"--set {shlex.quote(f'{IGNORE_KEY}=[{listed}]')}"
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether YAML reads a name in a list as that text."""
+    return bool(re.fullmatch(r"[A-Za-z_.][\w.-]*", name)) and not re.fullmatch(
+        r"(?i)y|n|yes|no|on|off|true|false|null|\.inf|\.nan|[.e_\d]*", name
+    )
 
 
 def _is_empty(value: object) -> bool:
