@@ -23,6 +23,7 @@ from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import MergeOptions, MergeSettings, Verify, settle
 from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
+from fsdp_tune.merge.trees import weights_below
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
@@ -78,7 +79,9 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started = time.monotonic()
     show = progress or _no_progress
-    selection = select_checkpoint(source, CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete))
+    selection = select_checkpoint(
+        weights_below(source), CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
+    )
     exports = options.adapter is True
     settings = settle(selection, options)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None

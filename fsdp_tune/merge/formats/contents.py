@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
-from fsdp_tune.merge.formats.dcp import read_dcp
-from fsdp_tune.merge.formats.names import model_names
+from fsdp_tune.merge.formats.dcp import only_optimizer_state, read_dcp
+from fsdp_tune.merge.formats.names import model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_safetensors
 from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, SourceTensor
@@ -72,12 +72,18 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
 
 
 def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[SourceTensor], list[str]]:
-    """Return (tensors, names of other entries) of one set of weights."""
+    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state of an optimizer."""
     if kind is Format.DCP:
-        return read_dcp(files)
-    if kind in (Format.PICKLE, Format.PEFT_PICKLE):
-        return read_pickled(files, file)
-    return read_safetensors(files, file), []
+        tensors, others = read_dcp(files)
+    elif kind in (Format.PICKLE, Format.PEFT_PICKLE):
+        tensors, others = read_pickled(files, file)
+    else:
+        tensors, others = read_safetensors(files, file), []
+    optimizer = optimizer_state([tensor.name for tensor in tensors])
+    kept = [tensor for tensor in tensors if tensor.name not in optimizer]
+    if tensors and not kept:
+        raise only_optimizer_state(files.root)
+    return kept, [name for name in others if name not in optimizer_state(others)]
 
 
 def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
-from fsdp_tune.merge.formats.names import OPTIMIZER_ROOTS, model_names
+from fsdp_tune.merge.formats.names import model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, Extent, SourceTensor
 from fsdp_tune.run.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata, Shape
@@ -25,6 +25,15 @@ def damaged_metadata(root: Path, why: str) -> FsdpTuneError:
         f"the checkpoint's table of contents cannot be used: {why}",
         where=Where(str(root / METADATA_NAME)),
         hint="copy the complete checkpoint again from where it was written, or merge another one with `--step N`",
+    )
+
+
+def only_optimizer_state(root: Path) -> FsdpTuneError:
+    return usage_error(
+        "merge-optimizer-state",
+        "this is the state of an optimizer, not a model",
+        where=Where(str(root)),
+        hint="give the folder of the weights, which is next to it, or the checkpoint that holds both",
     )
 
 
@@ -44,13 +53,8 @@ def _tensors(metadata: DcpMetadata, files: SourceFiles) -> tuple[list[SourceTens
     names = model_names(list(metadata.entries), metadata.planner_data, files.root.name)
     tensors = [_tensor(files, metadata, key, name) for key, name in names.items() if metadata.is_tensor(key)]
     if not tensors:
-        if any(key.partition(".")[0] in OPTIMIZER_ROOTS for key in metadata.entries):
-            raise usage_error(
-                "merge-optimizer-state",
-                "this is the state of an optimizer, not a model",
-                where=Where(str(files.root)),
-                hint="give the folder of the weights, which is next to it, or the checkpoint that holds both",
-            )
+        if optimizer_state(list(metadata.entries)):
+            raise only_optimizer_state(files.root)
         raise Refused("it lists no tensor of a model")
     return tensors, [name for key, name in names.items() if not metadata.is_tensor(key)]
 

@@ -10,7 +10,16 @@ from fsdp_tune.run.pickles import Refused
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 MODEL_ROOTS = ("model", "state_dict", "module")
-OPTIMIZER_ROOTS = frozenset({"optimizer", "optim", "optimizers"})
+OPTIMIZER_ROOTS = frozenset(
+    {f"{name}{end}" for name in ("optimizer", "optim", "opt") for end in ("", "s", "_state", "_states", "_state_dict")} - {"opt", "opts"}
+)
+_OPTIMIZER_VALUES = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "exp_inf", "momentum_buffer"),
+        *("square_avg", "grad_avg", "acc_delta", "master_param", "param_groups"),
+    }
+)
+"""The last parts of names in the state of torch's and common optimizers; no model has them."""
 # torchtitan, torchtune and most loops save these next to a model at the top level.
 OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
     {
@@ -24,6 +33,17 @@ OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
         "step",
     }
 )
+
+
+def optimizer_state(names: Sequence[str]) -> frozenset[str]:
+    """Return the names that are an optimizer's: under its key, or values of its state with what is next to them (`step`)."""
+    parts = {name: name.split(".") for name in names}
+    parents = {tuple(split[:-1]) for split in parts.values() if split[-1] in _OPTIMIZER_VALUES}
+    return frozenset(
+        name
+        for name, split in parts.items()
+        if OPTIMIZER_ROOTS.intersection(split[:-1]) or "param_groups" in split or (len(split) > 1 and tuple(split[:-1]) in parents)
+    )
 
 
 def model_names(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, str]:
@@ -69,6 +89,8 @@ def _model_root(path: tuple[str, ...]) -> tuple[str, ...] | None:
     if path[0] in OTHER_ROOTS:
         return None
     for index, part in enumerate(path[:-1]):
+        if part in OPTIMIZER_ROOTS:
+            return None
         if part in MODEL_ROOTS:
             return path[: index + 1]
     return None
