@@ -8,14 +8,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from fsdp_tune.data.format.builtin import held_out_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH = 50
 LONGEST_ANSWER_TOKENS = 8
@@ -43,6 +46,11 @@ def main() -> int:
     parser.add_argument("merged", type=Path)
     parser.add_argument("--shown", type=int, default=8, help="how many questions to print")
     options = parser.parse_args()
+
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of kernels for other machines
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     questions = held_out_prompts()

@@ -81,6 +81,10 @@ class Screen(Terminal, Observer):
         if self._steps is not None:
             self._steps.show(line)
 
+    def position(self, step: int, phase: str, done: int, planned: int) -> None:
+        if self._steps is not None:
+            self._steps.move(step, phase, done, planned)
+
     def run_ended(self, result: TrainResult) -> None:
         self.document(result.as_dict())
 

@@ -24,6 +24,7 @@ class ScreenBar:
     def __init__(self, label: str, total: int | None, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done, self._detail = 0, ""
+        self._phase, self._phase_began = "", time.monotonic()
         self._started, self._done_at_start = time.monotonic(), 0
         self._updated = self._started
         self._lock = threading.Lock()
@@ -39,6 +40,13 @@ class ScreenBar:
         with self._lock:
             self._done, self._detail, self._updated = done, detail, time.monotonic()
             self._changed()
+
+    def enter(self, phase: str) -> None:
+        """Show a phase with the time since it began in place of the detail, until the next phase; an empty one ends it."""
+        with self._lock:
+            if phase.split(" ")[0] != self._phase.split(" ")[0]:  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
+                self._phase_began = time.monotonic()
+            self._phase = phase
 
     def start(self, done: int, total: int) -> None:
         """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
@@ -137,10 +145,14 @@ class LiveBar(ScreenBar):
     def _line(self) -> Text:
         from rich.text import Text
 
-        fields = [self._label, f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}"]
-        left = self.seconds_left()
-        fields += [f"{format_seconds(left)} left"] if left else []
-        fields += [self._detail] if self._detail else []
+        elapsed = format_seconds(time.monotonic() - self._phase_began)
+        if self._total is None and self._done == 0:
+            fields = [self._phase or self._label, elapsed]
+        else:
+            fields = [self._label, f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}"]
+            left = self.seconds_left()
+            fields += [f"{self._phase} {elapsed}"] if self._phase else [f"{format_seconds(left)} left"] if left else []
+            fields += [self._detail] if self._detail else []
         if self._total and self._console.encoding.startswith("utf"):
             filled = min(BAR_WIDTH, BAR_WIDTH * self._done // self._total)
             fields.append("━" * filled + "─" * (BAR_WIDTH - filled))

@@ -88,11 +88,13 @@ class Terminal:
         self._record(text)
         write_text(self.talk, printable(text) + "\n")
 
-    def fields(self, fields: Sequence[str]) -> None:
-        """Print `fields`, most important first, on one line. A terminal gets those that fit; a pipe and the log file get all of them."""
+    def fields(self, fields: Sequence[str], narrow: Sequence[str]) -> None:
+        """Print `fields` on one line. A terminal that is too narrow gets `narrow`, the most important first, as far as they fit; a pipe and
+        the log file get all fields."""
         line = "  ".join(fields)
         self._record(line)
-        write_text(self.talk, printable(fitted(fields, self._width()) if self.talk.isatty() else line) + "\n")
+        is_cut = self.talk.isatty() and len(line) > self._width()
+        write_text(self.talk, printable(fitted(narrow, self._width()) if is_cut else line) + "\n")
 
     def warn(self, text: str) -> None:
         self._record(text)

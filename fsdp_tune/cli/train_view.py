@@ -26,6 +26,8 @@ from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 
 SHOWN_PHASE_SECONDS = 0.1
+ENDED_PHASES = ("finished", "failed")
+TRAINING_PHASES = ("training", "forward", "backward", "optimizer step")
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}
 """Keys that the kernels line does not name by their last word."""
 
@@ -124,6 +126,9 @@ class StepView:
         self._screen = screen
         self._bar = bar
         self._total = 0
+        self._at = 0
+        self._detail = ""
+        bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:
         if "event" in line:
@@ -138,11 +143,21 @@ class StepView:
                 f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
             )
 
+    def move(self, step: int, phase: str, done: int, planned: int) -> None:
+        """Move the bar to the step of the first rank, and show its phase if that is not the training itself."""
+        is_quiet = phase in (*TRAINING_PHASES, *ENDED_PHASES)
+        self._bar.enter("" if is_quiet else f"{phase} {done}/{planned} batches" if planned else phase)
+        if self._total:  # heartbeats are read later than lines
+            self._at = min(max(step, self._at), self._total)
+            self._bar.at(self._at, self._detail)
+
     def _event(self, line: dict[str, Any]) -> None:
         name, step = line["event"], line.get("step")
         if name == "train_started":
             self._total = int(line["total_steps"])
-            self._bar.start(int(step or 0), self._total)
+            self._bar.enter("")
+            self._at = int(step or 0)
+            self._bar.start(self._at, self._total)
             self._screen.message(
                 f"the live model matches the recipe; training to step {self._total}" + (f" from step {step}" if step else "")
             )
@@ -160,7 +175,7 @@ class StepView:
         elif name == "checkpoint_saved":
             self._screen.message(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
         elif name == "stopping":
-            self._bar.at(int(line["step"]))
+            self._bar.at(int(line["step"]), self._detail)
             self._screen.message(f"step {step}: stopping ({line['reason']})")
         elif name == "checkpoint_failed":
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
@@ -175,36 +190,40 @@ class StepView:
         """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
         step = int(line["step"])
         loss = f"loss {_number(line['loss'], '.4f')}"
+        self._at, self._detail = step, loss
         self._bar.at(step, loss)
         left = self._bar.seconds_left()
-        fields = [
+        first = [
             f"step {step}{f'/{self._total}' if self._total else ''}",
-            *([f"{format_seconds(left)} left"] if left else []),
+            *([f"{format_seconds(left)} left"] if left is not None and step < self._total else []),
             loss,
-            f"grad norm {_number(line.get('grad_norm'), '.3f')}",
-            f"lr {_number(line.get('learning_rate'), '.2e')}",
-            f"{_number(line.get('tokens_per_second_per_device'), ',.0f')} tokens/s/device",
         ]
-        if line.get("mfu") is not None:
-            fields.append(f"MFU {line['mfu']:.0%}")
+        norm, rate = _number(line.get("grad_norm"), ".3f"), f"lr {_number(line.get('learning_rate'), '.2e')}"
+        speed = _number(line.get("tokens_per_second_per_device"), ",.0f")
+        mfu = [f"MFU {line['mfu']:.0%}"] if line.get("mfu") is not None else []
         memory = line.get("peak_reserved_gib") or line.get("peak_host_gib")
-        if memory is not None:
-            fields.append(f"{_number(memory, '.2f')} GiB")
-        if shares := _shares(line):
-            fields.append(f"({shares})")
-        self._screen.fields(fields)
+        gib = [f"{_number(memory, '.2f')} GiB"] if memory is not None else []
+        shares = _shares(line)
+        wide = [", ".join(f"{name} {share:.0%}" for name, share in shares.items())] if shares else []
+        short = [" ".join(f"{SHORT_SHARES[name]} {share:.0%}" for name, share in shares.items())] if shares else []
+        self._screen.fields(
+            [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide)],
+            narrow=[*first, f"{speed} tok/s", *short, *gib, *mfu, f"grad {norm}", rate],
+        )
 
 
-def _shares(line: dict[str, Any]) -> str:
-    """Return the shares of a step that are not forward and backward, in percent."""
+SHORT_SHARES = {"data": "data", "communication": "comm", "optimizer": "opt"}
+"""Names of the shares on a narrow terminal."""
+
+
+def _shares(line: dict[str, Any]) -> dict[str, float]:
+    """Return the shares of a step that are not forward and backward."""
     named = (
         ("data", "data_wait_seconds", "step_seconds"),
         ("communication", "exposed_communication_seconds", "last_step_seconds"),
         ("optimizer", "optimizer_seconds", "last_step_seconds"),
     )
-    return ", ".join(
-        f"{name} {line[part] / line[whole]:.0%}" for name, part, whole in named if line.get(part) is not None and line.get(whole)
-    )
+    return {name: line[part] / line[whole] for name, part, whole in named if line.get(part) is not None and line.get(whole)}
 
 
 def profile_table(seconds: dict[str, dict[str, float]], steps: int) -> list[str]:

@@ -54,5 +54,9 @@ class Observer:
     def metrics(self, line: dict[str, Any]) -> None:
         """Receive a line of metrics.jsonl: a step, an evaluation or an event (`docs/reference`)."""
 
+    def position(self, step: int, phase: str, done: int, planned: int) -> None:
+        """Receive where the first rank of this machine is, a few times a second: the step, the phase (`importing`, `training`,
+        `evaluating`, `saving` …), and in an evaluation how many of its planned batches are done."""
+
     def run_ended(self, result: TrainResult) -> None:
         """Receive the result when the ranks have ended. Until a finished run is merged, its `exit_reason` is FAILED."""

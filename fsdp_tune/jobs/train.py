@@ -44,7 +44,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Message
+from fsdp_tune.launch.supervise.supervisor import Message, Position
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.merge.upload import check_access
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
@@ -267,8 +267,9 @@ class _Job:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
                     raise
                 raise FsdpTuneError(*inspecting.result().problems, *error.problems, exit_code=error.exit_code) from error
-            model = inspecting.result()
-            decided, predicted, not_planned = planning.result()
+            with observer.progress("inspecting the model and planning", None, "results"):
+                model, plan = inspecting.result(), planning.result()
+            decided, predicted, not_planned = plan
         observer.notices([*model.notices, *data.as_notices(), *not_planned])
         # The shapes of well-known models in this package are enough for a plan, never for training.
         packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if model.model.get("packaged") else []
@@ -327,6 +328,8 @@ class _Job:
                     return event
                 if isinstance(event, Message):
                     observer.message(event.text)
+                elif isinstance(event, Position):
+                    observer.position(event.step, event.phase, event.done, event.planned)
                 elif plan.machine_rank == 0:
                     observer.metrics(event.line)
         raise AssertionError("the supervisor ends with a verdict")

@@ -28,6 +28,10 @@ class Heartbeat(Document):
     """Seconds since then when the file was written."""
     collective: dict[str, Any] | None = None
     """The last collective in the flight recorder, once the rank hangs."""
+    done: int = 0
+    """Finished batches of the phase, where the rank counts them: in an evaluation."""
+    planned: int = 0
+    """Batches of the phase; 0: not counted."""
 
 
 @dataclass(frozen=True, slots=True)

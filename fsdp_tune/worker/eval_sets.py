@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,12 +45,23 @@ def evaluate_sets(
     collator: Collator,
     device: torch.device,
     metrics: Mapping[str, Metric] = {},
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each of several sets."""
+    """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each of several sets.
+
+    `progress` gets the number of finished batches and that of all sets.
+    """
     wrapped.eval()
+    batches = {label: _batches(recipe, store) for label, store in sets.items()}
+    planned, finished = sum(map(len, batches.values())), count(1)
+
+    def counted() -> None:
+        if progress is not None:
+            progress(next(finished), planned)
+
     # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
     with outside_step(wrapped, device):
-        sums = {label: _sums(recipe, wrapped, store, collator, device, metrics) for label, store in sets.items()}
+        sums = {label: _sums(recipe, wrapped, store, batches[label], collator, device, metrics, counted) for label, store in sets.items()}
     wrapped.train()
     # Of several sources, only one may have held-out rows; its metrics have the names that the recipe may use.
     labels = [] if len(recipe.data.eval_labels) == 1 else list(sums)
@@ -67,14 +79,25 @@ def evaluate_sets(
     return {f"{prefix}_perplexity": math.exp(min(found[f"{prefix}_loss"], 700.0)) for prefix in prefixes} | found
 
 
-def _sums(
-    recipe: Recipe, wrapped: nn.Module, store: RowStore, collator: Collator, device: torch.device, metrics: Mapping[str, Metric]
-) -> list[list[float]]:
-    """Return [sum, count] of each metric and, last, of the token losses of one set, over all ranks."""
+def _batches(recipe: Recipe, store: RowStore) -> list[list[int]]:
+    """Return the batches of one set that this rank reads."""
     micro_batch = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
     topology = recipe.topology
     data_rank = topology.data_rank(dist.get_rank())
-    batches = eval_batches(len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch)
+    return eval_batches(len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch)
+
+
+def _sums(
+    recipe: Recipe,
+    wrapped: nn.Module,
+    store: RowStore,
+    batches: list[list[int]],
+    collator: Collator,
+    device: torch.device,
+    metrics: Mapping[str, Metric],
+    finished: Callable[[], None],
+) -> list[list[float]]:
+    """Return [sum, count] of each metric and, last, of the token losses of one set, over all ranks. Calls `finished` after each batch."""
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     total = torch.zeros(len(metrics) + 1, 2, dtype=torch.float64)
@@ -84,7 +107,8 @@ def _sums(
             loss += micro_batch_loss(wrapped, tensors)[0]
             if metrics:
                 total[:-1] += _metric_sums(wrapped, tensors, metrics)
-        tokens += batch.supervised_tokens if topology.counts_rows(dist.get_rank()) else 0
+        tokens += batch.supervised_tokens if recipe.topology.counts_rows(dist.get_rank()) else 0
+        finished()
     total[-1] = torch.tensor([float(loss), tokens], dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()

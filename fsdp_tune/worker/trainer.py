@@ -293,7 +293,9 @@ class FsdpTrainer(Trainer):
         started = time.monotonic()
         with self.parts.heartbeat.during("evaluating", self.state.global_step):
             parts = self.parts
-            metrics = evaluate_sets(parts.recipe, self.wrapped, parts.evals, parts.collator, self.args.device, parts.user_metrics)
+            metrics = evaluate_sets(
+                parts.recipe, self.wrapped, parts.evals, parts.collator, self.args.device, parts.user_metrics, parts.heartbeat.count
+            )
         seconds = time.monotonic() - started
         self.last_eval_loss = metrics["eval_loss"]
         self.log({**metrics, "eval_seconds": seconds})

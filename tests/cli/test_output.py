@@ -225,7 +225,7 @@ def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys:
     screen = Screen(json_output=False)
     screen.message("said early")
     screen.log_to(path)
-    screen.fields(["step 1", "loss 2.0"])
+    screen.fields(["step 1", "loss 2.0"], narrow=["step 1"])
     screen.warn("warning: w")
     screen.notices([Notice("n", "note", hint="do this")])
     screen.close([Problem("a", "it broke", hint="fix it")])

@@ -103,7 +103,10 @@ LONG_RUN = (
 )
 
 
-@pytest.mark.parametrize(("columns", "last"), [(60, "loss"), (80, "lr"), (120, "GiB"), (200, "optimizer")])
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [(60, "loss"), (80, "1,234 tok/s"), (120, "tok/s  data 1% opt 5%  0.50 GiB  MFU 41%  grad 1.250"), (200, "optimizer")],
+)
 def test_logged_steps_stay_on_screen_with_step_time_left_and_loss_first(columns: int, last: str) -> None:
     shown = shown_on_a_terminal(LONG_RUN, columns)
     kept = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("step ")]
@@ -113,6 +116,40 @@ def test_logged_steps_stay_on_screen_with_step_time_left_and_loss_first(columns:
     bars = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("training")]
     assert re.match(r"training  2,000/20,000 steps  .*h..m..s left  loss nan", bars[-1])
     assert all(len(line) <= columns for line in bars)
+
+
+def frames(program: str) -> list[str]:
+    """What the bar has shown, without repetitions."""
+    start = "import time\nfrom fsdp_tune.cli.output import command\nwith command(False) as screen, screen.training():\n"
+    shown = shown_on_a_terminal(start + "".join(f"    {line}; time.sleep(0.3)\n" for line in program.splitlines()), 120)
+    return list(dict.fromkeys(line.rstrip() for line in re.split(r"[\r\n]+", shown) if line.strip()))
+
+
+def test_phases_of_the_start_are_shown_with_elapsed_time() -> None:
+    program = """pass
+screen.position(0, 'importing', 0, 0)
+time.sleep(0.3)
+screen.position(0, 'loading the model', 0, 0)"""
+    shown = " | ".join(frames(program))
+    assert re.search(r"starting the ranks  0\.\ds .*importing  0\.[1-9]s .*loading the model  0\.\ds", shown)
+    assert "0 steps" not in shown
+
+
+def test_bar_moves_with_each_step_and_shows_evaluation_and_saving() -> None:
+    program = """screen.metrics({'event': 'train_started', 'step': 0, 'total_steps': 60})
+screen.position(1, 'training', 0, 0)
+screen.position(7, 'forward', 0, 0)
+screen.position(12, 'evaluating', 3, 40)
+screen.position(12, 'evaluating', 27, 40)
+screen.position(12, 'saving', 0, 0)
+screen.position(13, 'backward', 0, 0)
+screen.position(61, 'finished', 0, 0)"""
+    shown = frames(program)
+    evaluating = (r"evaluating 3/40 batches 0\.\ds", r"evaluating 27/40 batches 0\.[3-9]s")
+    for pattern in (r"training  1/60 steps", r"training  7/60 steps  .*left", *evaluating, r"saving 0\.\ds", "13/60"):
+        assert any(re.search(pattern, line) for line in shown), (pattern, shown)
+    assert not any("saving" in line for line in shown if "13/60" in line)
+    assert not any("61/60" in line for line in shown)
 
 
 def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:

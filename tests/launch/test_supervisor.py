@@ -22,7 +22,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import hang
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.supervisor import Event, Logged, Message, Supervisor
+from fsdp_tune.launch.supervise.supervisor import Event, Logged, Message, Position, Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import PlanOf
@@ -79,6 +79,9 @@ def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf) -> No
     assert ended.first_outcome is not None
     assert ended.first_outcome.facts == {"loss": 1.5}
     assert [event.line["step"] for event in events if isinstance(event, Logged)] == [1, 2]
+    positions = [(event.step, event.phase) for event in events if isinstance(event, Position)]
+    assert (1, "training") in positions
+    assert len(positions) == len(set(positions)), "only changes are passed on"
 
 
 def test_lines_of_an_earlier_launch_are_not_shown_again(plan_of: PlanOf, run: RunDir) -> None:

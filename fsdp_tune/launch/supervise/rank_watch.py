@@ -75,6 +75,11 @@ class RankWatch:
         self.expects_deaths = False
         """Set before terminating processes, so that their exits are not reported as failures."""
 
+    @property
+    def first_beat(self) -> Heartbeat | None:
+        """The last heartbeat of the first rank of this machine."""
+        return self._signs[self._ranks.start].beat
+
     def poll(self, launcher_pid: int) -> None:
         now = time.monotonic()
         if len(self.processes) < len(self._ranks):

@@ -66,7 +66,19 @@ class Message:
     text: str
 
 
-Event = Logged | Message | Verdict
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the first rank of this machine is, for the screen."""
+
+    step: int
+    phase: str
+    done: int
+    """Finished batches of an evaluation."""
+    planned: int
+    """Batches of an evaluation; 0 in other phases."""
+
+
+Event = Logged | Message | Position | Verdict
 
 
 class Supervisor:
@@ -88,6 +100,7 @@ class Supervisor:
         self._step_seconds: float | None = None
         self._total_steps: int | None = None
         self._metrics_read_at = 0.0
+        self._position: Position | None = None
         self.has_trained = False
         """Whether the ranks reached their first step."""
 
@@ -114,6 +127,7 @@ class Supervisor:
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
                     watch.poll(launcher.pid)
+                    yield from self._moved(watch)
                     yield from self._end_if_needed(launcher, watch)
             finally:
                 left = _kill_remaining(launcher, watch)
@@ -133,6 +147,13 @@ class Supervisor:
     def signals(self) -> list[int]:
         """Signals received so far, in order."""
         return [number for number, _ in self._signals]
+
+    def _moved(self, watch: RankWatch) -> Iterator[Event]:
+        beat = watch.first_beat
+        position = Position(beat.step, beat.phase, beat.done, beat.planned) if beat is not None else None
+        if position is not None and position != self._position:
+            self._position = position
+            yield position
 
     def _logged(self, metrics: Follower) -> Iterator[Event]:
         self._metrics_read_at = time.monotonic()

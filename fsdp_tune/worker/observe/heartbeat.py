@@ -65,6 +65,8 @@ class HeartbeatWriter:
         self.step = 0
         self.collective: dict[str, Any] | None = None
         """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
+        self._counted = (0, 0)
+        """Finished and planned batches of the phase."""
         self.waited_seconds = 0.0
         """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.observe.step_progress`."""
 
@@ -103,12 +105,17 @@ class HeartbeatWriter:
             now = time.monotonic()
             if self._phase:
                 self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._phase_began
-            self._phase, self._phase_began = phase, now
+            self._phase, self._phase_began, self._counted = phase, now, (0, 0)
         self.tick()
 
     def tick(self) -> None:
         """Record progress inside a phase."""
         self._progressed_at = time.monotonic()
+
+    def count(self, done: int, planned: int) -> None:
+        """Record how many batches of the phase are finished, for the screen."""
+        self._counted = (done, planned)
+        self.tick()
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
@@ -169,7 +176,17 @@ class HeartbeatWriter:
         if self.step != self._written_step:
             self._written_step, self._step_written_at = self.step, now
         silent_seconds = round(now - self._progressed_at, 3)
-        beat = Heartbeat(self._rank, os.getpid(), self.step, self._phase, time.time(), self._progressed_at, silent_seconds, self.collective)
+        beat = Heartbeat(
+            self._rank,
+            os.getpid(),
+            self.step,
+            self._phase,
+            time.time(),
+            self._progressed_at,
+            silent_seconds,
+            self.collective,
+            *self._counted,
+        )
         # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
         stage = self._path.with_suffix(".tmp")
         with self._lock:

@@ -233,3 +233,12 @@ def test_slow_rank_is_logged_as_event(bench: Bench) -> None:
     assert {event["rank"] for event in events} == {1}
     assert all(event["ratio"] > 1.5 and event["behind_seconds"] > 0.05 for event in events)
     assert events[0]["message"].startswith("rank 1 works ")
+
+
+def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(ticking: HeartbeatWriter, run: RunDir) -> None:
+    ticking.beat("training", 5)
+    with ticking.during("evaluating", 5):
+        ticking.count(3, 8)
+        until(lambda: (content(run)["phase"], content(run)["done"], content(run)["planned"]) == ("evaluating", 3, 8))
+    ticking.beat("training", 6)
+    until(lambda: (content(run)["step"], content(run)["done"], content(run)["planned"]) == (6, 0, 0))
