@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,8 @@ from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.read.continued_adapter import continue_adapter
 from fsdp_tune.recipe.rules.lora_limits import lora_limits
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
-from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
+from fsdp_tune.recipe.rules.trackers import missing
+from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes, readers_of_rows
@@ -200,13 +201,22 @@ class _Resolver:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 
     def trackers(self) -> None:
-        """Refuse trackers that are not installed. Without this check every rank would fail minutes later."""
+        """Refuse trackers that cannot start. Without this check every rank would fail minutes later.
+
+        A variable may be set where the run starts, as by a TrainJob of Kubeflow: elsewhere it is a notice.
+        """
         for name in self.recipe.training.report_to:
-            if importlib.util.find_spec(TRACKERS[name]) is None:
-                message = f"`training.report_to` names {name}, and the package `{TRACKERS[name]}` is not installed"
-                self.add_problem(
-                    "tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out"
-                )
+            found = missing(name, {**os.environ, **self.recipe.launch.env})
+            if found is None:
+                continue
+            message, keys = f"`training.report_to` names {name}, and {found.reason}", ("training.report_to",)
+            hint = f"{found.hint}, or leave it out"
+            if not found.is_set_elsewhere:
+                self.add_problem("tracker-not-installed", keys, message, hint)
+            elif self.assume is None:
+                self.add_problem("tracker-not-configured", keys, message, hint)
+            else:
+                self.add_notice("tracker-not-configured", keys, message, hint)
 
     def _rows_of_budget(self, world: World) -> None:
         """Set the batch size that a token budget gives if every row is as long as `data.max_length`: memory and time are planned for it."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_tune.recipe.rules.training import TRACKERS
+from fsdp_tune.recipe.rules.trackers import TRACKERS
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.kinds import Section

@@ -190,6 +190,18 @@ def test_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch:
     problem = refused("training: {report_to: [wandb]}")
     assert (problem.code, problem.where.line) == ("tracker-not-installed", 3)
     assert refused("training: {report_to: [wandb]}", assume="cuda").code == "tracker-not-installed"
+    assert "`pip install azureml-sdk`" in str(refused("training: {report_to: [azure_ml]}").hint)
+
+
+def test_tracker_that_needs_a_variable_is_a_notice_where_the_run_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TrainJob of Kubeflow sets it, and there is no package."""
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    problem = refused("training: {report_to: [kubeflow]}")
+    assert problem.code == "tracker-not-configured"
+    assert "`export KUBEFLOW_TRAINER_SERVER_URL=…`" in str(problem.hint)
+    assert [notice.code for notice in resolved("training: {report_to: [kubeflow]}", assume="cuda").notices] == ["tracker-not-configured"]
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://x")
+    assert resolved("training: {report_to: [kubeflow]}").notices == ()
 
 
 def test_fsdp_1_on_the_cpu_loads_on_every_rank() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.rules.trackers import TRACKERS
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import closest
@@ -75,25 +76,6 @@ def measured_metrics(recipe: Recipe, labels: Collection[str]) -> list[str]:
 def is_better_when_smaller(metric: str) -> bool:
     """Return whether a metric is a loss or a perplexity. A user's metric is taken for one by the same endings."""
     return metric.endswith(("loss", "perplexity"))
-
-
-# transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, with the module that each imports.
-TRACKERS = {
-    "azure_ml": "azureml",
-    "clearml": "clearml",
-    "codecarbon": "codecarbon",
-    "comet_ml": "comet_ml",
-    "dagshub": "dagshub",
-    "dvclive": "dvclive",
-    "flyte": "flytekit",
-    "kubeflow": "kubeflow",
-    "mlflow": "mlflow",
-    "neptune": "neptune",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-}
 
 
 def trackers_are_known(recipe: Recipe) -> Iterator[Finding]:
