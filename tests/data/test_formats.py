@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, Text, matching_formats
+from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, LabelledText, Text, matching_formats
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 
@@ -405,3 +405,25 @@ def test_messages_may_be_json_text(format_: str, column: str) -> None:
     assert as_text == example(format_, {column: messages, "tools": [{"name": "f"}]}, loss_on="assistant")
     assert "text that is not JSON" in refused(format_, {column: str(messages)}, loss_on="assistant")
     assert "holds text instead of a list" in refused(format_, {column: "hello"}, loss_on="assistant")
+
+
+def test_segments_are_trained_by_their_label_and_neighbours_joined() -> None:
+    parts = [("a", True), ("b", True), ("c", False), ("", False), ("d", 1)]
+    row = {"segments": [{"text": text, "label": label} for text, label in parts]}
+    assert example("segments", row, loss_on="labels") == LabelledText([("ab", True), ("c", False), ("d", True)])
+
+
+@pytest.mark.parametrize(
+    ("segments", "says"),
+    [
+        ([], "column `segments` holds a list instead of"),
+        ("a", "column `segments` holds text instead of"),
+        (["a"], "segment 1 is text instead of an object"),
+        ([{"text": "a"}], "segment 1: `text` is text and `label` true or false; they are text and None"),
+        ([{"text": "a", "label": 0.5}], "they are text and 0.5"),
+        ([{"text": 7, "label": True}], "they are a number and True"),
+        ([{"text": "a", "label": True, "weight": 0}], "`segments.weight` is not read by the format segments"),
+    ],
+)
+def test_malformed_segments_are_refused(segments: Any, says: str) -> None:
+    assert says in refused("segments", {"segments": segments}, loss_on="labels")

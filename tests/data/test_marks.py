@@ -21,6 +21,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "a?", "output": "b"},
     "messages": CHAT,
     "sharegpt": {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+    "segments": {"segments": [{"text": "a", "label": False}, {"text": "b", "label": True}]},
     "tokenized": {"input_ids": [1, 2, 3]},
 }
 

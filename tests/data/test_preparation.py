@@ -569,3 +569,18 @@ def test_stream_with_fewer_rows_than_the_run_needs_is_reported(tmp_path: Path, p
     enough = int(re.search(r"max_steps=(\d+)", found.hint or "")[1])  # type: ignore[index]
     assert not [notice for steps in (enough, enough // 2) for notice in notices(steps) if notice.code == "stream-short"]
     assert not [notice for notice in notices(2000, repeats=None) if notice.code == "stream-short"]
+
+
+def test_segments_are_trained_by_their_label(tmp_path: Path) -> None:
+    """As in axolotl's `input_output`: nothing is added, and special tokens are control tokens."""
+    segments = [("<s>Hello\n", True), ("hi. ", True), ("goodbye ", False), ("farewell</s>", True)]
+    row = {"segments": [{"text": text, "label": label} for text, label in segments]}
+    encoder = ByteEncoder(adds_bos=True, merges=(" f", "ef"))
+    found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]), encoder=encoder)
+    (only,) = rows_of(found)
+    assert marked(only, encoder) == "<s>[Hello\nhi. ]goodbye [farewell</s>]"
+    assert only.input_ids.tolist() == encoder.encode(["<s>Hello\nhi. goodbye "])[0] + encoder.encode(["farewell</s>"])[0]
+    assert [notice["code"] for notice in found.notices] == ["special-tokens-as-control", "tokenised-apart"]
+    as_text = prepared(tmp_path, tmp_path / "rows.jsonl", encoder=encoder, special_tokens_in_content="text")
+    assert encoder.id("</s>") not in rows_of(as_text)[0].input_ids.tolist()
+    assert "special-tokens-as-text" in [notice["code"] for notice in as_text.notices]

@@ -287,6 +287,11 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
     ("axolotl gpteacher", "alpaca", {"instruction": "a?", "input": "x", "response": "b"}),
     ("axolotl chat_template", "sharegpt", {"conversations": [USER, ANSWER]}),
     ("axolotl pygmalion", "sharegpt", {"conversations": [{"role": "user", "value": "a?"}, {"role": "assistant", "value": "b"}]}),
+    (
+        "axolotl input_output",
+        "segments",
+        {"segments": [{"label": True, "text": "<s>Hi "}, {"label": False, "text": "you"}, {"label": True, "text": "</s>"}]},
+    ),
     ("axolotl tokenized", "tokenized", {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}),
     ("LLaMA-Factory alpaca", "alpaca", {"instruction": "a?", "input": "", "output": "b", "system": "s", "history": [["c?", "d"]]}),
     (
@@ -402,6 +407,7 @@ VALUES: list[Any] = [True, False, 0, 1, 0.0, 1.0, 0.5, -1, "x", [0, 1], [[1]], {
 def objects_of(format_: str, row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path and value of each object in a row to which a key may be added."""
     yield "", row
+    yield from (("segments.", segment) for segment in (row["segments"] if format_ == "segments" else []))
     for column in ("messages", "conversations", "conversation", *(("prompt", "completion") if format_ == "prompt_completion" else ())):
         for message in row.get(column) or [] if isinstance(row.get(column), list) else []:
             yield f"{column}.", message
@@ -512,6 +518,6 @@ def test_marks_at_every_place_are_obeyed_or_refused_by_name(format_: str, row: d
                     name in MARKS
                     and value != 0.5
                     and not path.endswith(("tool_calls.", "function.", "content."))
-                    and path != "conversation."
+                    and path not in ("conversation.", "segments.")
                 )
                 assert not has_meaning or (format_ == "tokenized" and name in TOKEN_MASKS)

@@ -1,4 +1,4 @@
-"""Convert rows of six formats to one of three forms, joined text, a chat or token ids, with a trained flag for each part."""
+"""Convert rows of seven formats to joined text, a chat or token ids, with a trained flag for each part."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ COLUMNS = {
     "alpaca": (("instruction", "output"), ("instruction", "response"), ("query", "response")),
     "messages": (("messages",),),
     "sharegpt": (("conversations",), ("conversation",)),
+    "segments": (("segments",),),
     "tokenized": (("input_ids",),),
 }
 """The columns that each format needs, in one of several spellings; `format: auto` detects a format by them."""
@@ -41,12 +42,14 @@ TOKENIZED_KEYS = {
     "seq_lengths": "the length of the only example",
     "token_type_ids": "one type of token",
 }
+SEGMENT_KEYS = {"text": "", "label": "what is trained"}
 LOSS_ON = {
     "text": ("all",),
     "prompt_completion": ("completion", "all"),
     "alpaca": ("completion", "last_assistant", "all"),
     "messages": ("assistant", "last_assistant", "all"),
     "sharegpt": ("assistant", "last_assistant", "all"),
+    "segments": ("labels",),
     "tokenized": ("labels",),
 }
 """The possible values of `loss_on` for each format; `auto` selects the first."""
@@ -92,7 +95,14 @@ class Ids:
     trained: list[bool]
 
 
-Example = Text | Chat | Ids
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """Texts to be concatenated unchanged, each with whether it is trained; neighbours differ in that."""
+
+    texts: list[tuple[str, bool]]
+
+
+Example = Text | Chat | LabelledText | Ids
 NOTHING_TRAINED = Ids([], [])
 """A row that its mark excludes: it is counted among those without a token to train."""
 
@@ -163,6 +173,8 @@ class FormatSettings:
                 (column,) = needed_columns(self.format, row)
                 row = self._read(row, account, {column: "", **CHAT_KEYS})
                 return self._chat(self._messages(account).read(row, column), row)
+            case "segments":
+                return LabelledText(self._segments(self._read(row, account, {"segments": ""}), account))
             case _:
                 return self._ids(self._read(row, account, TOKENIZED_KEYS))
 
@@ -186,6 +198,25 @@ class FormatSettings:
         if not completion.strip():
             raise RowError("the completion is empty")
         return Text(_text(row, "prompt") + self.separator, completion, train_prompt=self.loss_on == "all")
+
+    def _segments(self, row: dict[str, Any], account: RowAccount) -> list[tuple[str, bool]]:
+        """Return the texts of axolotl's `input_output` format; neighbours with the same label are one."""
+        name = self.names_in_file.get("segments", "segments")
+        segments: object = row.get("segments")
+        if not isinstance(segments, list) or not segments:
+            raise ColumnError("segments", f"holds {kind_of(cast(object, segments))} instead of a list of objects with `text` and `label`")
+        found: list[tuple[str, bool]] = []
+        for number, segment in enumerate(cast(list[Any], segments), 1):
+            if not isinstance(segment, dict):
+                raise RowError(f"segment {number} is {kind_of(segment)} instead of an object with `text` and `label`")
+            closed = account.close(cast(dict[str, Any], segment), SEGMENT_KEYS, path=f"{name}.")
+            text, label = closed.get("text"), closed.get("label")
+            if not isinstance(text, str) or label not in (0, 1) or isinstance(label, float):
+                raise RowError(f"segment {number}: `text` is text and `label` true or false; they are {kind_of(text)} and {label!r}")
+            if found and found[-1][1] == bool(label):
+                text = found.pop()[0] + text
+            found.append((text, bool(label)))
+        return found
 
     def _alpaca(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
         question, answer = needed_columns("alpaca", row)

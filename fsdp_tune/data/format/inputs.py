@@ -18,6 +18,8 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 TRAIN = "train"
+MARKED_FORMATS = ("segments", "tokenized")
+"""Formats whose rows hold the complete text of an example, with marks of what is trained."""
 PAIRS = (
     ("question", "answer"),
     ("prompt", "response"),
@@ -150,9 +152,9 @@ def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder
     wanted = entry.loss_on or data.loss_on
     possible = LOSS_ON[format_]
     if wanted != "auto" and wanted not in possible:
-        allowed = "mark the trained tokens themselves" if format_ == "tokenized" else f"can be trained on: {', '.join(possible)}"
+        allowed = "mark what is trained themselves" if format_ in MARKED_FORMATS else f"can be trained on: {', '.join(possible)}"
         raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {allowed}", where=where)
-    append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
+    append_eos = format_ not in MARKED_FORMATS if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
     return FormatSettings(

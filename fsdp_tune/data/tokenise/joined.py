@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_tune.data.format.formats import FormatSettings, Text
+from fsdp_tune.data.format.formats import FormatSettings, LabelledText, Text
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Encode, continuation
@@ -42,6 +42,30 @@ def encode_texts(
             except RowError:
                 encoded, kind = next(_encoded([text], encoder.encode, encoder, counts)), INSEPARABLE
         yield EncodedText(encoded.ids, encoded.trained, (*encoded.notes, *notes_of(AS_CONTROL, meant), *notes_of(kind, as_text)))
+
+
+def encode_segments(example: LabelledText, settings: FormatSettings, encoder: Encoder, special: SpecialTokens) -> EncodedText:
+    """Return ids and trained flags of segments, without a prefix. Each has the ids that follow those of the text before it."""
+    spelled = special.spelled_in([text for text, _ in example.texts])
+    if not settings.encodes_special_tokens_as_text(example):
+        return _encoded_segments(example, encoder.encode, encoder, notes_of(AS_CONTROL, spelled))
+    try:
+        return _encoded_segments(example, special.encode_as_text, encoder, notes_of(AS_TEXT, spelled))
+    except RowError:
+        return _encoded_segments(example, encoder.encode, encoder, notes_of(INSEPARABLE, spelled))
+
+
+def _encoded_segments(example: LabelledText, encode: Encode, encoder: Encoder, notes: tuple[Note, ...]) -> EncodedText:
+    text, ids, trained, found_notes = "", list[int](), list[bool](), list[Note]()
+    for segment, is_trained in example.texts:
+        text += segment
+        found = continuation(ids, encode([text])[0], segment, encode, encoder.decode)
+        trained += [is_trained] * (len(found.ids) - len(ids))
+        ids = found.ids
+        found_notes += [Note(TOKENISED_APART, "segments")] * found.is_apart + [Note(TEXT_CHANGED, "between segments")] * (
+            not found.is_exact
+        )
+    return EncodedText(ids, trained, (*dict.fromkeys(found_notes), *notes))
 
 
 def _special_tokens_of(text: Text, settings: FormatSettings, special: SpecialTokens) -> tuple[tuple[str, ...], tuple[str, ...]]:

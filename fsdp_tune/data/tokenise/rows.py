@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, Text
+from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
 from fsdp_tune.data.format.row_account import KeyUse
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.notes import Note, RowNotes
@@ -27,7 +27,7 @@ from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
-from fsdp_tune.data.tokenise.joined import EncodedText, encode_texts
+from fsdp_tune.data.tokenise.joined import EncodedText, encode_segments, encode_texts
 from fsdp_tune.data.tokenise.special_tokens import (
     AS_CONTROL,
     AS_TEXT,
@@ -115,6 +115,8 @@ class Tokeniser:
                 work.add(row, example, next(texts))
             elif isinstance(example, Ids):
                 work.add(row, example, EncodedText(example.input_ids, example.trained, ()))
+            elif isinstance(example, LabelledText):
+                work.add(row, example, work.encode_segments(row, example))
             else:
                 work.add_chat(row, example, next(chats))
         return work.finish()
@@ -146,6 +148,9 @@ class _Chunk:
 
     def encode_texts(self, texts: list[tuple[RawRow, Text]]) -> Iterator[EncodedText]:
         return encode_texts([(text, self._settings[row.source]) for row, text in texts], self._encoder, self._special, self.counts)
+
+    def encode_segments(self, row: RawRow, example: LabelledText) -> EncodedText:
+        return encode_segments(example, self._settings[row.source], self._encoder, self._special)
 
     def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
         """Render all conversations, then encode them in one call, which uses all cores; yield None for one that cannot be rendered."""
@@ -382,6 +387,8 @@ def _content(example: Example) -> list[Any]:
     match example:
         case Text():
             return ["text", example.prompt + example.completion]
+        case LabelledText():
+            return ["text", "".join(text for text, _ in example.texts)]
         case Chat():
             return ["chat", example.messages, example.tools or [], *([example.variables] if example.variables else [])]
         case Ids():

@@ -55,7 +55,7 @@ INACTIVE = (
         lambda recipe: not recipe.is_sharded,
         "`fsdp.sharding_strategy` is NO_SHARD, which is plain DDP",
     ),
-    Inactive(("data.roles",), _formats_are_among("text", "alpaca", "tokenized"), "no format of the data has roles"),
+    Inactive(("data.roles",), _formats_are_among("text", "alpaca", "segments", "tokenized"), "no format of the data has roles"),
     Inactive(("data.special_tokens_in_content",), _formats_are_among("tokenized"), "all data are token ids"),
     Inactive(("data.max_bad_share",), lambda recipe: recipe.data.on_bad_row == "error", "`data.on_bad_row` is error"),
     Inactive(("data.packing_strategy",), lambda recipe: not (recipe.data.packing or recipe.data.eval_packing), "`data.packing` is false"),

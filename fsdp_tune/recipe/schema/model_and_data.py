@@ -259,7 +259,7 @@ class Data(Section):
     separator: Annotated[str, Effect(DATA, REFUSED)] = ""
     """Text between prompt and completion."""
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
-    """Append a trained end-of-sequence token to each example; auto = in all formats but tokenized. Never doubled."""
+    """Append a trained end-of-sequence token to each example; auto = in all formats but segments and tokenized. Never doubled."""
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
     """Encoding of `<|im_end|>` in the rows: text, or control tokens; auto = text in chats and alpaca rows, except `model.tokens.add`."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
