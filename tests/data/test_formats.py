@@ -427,3 +427,28 @@ def test_segments_are_trained_by_their_label_and_neighbours_joined() -> None:
 )
 def test_malformed_segments_are_refused(segments: Any, says: str) -> None:
     assert says in refused("segments", {"segments": segments}, loss_on="labels")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_may_be_a_list_of_parts(name: str) -> None:
+    parts = [{"type": "text", "text": "r"}, {"type": "text", "content": "s"}, {"type": "thinking", "thinking": "t"}]
+    row = {"messages": [USER, ANSWER | {name: parts}]}
+    assert example("messages", row, loss_on="assistant", template="{{ m.content }}").messages[1] == ANSWER | {name: "rst"}
+    says = refused("messages", {"messages": [USER, ANSWER | {name: [{"type": "text", "text": 7}]}]}, loss_on="assistant")
+    assert says == f"message 2: part 1 of `{name}` is not text; only text is supported, so leave such rows out"
+    says = refused("messages", {"messages": [USER, ANSWER | {name: [{"type": "tool_call", "value": "{}"}]}]}, loss_on="assistant")
+    assert f"part 1 of `{name}` is of type `tool_call`" in says
+    assert example("messages", {"messages": [USER, ANSWER | {name: []}]}, loss_on="assistant").messages[1] == ANSWER
+    assert f"`{name}` holds an object instead of text" in refused("messages", {"messages": [USER, ANSWER | {name: {"a": 1}}]})
+
+
+def test_text_of_a_part_may_be_its_content() -> None:
+    parts = [{"type": "text", "content": "a"}, {"type": "text", "text": "?"}]
+    assert example("messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant").messages[0] == USER
+
+
+@pytest.mark.parametrize(("key", "says"), [("content", "both `text` and `content`"), ("name", "`messages.content.name` is not read")])
+def test_key_of_a_part_is_not_read_because_the_template_reads_it_of_messages(key: str, says: str) -> None:
+    """Parts are joined to text, so no template receives their keys."""
+    question = {"role": "user", "content": [{"type": "text", "text": "a?", key: "lost"}]}
+    assert says in refused("messages", {"messages": [question, ANSWER]}, loss_on="assistant", template="{{ m.content }}{{ m.name }}")

@@ -210,3 +210,14 @@ def test_thinking_is_switched_by_a_column_as_in_verl() -> None:
     both = CHAT | {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
     assert "set it differently" in str(refusal("messages", both))
     assert "instead of true or false" in str(refusal("messages", CHAT | {"enable_thinking": "yes"}))
+
+
+def test_marks_of_parts_of_reasoning_are_marks_of_parts() -> None:
+    def answer(first: Any, second: Any) -> dict[str, Any]:
+        parts = [{"type": "text", "text": "r"} | first, {"type": "text", "text": "s"} | second]
+        return {"messages": [USER, ANSWER, USER, ANSWER | {"reasoning_content": parts}]}
+
+    assert example("messages", answer({"train": True}, {})).trained == (False, True, False, True)
+    says = str(refusal("messages", answer({"train": False}, {"train": True})))
+    assert "`train` of parts of `reasoning_content` exclude some of the answer" in says
+    assert "exclude some of the answer" in str(refusal("messages", answer({"train": False}, {"train": False})))

@@ -29,6 +29,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of `content`; the last two are those of OpenAI's Responses."""
 REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls")
 """LLaMA-Factory's types of parts of an answer, next to text."""
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message for its reasoning: text, or a list of parts as in axolotl."""
 OTHER_ROLES = {"function": "tool", "tool_response": "tool", TOOL_CALL: FUNCTION_CALL, FUNCTION_CALL: FUNCTION_CALL}
 ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | OTHER_ROLES
 ROLE_OF_SHAREGPT = {
@@ -54,14 +56,12 @@ MESSAGE_KEYS = {
     FUNCTION_CALL: "a call of a function",
     "tool_call_id": "the id of a call",
     "name": "the name of the speaker or function",
-    "reasoning_content": "reasoning",
-    "reasoning": "reasoning",
-    "thinking": "reasoning",
+    **dict.fromkeys(REASONING_NAMES, "reasoning"),
     **dict.fromkeys(MARKS, MEANING),
 }
 """Keys of a message, and what they are read as where that is not their name."""
 PAIR_KEYS = {"human": "", "assistant": ""}
-PART_KEYS = {"type": "", "text": "", "value": "", **dict.fromkeys(MARKS, MEANING)}
+PART_KEYS = {"type": "", "text": "", "value": "", "content": "", **dict.fromkeys(MARKS, MEANING)}
 REASONING_KEYS = PART_KEYS | dict.fromkeys(REASONING_PARTS, "reasoning")
 FUNCTION_KEYS = {"name": "", "arguments": ""}
 CALL_KEYS = {"id": "", "type": "", "function": "", **FUNCTION_KEYS}
@@ -122,18 +122,18 @@ class MessageReader:
         mark = take_mark(message, MARKS, f"message {index}: ", path, self.account.ignored)
         content = cast(object, message.get("content"))
         calls = self._calls(message, index, path)
+        marked = self._join_reasoning(message, index, path)
         listed = cast(list[Any], content) if isinstance(content, list) else None
         if listed is not None and not (role == FUNCTION_CALL and all(map(_is_call, listed))):
             parts = self._parts(listed, index, path)
             content = parts.text
-            mark = mark_of_parts(
-                parts.marks, f"message {index}: ", own=mark, names=parts.mark_names, is_answer=role in ("assistant", FUNCTION_CALL)
-            )
+            marked.append(parts)
             for name, inside in (("tool_calls", parts.calls), ("reasoning_content", parts.reasoning)):
                 if inside and (calls if name == "tool_calls" else message.get(name)):
                     raise RowError(f"message {index} has `{name}`, and a part of `content` that means the same; remove one of them")
             calls = calls or parts.calls
             message |= {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+        mark = _mark_of_message(marked, index, own=mark, is_answer=role in ("assistant", FUNCTION_CALL))
         if mark is not None:
             message["train"] = mark
         if role == FUNCTION_CALL:
@@ -157,36 +157,54 @@ class MessageReader:
             raise RowError(f"message {index} has both `{FUNCTION_CALL}` and `tool_calls`; remove one of them")
         return self._function_calls(older, index, f"{path}{FUNCTION_CALL}.")
 
-    def _parts(self, parts: list[Any], index: int, path: str) -> _Parts:
-        """Return the text, the reasoning and the calls in a list of parts, which must have this order."""
-        found = _Parts()
+    def _join_reasoning(self, message: Message, index: int, path: str) -> list[_Parts]:
+        """Replace reasoning that is a list of parts by its text, and return the lists."""
+        found: list[_Parts] = []
+        for name in REASONING_NAMES:
+            value: object = message.get(name)
+            if value == []:
+                del message[name]
+            elif isinstance(value, list):
+                found.append(self._parts(cast(list[Any], value), index, path, name))
+                message[name] = found[-1].text
+            elif value is not None and not isinstance(value, str):
+                raise RowError(f"message {index}: `{name}` holds {kind_of(value)} instead of text")
+        return found
+
+    def _parts(self, parts: list[Any], index: int, path: str, name: str = "content") -> _Parts:
+        """Return the text, the reasoning and the calls in a list of parts, which must have this order. Parts of reasoning are all text."""
+        found = _Parts(name)
         last = 0
+        orders = (REASONING_PARTS, TEXT_PARTS, CALL_PARTS) if name == "content" else ((*REASONING_PARTS, *TEXT_PARTS),)
         for number, part in enumerate(parts, 1):
             where = f"message {index}: part {number}"
             fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
             kind: object = fields.get("type", "text")
-            order = next((order for order, kinds in enumerate((REASONING_PARTS, TEXT_PARTS, CALL_PARTS)) if kind in kinds), None)
+            order = next((order for order, kinds in enumerate(orders) if kind in kinds), None)
             if order is None:
-                raise RowError(f"{where} of `content` is of type `{kind}`; only text is supported, so leave such rows out")
+                raise RowError(f"{where} of `{name}` is of type `{kind}`; only text is supported, so leave such rows out")
             if order < last:
                 raise RowError(
                     f"{where} of `content` is of type `{kind}`, after one of another type: reasoning, text and calls have this order"
                 )
             last = order
             known = REASONING_KEYS if kind in REASONING_PARTS else PART_KEYS
-            closed = self._closed(fields, known, f"{path}content.")
-            found.mark_names += [name for name in MARKS if name in closed and name not in found.mark_names]
-            found.marks.append(take_mark(closed, MARKS, f"{where}: ", f"{path}content.", self.account.ignored))
-            given = [name for name in known if name != "type" and closed.get(name) not in (None, "")]
+            # Parts are joined to text, so the template does not receive their keys, though it may read them of messages.
+            closed = self.account.close(fields, known, path=f"{path}{name}.")
+            found.mark_names += [mark for mark in MARKS if mark in closed and mark not in found.mark_names]
+            found.marks.append(take_mark(closed, MARKS, f"{where}: ", f"{path}{name}.", self.account.ignored))
+            given = [key for key in known if key != "type" and closed.get(key) not in (None, "")]
             if len(given) > 1:
-                raise RowError(f"{where} of `content` has both `{given[0]}` and `{given[1]}`; remove one of them")
-            value: object = closed[given[0]] if given else next((closed[name] for name in ("text", "value") if name in closed), None)
+                raise RowError(f"{where} of `{name}` has both `{given[0]}` and `{given[1]}`; remove one of them")
+            value: object = (
+                closed[given[0]] if given else next((closed[key] for key in ("text", "value", "content") if key in closed), None)
+            )
             if kind in CALL_PARTS:
                 found.calls += self._function_calls(value, index, f"{path}content.{given[0] if given else 'value'}.")
                 continue
             if not isinstance(value, str):
-                raise RowError(f"{where} of `content` is not text; only text is supported, so leave such rows out")
-            if kind in REASONING_PARTS:
+                raise RowError(f"{where} of `{name}` is not text; only text is supported, so leave such rows out")
+            if kind in REASONING_PARTS and name == "content":
                 found.reasoning += value
             else:
                 found.text += value
@@ -213,12 +231,26 @@ class MessageReader:
 
 @dataclass(slots=True)
 class _Parts:
+    name: str
+    """The key of the message that holds the list."""
     text: str = ""
     reasoning: str = ""
     calls: list[Message] = field(default_factory=list[Message])
     marks: list[bool | None] = field(default_factory=list["bool | None"])
     """The mark of each part."""
     mark_names: list[str] = field(default_factory=list[str])
+
+
+def _mark_of_message(lists: list[_Parts], index: int, *, own: bool | None, is_answer: bool) -> bool | None:
+    """Return the mark of a message, from its own and those of its lists of parts. Raises: RowError if parts of an answer differ."""
+    if not lists:
+        return own
+    marks = [mark for parts in lists for mark in parts.marks]
+    if all(parts.name != "content" for parts in lists):  # the content is text, and has no mark of its own
+        marks.append(None)
+    names = list(dict.fromkeys(name for parts in lists for name in parts.mark_names))
+    of = " and ".join(f"`{parts.name}`" for parts in lists if parts.mark_names)
+    return mark_of_parts(marks, f"message {index}: ", own=own, names=names, of=of, is_answer=is_answer)
 
 
 def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:

@@ -41,8 +41,10 @@ def _mark(name: str, value: Any, where: str, path: str, ignored: Collection[str]
     return bool(value)
 
 
-def mark_of_parts(parts: Sequence[bool | None], where: str, *, own: bool | None, names: Collection[str], is_answer: bool) -> bool | None:
-    """Return the mark of a message, from its own and those of its parts, whose marks are `names`.
+def mark_of_parts(
+    parts: Sequence[bool | None], where: str, *, own: bool | None, names: Collection[str], of: str, is_answer: bool
+) -> bool | None:
+    """Return the mark of a message, from its own and those of its parts, whose marks are `names`, in its keys `of`.
 
     Raises: RowError if parts of an answer differ.
     """
@@ -54,7 +56,7 @@ def mark_of_parts(parts: Sequence[bool | None], where: str, *, own: bool | None,
     if marks == {False} or not is_answer:
         return False
     raise RowError(
-        f"{where}{listed_keys(names)} of parts of `content` exclude some of the answer, which is trained as a whole",
+        f"{where}{listed_keys(names)} of parts of {of} exclude some of the answer, which is trained as a whole",
         hint="mark the complete message with `train: false`, or write the row tokenized, with `labels`",
     )
 
