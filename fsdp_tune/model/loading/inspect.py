@@ -123,9 +123,10 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.rotary import fixed_rotary
+    from fsdp_tune.model.loading.weight_checks import check_weight_files
     from fsdp_tune.model.positions import beyond_table_of_positions
 
-    problems: list[Problem] = []
+    problems: list[Problem] = check_weight_files(recipe)
     notices: list[Notice] = [] if found["packaged"] else tie_notices(recipe)
     positions, longest = found["max_positions"], recipe.data.max_length
     if positions is not None and longest > positions:
