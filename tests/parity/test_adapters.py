@@ -7,7 +7,7 @@ import pytest
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
-from tests.parity.compare import deviation
+from tests.parity.compare import deviation, spread
 
 LORA = (("r", 4), ("lora_alpha", 4))
 EXPERTS = (*LORA, ("target_modules", ("q_proj", "v_proj")), ("target_parameters", ("experts.gate_up_proj", "experts.down_proj")))
@@ -38,6 +38,23 @@ CASES = [
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
 ]
 FAST = CASES[:3]
+IN_BF16 = [
+    # Trained positions are fp32, as is then the input of nn.LayerNorm, whose kernel on the CPU takes no bf16 weights with it.
+    Case("gpt2", lora=(*LORA, ("modules_to_save", ("wpe",))), strategy="NO_SHARD", precision="bf16"),
+    Case("gpt2", lora=(*LORA, ("target_modules", ("wpe", "c_attn"))), strategy="NO_SHARD", precision="bf16"),
+    Case("gpt2", lora=LORA, strategy="NO_SHARD", precision="bf16"),
+    Case("gpt2", lora=(*LORA, ("modules_to_save", ("wpe",))), precision="bf16", packed=True),
+    Case(lora=LORA, precision="bf16"),
+    Case("gpt2", lora=LORA, precision="bf16", recomputation="full"),
+    Case(lora=LORA, strategy="NO_SHARD", precision="bf16", packed=True),
+    Case("gpt2", lora=(*LORA, ("bias", "all")), strategy="NO_SHARD", precision="bf16", accumulation=2),
+    Case("qwen3", lora=LORA, strategy="NO_SHARD", precision="bf16", recomputation="full"),
+    Case(lora=(*LORA, ("use_dora", True)), precision="bf16", ranks=4, strategy="HYBRID_SHARD"),
+    Case(lora=(*LORA, ("use_rslora", True), ("modules_to_save", ("lm_head",))), strategy="NO_SHARD", precision="bf16"),
+    Case(lora=LORA, strategy="SHARD_GRAD_OP", precision="bf16", offload=True),
+    Case("mixtral", lora=EXPERTS, strategy="NO_SHARD", precision="bf16"),
+    Case("mixtral", lora=EXPERTS, precision="bf16", packed=True),
+]
 BLOCKS = "llama-blocks"
 IN_4_BITS = [
     Case(BLOCKS, lora=LORA, nf4="fp32", recomputation="full"),
@@ -64,6 +81,20 @@ def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property
     assert all(
         ".lora_" in name or "lm_head" in name or name.endswith("bias") for name in runs.saved_parameters(bench.run(case), runs.STEPS)
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_BF16[:1] else pytest.mark.slow) for case in IN_BF16]
+)
+def test_adapters_in_bf16_are_as_close_to_fp32_as_one_device(case: Case, bench: Bench, record_property) -> None:
+    alone = {
+        precision: bench.reference(case.architecture, packed=case.packed, precision=precision, adapter=bench.adapter(case))
+        for precision in ("no", "bf16")
+    }
+    found, limit = spread(runs.trajectory(bench.run(case)), alone["no"]), spread(alone["bf16"], alone["no"])
+    record_property("parity", found.row("LoRA in bf16 against PEFT on one device in fp32", case, limit))
+    assert max(found.loss / limit.loss, found.grad_norm / limit.grad_norm, found.parameters / limit.parameters) <= 2, (found, limit)
 
 
 @pytest.mark.ranks

@@ -382,10 +382,11 @@ def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
 
     A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
     So do norms and biases beside layers that are trained in fp32: the autocast of NO_SHARD casts what a matrix multiplies and leaves an
-    fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy.
+    fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy. With `lora:` no checkpoint has them, and they
+    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`.
     """
     frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
-    keeps_vectors = recipe.lora is None
+    keeps_vectors = recipe.lora is None or not recipe.is_sharded
     own = frozen_by_its_code(model)
     for owner_name, owner in model.named_modules():
         parameters = dict(owner.named_parameters(recurse=False))
