@@ -51,6 +51,7 @@ from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_fil
 from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.findings import as_problem
+from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.schedule import schedule_of_steps
@@ -227,7 +228,7 @@ class _Job:
         check_port(self.recipe)
         if self.recipe.training.push_to_hub:
             check_access(target_of(self.recipe))
-        with start_early(self.plan, self.recipe) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
+        with start_early(self.plan, self._inspected(start)) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
             inputs = self._check_inputs(start, early)
             with replace(self, resolution=inputs.resolution, early=early).owned(start, inputs) as job:
                 yield job
@@ -249,11 +250,15 @@ class _Job:
             self.observer.run_opened(run, self.plan.screen_log)
             yield self
 
+    def _inspected(self, start: Start) -> Recipe:
+        """Return the recipe of the model to inspect: the checkpoint of a resumed run has the adapter that it was started from."""
+        return self.recipe if start.checkpoint is None else without_adapter(self.recipe)
+
     def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
         """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
         recipe, observer = self.recipe, self.observer
         with children.threads(2) as pool:
-            inspecting = pool.submit(inspect_model, recipe, answer=early.inspection if early is not None else None)
+            inspecting = pool.submit(inspect_model, self._inspected(start), answer=early.inspection if early is not None else None)
             planning = pool.submit(plan_here, recipe)
             try:
                 encoder = load_encoder(recipe)

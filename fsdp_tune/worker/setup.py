@@ -30,6 +30,7 @@ from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
+from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
@@ -70,7 +71,8 @@ def build_trainer(
     assert prepared is not None, "a run directory has it before its recipe.json"
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
-    loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    start = recipe if resume is None else without_adapter(recipe)  # the checkpoint has it, and its files may be gone
+    loaded = load(start, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
     share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
     collator = _collator(recipe, prepared, loaded)

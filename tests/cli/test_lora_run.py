@@ -114,6 +114,29 @@ def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli:
 
 @pytest.mark.slow
 @pytest.mark.ranks
+def test_run_is_resumed_without_the_adapter_that_it_was_started_from(cli: Cli, tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    assert cli("train", "--config", "lora.yaml", "--set", "merge.adapter=adapter").returncode == 0
+    further = RECIPE | {"lora": {"adapter": "run"}, "merge": {"adapter": "adapter"}, "output_dir": "whole"}
+    (tmp_path / "further.yaml").write_text(json.dumps(further))
+    whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
+    done = cli("train", "--config", "further.yaml")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(whole.path, cut.path, ignore=shutil.ignore_patterns("checkpoint-6", "adapter", "run.lock"))
+    shutil.rmtree(tmp_path / "run")
+    resumed = cli("train", "--config", "further.yaml", "--set", "output_dir=cut", "--resume", "auto", "--json")
+    assert (resumed.returncode, document(resumed)["steps"]) == (0, 6), resumed.stderr
+    assert losses(cut) == losses(whole)
+    one, other = (load_file(run.adapter / "adapter_model.safetensors") for run in (cut, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert json.loads(cut.recipe_json.read_text())["lora"]["adapter"] == str(tmp_path / "run" / "adapter")
+    again = cli("train", "--config", "further.yaml", "--set", "output_dir=cut", "--overwrite", "--json")
+    assert (again.returncode, [error["code"] for error in document(again)["errors"]]) == (2, ["adapter-does-not-fit"])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
     recipe = RECIPE | {"lora": {"r": 8, "use_dora": True, "layers_to_transform": [1]}}

@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema import Recipe
 
 MOST_WORKERS = 8
@@ -32,7 +33,7 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
     """Write the trace of one job. Return its problems, [] on success."""
     from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 
-    recipe = Recipe.model_validate(job["recipe"])
+    recipe = without_adapter(Recipe.model_validate(job["recipe"]))
     try:
         trace = trace_recipe(recipe, exact=job["exact"], vocabulary=job["vocabulary"])
     except FsdpTuneError as error:

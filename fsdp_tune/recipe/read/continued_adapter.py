@@ -67,6 +67,13 @@ def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapte
     return found
 
 
+def without_adapter(recipe: Recipe) -> Recipe:
+    """Return the recipe for building a model whose adapters are filled from a checkpoint, or not at all; the files may be gone."""
+    if recipe.lora is None or recipe.lora.adapter is None:
+        return recipe
+    return recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter": None})})
+
+
 def _values(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     values = {key: default if config.get(key) is None else config[key] for key, default in _FIELDS.items()}
     layers = config.get("layers_to_transform")
