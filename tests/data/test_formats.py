@@ -361,8 +361,9 @@ def test_calls_in_a_row_of_messages_are_made_together_as_in_swift() -> None:
     chat = example("messages", {"messages": [USER, call, call, result, result, ANSWER]}, loss_on="assistant")
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert len(chat.messages[1]["tool_calls"]) == 2
-    marked = example("messages", {"messages": [USER, call | {"loss": False}, call, result, ANSWER]}, loss_on="assistant")
-    assert marked.trained == (False, False, True, False, True)
+    marked = [USER, call | {"loss": False}, call | {"loss": False}, result, ANSWER]
+    assert example("messages", {"messages": marked}, loss_on="assistant").trained == (False, False, False, True)
+    assert "messages 2 and 3 are one answer" in refused("messages", {"messages": [USER, call | {"loss": False}, call, result, ANSWER]})
 
 
 @pytest.mark.parametrize(
@@ -452,3 +453,68 @@ def test_key_of_a_part_is_not_read_because_the_template_reads_it_of_messages(key
     """Parts are joined to text, so no template receives their keys."""
     question = {"role": "user", "content": [{"type": "text", "text": "a?", key: "lost"}]}
     assert says in refused("messages", {"messages": [question, ANSWER]}, loss_on="assistant", template="{{ m.content }}{{ m.name }}")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])
+@pytest.mark.parametrize("kind", ["tool_calls", "bare tool_calls", "function_call"])
+def test_call_without_arguments_has_an_empty_object(kind: str, arguments: dict[str, Any]) -> None:
+    """Templates write the text of arguments as it is: `"arguments": }` would be trained."""
+    function = {"name": "f"} | arguments
+    given = {
+        "tool_calls": {"tool_calls": [{"type": "function", "function": function}]},
+        "bare tool_calls": {"tool_calls": [function]},
+        "function_call": {"function_call": {"name": "f", "arguments": ""} | arguments},
+    }[kind]
+    row = {"messages": [USER, {"role": "assistant", "content": None} | given], "tools": [{"name": "f"}]}
+    (call,) = example("messages", row, loss_on="assistant").messages[1]["tool_calls"]
+    assert call.get("function", call) == {"name": "f", "arguments": {}}
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [json.dumps(TOOL)],
+        json.dumps([json.dumps(TOOL)]),
+        [{"type": "function", "function": {"name": "f", "parameters": json.dumps(SCHEMA)}}],
+        [{"type": "function", "function": json.dumps(TOOL["function"])}],
+        json.dumps([{"type": "function", "function": {"name": "f", "parameters": json.dumps(SCHEMA)}}]),
+    ],
+)
+def test_tools_may_have_json_text_inside(tools: Any) -> None:
+    """As in ms-swift (each function) and axolotl (its parameters), against columns of one type in Arrow."""
+    row = {"messages": [USER, ANSWER], "tools": tools}
+    assert example("messages", row, loss_on="assistant").tools == [TOOL]
+
+
+def test_parameters_of_functions_may_be_json_text() -> None:
+    row = {"messages": [USER, ANSWER], "functions": [{"name": "f", "parameters": json.dumps(SCHEMA)}]}
+    assert example("messages", row, loss_on="assistant").tools == [TOOL]
+    flat = {"messages": [USER, ANSWER], "tools": [{"name": "f", "parameters": json.dumps(SCHEMA)}]}
+    assert example("messages", flat, loss_on="assistant").tools == [TOOL["function"]]
+
+
+@pytest.mark.parametrize("tools", [["get_weather()"], [{"name": "f", "parameters": "{"}], ["[]"], ["7"], [7]])
+def test_tool_that_is_not_an_object_is_refused(tools: Any) -> None:
+    says = refused("messages", {"messages": [USER, ANSWER], "tools": tools}, loss_on="assistant")
+    assert "column `tools`" in says
+    assert "at position 1" in says
+
+
+def test_text_before_a_swift_call_and_the_call_are_one_answer() -> None:
+    """ms-swift joins messages of the assistant in a row; two turns would train the end of the turn before the call."""
+    call, result = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}, {"role": "tool_response", "content": "2"}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    thought = ANSWER | {"loss": True}
+    for first, second in ((ANSWER, call), (thought, call | {"loss": True})):
+        chat = example("messages", {"messages": [USER, first, second, call, result, ANSWER]}, loss_on="assistant")
+        assert chat.messages[1] == ANSWER | {"tool_calls": calls * 2}
+        assert chat.trained == (False, True, False, True)
+    says = refused("messages", {"messages": [USER, ANSWER, call | {"loss": False}, result, ANSWER]}, loss_on="assistant")
+    assert says == "messages 2 and 3 are one answer, and one of them is marked as not trained"
+    older = {"role": "assistant", "content": "b", "tool_calls": calls}
+    apart = example("messages", {"messages": [USER, older, result, call, result, ANSWER]}, loss_on="assistant")
+    assert [message["role"] for message in apart.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]

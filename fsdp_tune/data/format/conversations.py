@@ -93,14 +93,18 @@ class MessageReader:
         path = f"{self.names_in_file.get(column, column)}."
         turns = [turn for index, value in enumerate(_turns(row, column), 1) for turn in self._turns_of(_object(value, index), path)]
         messages: list[Message] = []
-        spoken: object = None
         for index, turn in enumerate(turns, 1):
-            message, before, spoken = self._message(turn, index, path), spoken, turn.get("role", turn.get("from"))
-            if before == spoken == TOOL_CALL and messages[-1].get("train") == message.get("train"):
-                messages[-1]["tool_calls"] += message["tool_calls"]
+            message = self._message(turn, index, path)
+            if messages and messages[-1]["role"] == "assistant" and self._is_call_alone(turn):
+                _join_call(messages[-1], message, index)
             else:
                 messages.append(message)
         return after_system(messages, row)
+
+    def _is_call_alone(self, turn: Message) -> bool:
+        """Return whether a turn is a call by its role, which continues an answer of the turn before it, as in ms-swift."""
+        spoken: object = turn.get("role", turn.get("from"))
+        return isinstance(spoken, str) and (ROLE_OF_SHAREGPT | dict(self.roles)).get(spoken) == FUNCTION_CALL
 
     def _turns_of(self, turn: Message, path: str) -> list[Message]:
         """Return a turn without the keys that are not read; two for a question and its answer in one object, as ms-swift writes them."""
@@ -215,16 +219,16 @@ class MessageReader:
         why = f"message {index}: a function call is JSON with `name` and `arguments`"
         value = _json(content, why) if isinstance(content, str) else content
         calls = cast(list[Any], value) if isinstance(value, list) else [value]
-        if not calls or not all(_is_call(call) for call in calls):
+        if not calls or not all(isinstance(call, dict) and isinstance(cast(Message, call).get("name"), str) for call in calls):
             raise RowError(why)
-        return [{"type": "function", "function": self._closed(without_nulls(call), FUNCTION_KEYS, path)} for call in calls]
+        return [{"type": "function", "function": _with_arguments(self._closed(without_nulls(call), FUNCTION_KEYS, path))} for call in calls]
 
     def _closed_calls(self, calls: list[Message], path: str) -> list[Message]:
         """Return calls without the keys that are not read."""
         return [
-            closed | {"function": self._closed(closed["function"], FUNCTION_KEYS, f"{path}function.")}
+            closed | {"function": _with_arguments(self._closed(closed["function"], FUNCTION_KEYS, f"{path}function."))}
             if isinstance((closed := self._closed(call, CALL_KEYS, path)).get("function"), dict)
-            else closed
+            else _with_arguments(closed)
             for call in calls
         ]
 
@@ -239,6 +243,19 @@ class _Parts:
     marks: list[bool | None] = field(default_factory=list["bool | None"])
     """The mark of each part."""
     mark_names: list[str] = field(default_factory=list[str])
+
+
+def _join_call(answer: Message, call: Message, index: int) -> None:
+    """Add message `index`, which is a call alone, to the answer before it. Raises: RowError if their marks differ."""
+    marks = [message.get("train") for message in (answer, call)]
+    if False in marks and marks != [False, False]:
+        raise RowError(
+            f"messages {index - 1} and {index} are one answer, and one of them is marked as not trained",
+            hint="mark both with `train: false`, or neither; an answer is trained as a whole",
+        )
+    answer["tool_calls"] = [*answer.get("tool_calls", []), *call["tool_calls"]]
+    if True in marks:
+        answer["train"] = True
 
 
 def _mark_of_message(lists: list[_Parts], index: int, *, own: bool | None, is_answer: bool) -> bool | None:
@@ -280,7 +297,31 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
-    return without_nulls(cast(list[Any], tools))
+    column = FUNCTIONS if functions else "tools"
+    return without_nulls([_read_tool(tool, column, number) for number, tool in enumerate(cast(list[Any], tools), 1)])
+
+
+def _read_tool(value: object, column: str, number: int) -> Message:
+    """Return tool `number` of a column as an object. It, its function and its parameters may be JSON text, as Arrow's columns require."""
+    tool = _parsed_object(value)
+    function = tool if tool is None or "function" not in tool else _parsed_object(cast(object, tool["function"]))
+    parameters: object = None if function is None else function.get("parameters")
+    is_text = isinstance(parameters, str) and bool(parameters.strip())
+    schema = _parsed_object(parameters) if is_text else None
+    if tool is None or function is None or (is_text and schema is None):
+        raise ColumnError(column, f"holds at position {number} something other than a function, as an object or its JSON text")
+    function = function | {"parameters": schema} if is_text else function
+    return tool | {"function": function} if "function" in tool else function
+
+
+def _parsed_object(value: object) -> Message | None:
+    """Return an object, or the object whose JSON text `value` is; None if it is something else."""
+    if isinstance(value, str):
+        try:
+            value = cast(object, parse_text(value))
+        except ValueError:
+            return None
+    return cast(Message, value) if isinstance(value, dict) else None
 
 
 def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
@@ -398,6 +439,13 @@ def _tool_calls(value: object, index: int) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):
         raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects")
     return without_nulls(cast(list[Any], value))
+
+
+def _with_arguments(function: Message) -> Message:
+    """Return a called function with an empty object as arguments if it has none: a template would write nothing in their place."""
+    given: object = function.get("arguments")
+    is_blank = given is None or (isinstance(given, str) and not given.strip())
+    return function | {"arguments": {}} if is_blank and "name" in function else function
 
 
 def _is_call(value: Any) -> bool:
