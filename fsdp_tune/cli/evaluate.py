@@ -56,6 +56,12 @@ FormatOption = Annotated[
 RenameOption = Annotated[
     list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Rename a column of `--data`. Repeatable.", show_default=False)
 ]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-column", metavar="NAME", help="Ignore a column of `--data` that no format reads. Repeatable.", show_default=False
+    ),
+]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", metavar="N", min=1, help="Only the first N rows.", show_default=False)]
 AnswerOption = Annotated[
     str | None,
@@ -90,6 +96,7 @@ def evaluate(
     data_name: DataNameOption = None,
     format_: FormatOption = None,
     rename: RenameOption = None,
+    ignore_column: IgnoreOption = None,
     max_rows: MaxRowsOption = None,
     answer: AnswerOption = None,
     max_new_tokens: NewTokensOption = 256,
@@ -115,12 +122,14 @@ def evaluate(
         import fsdp_tune
 
         if overrides and config is None:
-            raise usage_error("no-recipe", "`--set` changes a recipe, and none is given", hint="add `--config RECIPE`")
+            hint = "add `--config RECIPE`; `--ignore-column NAME` ignores columns of `--data` without one"
+            raise usage_error("no-recipe", "`--set` changes a recipe, and none is given", hint=hint)
         source = {"split": split, "name": data_name, "format": format_, "rename_columns": _renamed(rename)}
         options = fsdp_tune.EvaluateOptions(
             metric=metric,
             data=data,
             source={key: value for key, value in source.items() if value is not None},
+            ignore_columns=tuple(ignore_column or ()),
             max_rows=max_rows,
             answer=answer,
             max_new_tokens=max_new_tokens,

@@ -50,6 +50,8 @@ class EvaluateOptions:
     """Rows to evaluate on: a file, a hub id or `builtin:NAME`. None: the eval sets of the recipe, or of the run."""
     source: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further keys of `data`, as in a recipe's `data.train`: split, name, format, rename_columns …"""
+    ignore_columns: tuple[str, ...] = ()
+    """Further names for `data.ignore_columns`."""
     max_rows: int | None = None
     """Examples of each set to evaluate; None: all."""
     answer: str | None = None
@@ -232,6 +234,7 @@ def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
     # Callbacks, metrics and the attention kernel of the training are not used here.
     raw |= {"extensions": {}}
     raw["model"]["attn_implementation"] = "auto"
+    data["ignore_columns"] = [*data["ignore_columns"], *options.ignore_columns]
     data["cache_dir"] = data["cache_dir"] or str(default_cache_directory())
     if options.data is not None:
         like = {"columns", "rename_columns", "format", "loss_on", "chat_template"}

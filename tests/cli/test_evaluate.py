@@ -328,3 +328,15 @@ def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path) -> N
     expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
     (found,) = document(cli("evaluate", "run", "--json"))["sets"].values()
     assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_columns_that_no_format_reads_are_refused_or_ignored(here: Path, models: Path) -> None:
+    rows = [{"prompt": "one plus one is", "completion": " two", "stars": 5}] * 3
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = (models / "tuned", "--data", "rows.jsonl")
+    (first, *_) = invoke(*arguments, code=2)["errors"]
+    assert "`stars` is not read" in first["message"]
+    (usage,) = invoke(*arguments, "--set", "data.ignore_columns=[stars]", code=2)["errors"]
+    assert "`--ignore-column NAME`" in usage["hint"]
+    (found,) = invoke(*arguments, "--ignore-column", "stars")["sets"].values()
+    assert found["rows"] == 3
