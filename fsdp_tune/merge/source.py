@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.copy.layout import SINGLE_NAME
-from fsdp_tune.merge.weights import PICKLE_ENDINGS, Weights, find_weights, is_of_one_rank
+from fsdp_tune.merge.weights import PICKLE_ENDINGS, Weights, find_weights, is_of_one_rank, is_of_verl
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME
@@ -113,6 +113,13 @@ def incomplete(path: Path, reason: str) -> FsdpTuneError:
 
 
 def _nothing_to_merge(source: Path) -> FsdpTuneError:
+    if (of_verl := _of_verl(source)) is not None:
+        return usage_error(
+            "merge-local-state",
+            f"`{of_verl.name}` is one rank's part of a model, as verl and its relatives save it; their own program merges the parts",
+            where=Where(str(source)),
+            hint=f"`python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(of_verl.parent))} --target_dir DIR`",
+        )
     local = sorted(path.name for path in (source.iterdir() if source.is_dir() else [source]) if is_of_one_rank(path))
     if local:
         return usage_error(
@@ -138,6 +145,12 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
         where=Where(str(source)),
         hint=f"did you mean `{below[-1]}`?" if below else wanted,
     )
+
+
+def _of_verl(source: Path) -> Path | None:
+    patterns = ("*_rank_*.pt", "*/*_rank_*.pt", "*/*/*_rank_*.pt")
+    found = [source] if source.is_file() else [path for pattern in patterns for path in source.glob(pattern)]
+    return next((path for path in sorted(found) if is_of_verl(path)), None)
 
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:

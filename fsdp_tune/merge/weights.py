@@ -17,11 +17,15 @@ PICKLE_NAME = "pytorch_model_fsdp.bin"
 OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 PEFT_PICKLE_NAME = "adapter_model.bin"
+HF_SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+"""A rank's file of torch's HuggingFaceStorageWriter."""
+_OF_ONE_RANK = re.compile(r".*_rank\d+|(?P<family>(model|optim|extra_state)_world_size_\d+_rank_\d+)")
 
 
 class Format(StrEnum):
     DCP = "dcp"
     SAFETENSORS = "safetensors"
+    HF_SHARDS = "sharded safetensors"
     PICKLE = "pickle"
     PEFT = "peft"
     PEFT_PICKLE = "peft pickle"
@@ -49,8 +53,14 @@ class Weights:
 
 
 def is_of_one_rank(file: Path) -> bool:
-    """Return whether a file is one rank's part of a model (LOCAL_STATE_DICT), by Accelerate's names."""
-    return re.search(r"_rank\d+$", file.stem) is not None
+    """Return whether a file is one rank's part of a model, by the names of Accelerate (LOCAL_STATE_DICT) or of verl."""
+    return _OF_ONE_RANK.fullmatch(file.stem) is not None
+
+
+def is_of_verl(file: Path) -> bool:
+    """Return whether a file is one rank's part of a model as verl and its relatives save it (`model_world_size_2_rank_0.pt`)."""
+    match = _OF_ONE_RANK.fullmatch(file.stem)
+    return match is not None and match["family"] is not None
 
 
 def find_weights(place: Path) -> Weights | None:
@@ -70,7 +80,8 @@ def find_weights(place: Path) -> Weights | None:
     for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
         if (place / name).is_file():
             return _weights_in(place, kind, name)
-    return None
+    shards = sorted(path.name for path in place.iterdir() if HF_SHARD.fullmatch(path.name)) if place.is_dir() else []
+    return _weights_in(place, Format.HF_SHARDS, shards[0]) if shards else None
 
 
 def _weights_in(folder: Path, kind: Format, file: str) -> Weights:

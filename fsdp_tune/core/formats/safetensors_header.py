@@ -37,13 +37,7 @@ def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: 
     `item_bytes` is the size of an element by the name of its type; sizes of other types are not checked.
     Raises: DamagedHeader for holes, overlaps, duplicates and wrong sizes.
     """
-    if size_bytes < 8:
-        raise DamagedHeader("it is too short")
-    (length,) = struct.unpack("<Q", read(0, 8))
-    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise DamagedHeader(f"its header claims {length:,} bytes")
-    header = _object(read(8, length))
-    base = 8 + length
+    header, base = _header(read, size_bytes)
     entries = [_entry(name, value, base, item_bytes) for name, value in header.items() if name != "__metadata__"]
     entries.sort(key=lambda entry: (entry.first_byte, entry.size_bytes))
     at = base
@@ -54,6 +48,22 @@ def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: 
     if at != size_bytes:
         raise DamagedHeader(f"it is {size_bytes:,} bytes long where its header describes {at:,}")
     return entries
+
+
+def read_user_metadata(read: Callable[[int, int], bytes], size_bytes: int) -> dict[str, Any]:
+    """Return `__metadata__` of a file, empty if it has none. Raises: DamagedHeader."""
+    found = _header(read, size_bytes)[0].get("__metadata__")
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _header(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[dict[str, Any], int]:
+    """Return the header and the byte after it."""
+    if size_bytes < 8:
+        raise DamagedHeader("it is too short")
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise DamagedHeader(f"its header claims {length:,} bytes")
+    return _object(read(8, length)), 8 + length
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.formats.dcp import only_optimizer_state, read_dcp
+from fsdp_tune.merge.formats.hf_shards import read_hf_shards
 from fsdp_tune.merge.formats.names import model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_safetensors
@@ -77,6 +78,8 @@ def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[Sour
         tensors, others = read_dcp(files)
     elif kind in (Format.PICKLE, Format.PEFT_PICKLE):
         tensors, others = read_pickled(files, file)
+    elif kind is Format.HF_SHARDS:
+        tensors, others = read_hf_shards(files), []
     else:
         tensors, others = read_safetensors(files, file), []
     optimizer = optimizer_state([tensor.name for tensor in tensors])
