@@ -148,10 +148,13 @@ def _bytes_of_ranks(folder: str) -> list[list[Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    from fsdp_tune.model.shard.wrap import allow_integer_parameters
+
     recipe = recipe_with(folder)
     whole = layers_in_4_bits(build_full(recipe))
     model = build_empty(recipe)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    allow_integer_parameters()
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     model.to_empty(device="cpu")
     files = find_weight_files(recipe)

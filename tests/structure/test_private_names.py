@@ -44,7 +44,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner": ("verify/parity/reload.py",),
     "torch.distributed.checkpoint.filesystem._StorageInfo": ("worker/checkpoint/storage.py",),
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": ("verify/parity/reload.py",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("planner/trace/trace_recipe.py",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("model/shard/wrap.py", "planner/trace/trace_recipe.py"),
     "torch.distributed.fsdp._runtime_utils._reshard": ("model/shard/gathering.py",),
     "torch.distributed.tensor._sharding_prop.ShardingPropagator": ("planner/trace/recorder.py",),
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (

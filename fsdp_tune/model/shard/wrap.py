@@ -7,14 +7,17 @@ wrap by size, sums gradients in bf16, and casts the model's output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, modeling_utils
@@ -65,6 +68,8 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     ignored = ignored_parameters(recipe, model)
     if ignored:
         options["ignored_params"] = ignored
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        allow_integer_parameters()
     ranks = mesh.size(-1)
     if any(shard_dim(recipe, parameter.shape, ranks) for parameter in model.parameters()):
         options["shard_placement_fn"] = lambda parameter: Shard(shard_dim(recipe, parameter.shape, ranks))
@@ -101,6 +106,27 @@ def _keep_recorded_outputs(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(module, FSDPModule):
             dict.__setitem__(registry, str(type(module)), dict.get(registry, str(bare_class(module))))
+
+
+@functools.cache
+def allow_integer_parameters() -> None:
+    """Let FSDP2 hold frozen parameters of bytes in torch 2.11 and 2.12: it makes each parameter one with a gradient first, which only
+    floating-point tensors can be, and gathers it in the compute dtype."""
+    if Version(torch.__version__) >= Version("2.13"):
+        return
+    module: Any = _fsdp_param
+    in_mixed_precision: Callable[[Any, MixedPrecisionPolicy], None] = module.FSDPParam.init_dtype_attrs
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        in_mixed_precision(self, policy)
+        self.param_dtype = self.param_dtype if self.orig_dtype.is_floating_point else None
+
+    module.nn = SimpleNamespace(Module=nn.Module, Parameter=_parameter)
+    module.FSDPParam.init_dtype_attrs = init_dtype_attrs
+
+
+def _parameter(data: torch.Tensor, *, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 
 def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
