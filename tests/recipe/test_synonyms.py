@@ -177,7 +177,12 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
     "wandb_mode": [("offline", {"launch": {"env": {"WANDB_MODE": "offline"}}})],
 }
 IN_A_SOURCE: dict[str, list[tuple[Any, Any]]] = {
-    "type": [("alpaca", {"format": "alpaca"}), ("chat_template", {"format": "messages"}), ("mine.py", LEFT_OUT)],
+    "type": [
+        ("alpaca", {"format": "alpaca"}),
+        ("chat_template", {"format": "messages"}),
+        ("input_output", {"format": "segments"}),
+        ("mine.py", LEFT_OUT),
+    ],
     "ds_type": [("json", {"path": "json", "data_files": "FILE"})],
     "field_messages": [("conversation", {"rename_columns": {"conversation": "messages"}})],
     "field_instruction": [("q", {"rename_columns": {"q": "instruction"}})],

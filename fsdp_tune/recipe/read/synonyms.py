@@ -206,6 +206,7 @@ _FORMATS = {
     "sharegpt": "sharegpt",
     "alpaca": "alpaca",
     "pretrain": "text",
+    "input_output": "segments",
 }
 
 
