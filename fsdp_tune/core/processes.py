@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,21 +18,37 @@ from typing import Any
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.parent_death import ends_with_parent
 
-_RUNNING: list[subprocess.Popen[str]] = []
-_IS_ENDING = threading.Event()
-"""Set while the threads of `threads` end after an exception: a child that they started now would outlive `end` for all others."""
 _STARTING = threading.Lock()
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """The children of the threads of one `threads` block. A script may run several jobs, each in a thread of its own."""
+
+    running: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+    is_ending: bool = False
+    """Set after an exception: a child that a thread started now would outlive `end` for all others."""
+
+
+class _OfThread(threading.local):
+    pool: _Pool | None = None
+
+
+_OF_THREAD = _OfThread()
+_POOLS: list[_Pool] = []
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
     """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
     kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
     with _STARTING:
-        if _IS_ENDING.is_set():
+        pool = _OF_THREAD.pool
+        if pool is not None and pool.is_ending:
             raise InterruptedError("the command is ending, and starts no other process")
         variables = {**environment, **compiler_variables()}
         child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=variables, start_new_session=True, **pipes)
-        _RUNNING.append(child)
+        if pool is not None:
+            pool.running.append(child)
     return child
 
 
@@ -46,8 +63,10 @@ def end(child: subprocess.Popen[str]) -> None:
 
 def release(child: subprocess.Popen[str]) -> None:
     """Leave the end of a child to another owner."""
-    if child in _RUNNING:
-        _RUNNING.remove(child)
+    with _STARTING:
+        for pool in _POOLS:
+            if child in pool.running:
+                pool.running.remove(child)
 
 
 def describe_failure(exit_code: int, errors: str) -> str:
@@ -62,19 +81,23 @@ def describe_failure(exit_code: int, errors: str) -> str:
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """Yield a pool of threads that wait for children. An exception in the block (Ctrl-C, a signal, an error in the recipe) first ends the
     children and lets the threads start no others, since leaving the block waits for the threads, and these wait for the children."""
+    pool = _Pool()
+    with _STARTING:
+        _POOLS.append(pool)
     try:
-        with ThreadPoolExecutor(max_workers=number) as pool:
+        with ThreadPoolExecutor(max_workers=number, initializer=setattr, initargs=(_OF_THREAD, "pool", pool)) as executor:
             try:
-                yield pool
+                yield executor
             except BaseException:
                 with _STARTING:
-                    _IS_ENDING.set()
-                    running = list(_RUNNING)
+                    pool.is_ending = True
+                    running = list(pool.running)
                 for child in running:
                     end(child)
                 raise
     finally:
-        _IS_ENDING.clear()
+        with _STARTING:
+            _POOLS.remove(pool)
 
 
 # ---- What the caller of a command may have closed or ignored.

@@ -49,6 +49,41 @@ def test_children_can_be_started_after_a_failed_block() -> None:
     assert child.wait(30) == 0
 
 
+def test_failed_block_ends_no_child_of_another_thread() -> None:
+    """Two jobs of a script, in threads: one has an error in its recipe while the other inspects a model."""
+    started, other_failed = threading.Event(), threading.Event()
+
+    def inspect() -> int:
+        child = children.start((sys.executable, "-c", "import sys; sys.stdin.read()"), os.environ, stdin=subprocess.PIPE)
+        started.set()
+        assert other_failed.wait(30)
+        child.communicate("", timeout=30)
+        return child.returncode
+
+    results: list[int] = []
+
+    def sound_job() -> None:
+        with children.threads(1) as pool:
+            results.append(pool.submit(inspect).result())
+
+    job = threading.Thread(target=sound_job)
+    job.start()
+    assert started.wait(30)
+
+    def failing_job() -> None:
+        with children.threads(1) as pool:
+            own.append(pool.submit(children.start, SLEEP, os.environ).result())
+            raise ZeroDivisionError
+
+    own: list[subprocess.Popen[str]] = []
+    with pytest.raises(ZeroDivisionError):
+        failing_job()
+    assert own[0].poll() is not None, "its own child is ended"
+    other_failed.set()
+    job.join(60)
+    assert results == [0]
+
+
 @pytest.mark.e2e
 def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user can create TMPDIR/torchinductor_USER first, and Inductor executes what it finds there."""
