@@ -518,7 +518,7 @@ BROKEN = {
     "one over the other": "merge-adapter-unsupported",
     "replaces what is not there": "merge-adapter-base",
     "replaces by another shape": "merge-adapter-base",
-    "bias without a bias": "merge-adapter-base",
+    "bias without a bias": "merge-adapter-unsupported",
     "two adapters": "merge-adapter-damaged",
 }
 

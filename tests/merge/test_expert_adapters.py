@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_tune.core.errors import FailedError
+from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import low_rank
@@ -91,3 +91,35 @@ def test_adapter_that_does_not_fit_the_experts_is_refused(change: dict[str, Any]
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(FailedError, match=words):
         merge(adapter, base=str(base))
+
+
+def refusal(merge: Any, adapter: Path, base: Path) -> Problem:
+    with pytest.raises(FailedError) as caught:
+        merge(adapter, base=str(base))
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("parameter", ["self_attn.q_proj.weight", "mlp.down_proj.weight"])
+def test_adapter_of_a_single_matrix_by_its_parameter_is_not_supported(parameter: str, merge: Any, tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base")
+    adapter = make_adapter(base, {"r": 3, "target_modules": [], "target_parameters": [parameter]}, tmp_path / "adapter")
+    problem = refusal(merge, adapter, base)
+    assert problem.code == "merge-adapter-unsupported"
+    assert f"{parameter}`, which `target_parameters` names, is [" in problem.message
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # PEFT takes `lora_B.bias` for a part of a sharded tensor
+def test_bias_of_an_adapter_without_one_in_the_base_is_not_supported(merge: Any, tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base")
+    adapter = make_adapter(base, {"r": 3, "target_modules": ["q_proj"], "lora_bias": True}, tmp_path / "adapter")
+    problem = refusal(merge, adapter, base)
+    assert problem.code == "merge-adapter-unsupported"
+    assert "a bias (`lora_bias`) for `model.layers.0.self_attn.q_proj`, which has none in the base" in problem.message
+
+
+def test_square_experts_without_a_neighbour_that_tells_their_axes_are_not_supported(merge: Any, tmp_path: Path) -> None:
+    base = make_base("gpt_oss", tmp_path / "base", intermediate_size=16)  # gate_up_proj is square
+    only = LORA | {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    assert refusal(merge, make_adapter(base, only, tmp_path / "adapter"), base).code == "merge-adapter-unsupported"

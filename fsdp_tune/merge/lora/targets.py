@@ -155,7 +155,7 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     magnitude = _magnitude(layers, config, module, wanted, is_transposed=is_transposed)
     layers.tensors[name] = replace(weight, update=LowRank(scaling, b, a, is_transposed, magnitude))
     if bias := parts.get("lora_B.bias"):
-        _add_bias(layers, module, bias, scaling)
+        _add_bias(layers, config, module, bias, scaling)
 
 
 def _add_to_experts(
@@ -166,6 +166,11 @@ def _add_to_experts(
     if a is None or b is None or not len(a.shape) == len(b.shape) == 2 or a.shape[0] != b.shape[1]:
         raise _damaged(config, f"the factors of the experts of `{owner}` do not fit each other")
     stacks = {name: stack for name in parameters if (stack := find_stack(layers.tensors, layers.name_in_base, owner, name)) is not None}
+    for name in parameters:
+        found = layers.name_in_base(f"{owner}.{name}")
+        if name not in stacks and found is not None:
+            sizes = list(layers.tensors[found].shape)
+            raise config.unsupported(f"`{found}`, which `target_parameters` names, is {sizes}, not a stack of matrices")
     gate_up = find_stack(layers.tensors, layers.name_in_base, owner, "gate_up_proj")
     shape = (b.shape[0], a.shape[1])
     fitting = {
@@ -173,9 +178,11 @@ def _add_to_experts(
         for name, stack in stacks.items()
         if a.shape[0] % stack.experts == 0 and (transposed := are_transposed(stack, shape, gate_up)) is not None
     }
-    if len(fitting) != 1:
-        what = "no experts that fit" if not fitting else "several parameters that fit"
-        raise _misfit(layers, f"`{owner}` has {what} the adapter of {' and '.join(parameters)}, which is for {list(shape)}")
+    if len(fitting) > 1 or any(stack.shape == shape == shape[::-1] for name, stack in stacks.items() if name not in fitting):
+        named = " and ".join(parameters)
+        raise config.unsupported(f"the shapes of `{owner}` do not tell to which axes of {named} the factors for {list(shape)} belong")
+    if not fitting:
+        raise _misfit(layers, f"`{owner}` has no experts that fit the adapter of {' and '.join(parameters)}, which is for {list(shape)}")
     ((name, (stack, transposed)),) = fitting.items()
     scaling = config.scaling(f"{owner}.{name}", a.shape[0] // stack.experts)
     layers.scalings.add(scaling)
@@ -198,11 +205,14 @@ def _magnitude(layers: Layers, config: AdapterConfig, module: str, shape: tuple[
     return magnitude
 
 
-def _add_bias(layers: Layers, module: str, bias: SourceTensor, scaling: float) -> None:
+def _add_bias(layers: Layers, config: AdapterConfig, module: str, bias: SourceTensor, scaling: float) -> None:
     """`lora_bias`: the second factor has a bias of its own."""
     name = layers.name_in_base(f"{module}.bias")
-    if name is None or layers.tensors[name].shape != bias.shape:
-        raise _misfit(layers, f"`{module}` has no bias to which the adapter's (`lora_bias`) could be added")
+    if name is None:
+        hint = "load it with PEFT, which cannot merge it either, or export it with `--adapter`"
+        raise config.unsupported(f"the adapter has a bias (`lora_bias`) for `{module}`, which has none in the base", hint)
+    if layers.tensors[name].shape != bias.shape:
+        raise _misfit(layers, f"its `{name}` is {list(layers.tensors[name].shape)}, and the adapter's is {list(bias.shape)}")
     layers.tensors[name] = replace(layers.tensors[name], update=LowRank(scaling, bias, None))
 
 
