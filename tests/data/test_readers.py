@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,7 @@ class Batch:
     def __init__(self, lengths: list[int], parts: list[list[int]]) -> None:
         self.lengths, self.parts = lengths, parts
         self.num_rows, self.nbytes = len(lengths), sum(lengths)
+        self.columns: list[Any] = []
 
     def slice(self, start: int, length: int | None = None) -> Batch:
         return Batch(self.lengths[start:][:length], self.parts)
@@ -257,6 +260,69 @@ def test_long_rows_are_converted_in_small_batches(monkeypatch: pytest.MonkeyPatc
     assert [len(row["text"]) for _, row in arrow_rows.table_rows(iter([Batch(lengths, parts)]))] == lengths
     assert all(len(part) == 1 or sum(part) <= 10_000 for part in parts)
     assert len(parts) < 50
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_long_text_that_all_rows_share_is_not_decoded_for_all_at_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a few hundred bytes can stand for gigabytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    path = tmp_path / f"rows.{kind}"
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 500, pa.int32()), pa.array(["x" * 4_000, "y"]))
+    table = pa.table({"text": column})
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    sizes: list[int] = []
+
+    def noted(batch: Any) -> Any:
+        found = batch.num_rows == 1 or max(batch.nbytes, arrow_rows._decoded_bytes(batch)) <= 10_000
+        sizes.append(batch.num_rows if found else 0)
+        return list(arrow_rows_rows(batch))
+
+    arrow_rows_rows = arrow_rows._rows
+    monkeypatch.setattr(arrow_rows, "_rows", noted)
+    assert [len(row["text"]) for row in good(path, kind)] == [4_000, 1] * 500
+    assert max(sizes) <= 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_pickle_in_the_type_of_a_column_is_not_loaded(tmp_path: Path, kind: str) -> None:
+    """Older versions of pyarrow unpickled the metadata of `arrow.py_extension_type`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    metadata = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Trap())}
+    schema = pa.schema([pa.field("text", pa.string(), metadata=metadata)])
+    table = pa.Table.from_arrays([pa.array(["a"])], schema=schema)
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, schema) as writer:
+            writer.write_table(table)
+    assert good(path, kind) == [{"text": "a"}]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_csv_with_many_columns_and_long_fields_is_read_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    names = [f"c{number}" for number in range(100_000)]
+    path.write_text(",".join(names) + "\n" + ",".join(["1"] * 99_999 + ["x" * 3_000_000]) + "\n")
+    began = time.monotonic()
+    (row,) = good(path, "csv")
+    assert time.monotonic() - began < 10
+    assert (len(row), len(row["c99999"])) == (100_000, 3_000_000)
+    path.write_text(",".join([*names, "c7"]) + "\n")
+    assert "names a column twice: c7" in problem(path, "csv").message
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

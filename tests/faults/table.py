@@ -438,6 +438,21 @@ ADAPTERS = (
          "parity/test_breaks::run_stops_at_a_planted_bug_of_its_adapters", "parity/test_breaks::merge_and_resume_refuse_one_rank_s_slice_of_an_adapter"),
 )  # fmt: skip
 
+SURROUNDINGS = (
+    _row("F133", "t", 13, SURVIVED, "parquet, arrow, csv and tar files with pickles, one text for all rows, a hundred thousand columns",
+         "data/test_readers::pickle_in_the_type_of_a_column_is_not_loaded", "data/test_readers::long_text_that_all_rows_share_is_not_decoded_for_all_at_once",
+         "data/test_readers::csv_with_many_columns_and_long_fields_is_read_in_time", "data/test_stream_units::members_of_a_tar_are_grouped_and_pickles_are_not_loaded"),
+    _row("F134", "p", 8, SURVIVED, "several jobs of a script in threads, one of which fails; train outside of the main thread",
+         "core/test_processes::failed_block_ends_no_child_of_another_thread", "core/test_processes::thread_starts_no_child_after_the_block_has_failed",
+         "jobs/test_api::train_outside_the_main_thread_is_refused"),
+    _row("F135", "r", 11, SURVIVED, "standard streams that are closed", "cli/test_output::closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children",
+         "cli/test_train::run_without_standard_streams_is_complete"),
+    _row("F136", "p", 12, SURVIVED, "temporary directories of commands that were killed", "run/test_lock::temporary_directory_of_a_killed_process_is_removed_at_the_next_start",
+         "run/test_lock::temporary_directory_is_kept_on_demand_and_then_not_swept"),
+    _row("F137", "p", 11, REFUSED, "a cache directory that cannot be used, a user without home", "jobs/test_session::unusable_cache_directory_is_reported_first",
+         "jobs/test_session::user_without_home_directory_is_told_to_name_a_cache"),
+)  # fmt: skip
+
 GROUPS = {
     "Recipe and input": RECIPE_AND_INPUT,
     "Launch": LAUNCH,
@@ -447,5 +462,6 @@ GROUPS = {
     "Merge": MERGE,
     "Security": SECURITY,
     "Adapters": ADAPTERS,
+    "Surroundings": SURROUNDINGS,
 }
 ROWS = tuple(row for group in GROUPS.values() for row in group)

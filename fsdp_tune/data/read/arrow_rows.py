@@ -128,12 +128,26 @@ def _batch_rows(group: Any) -> int:
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a record batch or table as dicts; it is halved until each part has at most BATCH_BYTES or one row."""
-    if batch.num_rows > 1 and batch.nbytes > BATCH_BYTES:
+    if batch.num_rows > 1 and max(batch.nbytes, _decoded_bytes(batch)) > BATCH_BYTES:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half))
         yield from _rows(batch.slice(half))
     else:
         yield from batch.to_pylist()
+
+
+def _decoded_bytes(batch: Any) -> int:
+    """Return an upper bound of the texts of dictionary columns: a text that all rows share is stored once, and each row gets its own."""
+    pa = _untyped("pyarrow")
+    total = 0
+    for column in batch.columns:
+        if not pa.types.is_dictionary(column.type):
+            continue
+        for chunk in getattr(column, "chunks", [column]):
+            if pa.types.is_string(column.type.value_type) or pa.types.is_large_string(column.type.value_type):
+                longest = _untyped("pyarrow.compute").max(_untyped("pyarrow.compute").binary_length(chunk.dictionary)).as_py()
+                total += len(chunk) * (longest or 0)
+    return total
 
 
 def _batches(source: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import io
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
@@ -268,7 +269,7 @@ def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
 def _header(fields: list[str], path: Path | str, line: int) -> list[str]:
     if any(_NOT_UTF8.search(name) for name in fields):
         raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {Path(path).name}`", line)
-    twice = {name for name in fields if fields.count(name) > 1}
+    twice = {name for name, number in Counter(fields).items() if number > 1}
     if twice:
         raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=line)
     return fields
