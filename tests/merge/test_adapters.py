@@ -572,6 +572,24 @@ def test_without_a_config_the_error_names_the_option_that_provides_one(llama, tm
         merge(tmp_path / "c", adapter_config=tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [{}, {"model.layers.1.self_attn.q_proj": 2}], ids=["one rank", "two ranks"])
+def test_without_a_config_the_error_has_the_file_to_write(ranks, llama, tmp_path, merge):
+    adapter = factors(llama, "q_proj", "k_proj")
+    for module, rank in ranks.items():
+        adapter[module] = {"lora_A": adapter[module]["lora_A"][:rank], "lora_B": adapter[module]["lora_B"][:, :rank]}
+    head = values(*llama.lm_head.weight.shape, seed=3)
+    save_dcp({"model": whole_state(llama, adapter, saved={"lm_head": {"weight": head}})}, tmp_path / "c" / SHARDS)
+    with pytest.raises(FsdpTuneError, match=r"no adapter_config\.json") as caught:
+        merge(tmp_path / "c")
+    given, written = caught.value.problems[0].ways_out
+    assert "--adapter-config FILE" in given
+    path, text = tmp_path / "c" / SHARDS / "adapter_config.json", written.partition("that: ")[2]
+    assert str(path) in written
+    assert json.loads(text.replace("ALPHA", "8"))["target_modules"] == ["k_proj", "q_proj"]
+    path.write_text(text.replace("ALPHA", str(peft.ALPHA)))
+    assert_tensors(merge(tmp_path / "c").output, added(llama, adapter) | {"lm_head.weight": head})
+
+
 def test_without_a_base_the_alternatives_are_reported(llama, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     with pytest.raises(FsdpTuneError, match="its config does not name the model") as caught:

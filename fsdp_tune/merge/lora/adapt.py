@@ -19,7 +19,7 @@ from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
-from fsdp_tune.merge.lora.adapter_config import AdapterConfig, find_config
+from fsdp_tune.merge.lora.adapter_config import AdapterConfig, derive_config, find_config
 from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_names, unwrapped
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.settings import BaseWeights
@@ -93,7 +93,7 @@ def adapt(
             "merge-adapter-config",
             f"the checkpoint holds a LoRA adapter and no {CONFIG_FILE}, which says how much of it to add",
             where=Where(str(selection.weights[0].root)),
-            hint=f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`",
+            ways_out=(f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`", *_file_to_write(contents, selection.weights[0])),
         )
     contents = replace(contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path)))
     names = [
@@ -102,6 +102,18 @@ def adapt(
     if options.export:
         return _export(contents, selection, names[0], config, options)
     return _merge(stack, contents, selection, names, config, options)
+
+
+def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
+    """Return the way out where no program wrote a config, as transformers' Trainer does not next to its sharded checkpoints."""
+    tensors = contents.sources[0].tensors
+    derived = derive_config(sort_names(tensors, Where(str(weights.root))), {name: tensor.shape for name, tensor in tensors.items()})
+    if derived is None:
+        return ()
+    return (
+        f"if none was written, write this to {weights.checkpoint / CONFIG_FILE}, with the lora_alpha of the training for ALPHA, "
+        f"and `use_rslora: true` if it had that: {derived}",
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- merged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from fsdp_tune.core.formats.peft_fields import (
     other_arithmetic,
     value_for,
 )
+from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -122,3 +124,24 @@ def _read(path: Path) -> AdapterConfig:
     if not isinstance(values, dict):
         raise AdapterConfig(path, {}).wrong("it is not a JSON object")
     return AdapterConfig(path, values)
+
+
+def derive_config(names: PeftNames, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return the text of an `adapter_config.json`, as far as the tensors tell it: ALPHA stands for `lora_alpha`.
+
+    None for experts, of which the names of the factors do not tell the parameter.
+    """
+    if any("base_layer" in module.split(".") or module.endswith("experts") for module in names.factors):
+        return None
+    keys = {module: parts.get("lora_A") or parts.get("lora_embedding_A") for module, parts in names.factors.items()}
+    ranks = {module: shapes[key][0] for module, key in keys.items() if key is not None and shapes[key]}
+    if not ranks:
+        return None
+    (rank, _), *_ = Counter(ranks.values()).most_common()
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": "ALPHA"}
+    fields["target_modules"] = sorted({module.rpartition(".")[2] for module in names.factors})
+    fields |= {"rank_pattern": others} if (others := {module: each for module, each in ranks.items() if each != rank}) else {}
+    fields |= {"use_dora": True} if any(name.endswith(MAGNITUDE) for name in names.others) else {}
+    saved = sorted({name.rpartition(".")[0] for name in names.saved})
+    fields |= {"modules_to_save": saved} if saved else {}
+    return json.dumps(fields).replace('"ALPHA"', "ALPHA")
