@@ -188,7 +188,13 @@ class FormatSettings:
 
     def _prompt_completion(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
         known = {"prompt": "", "completion": ""}
-        if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # both are chats, as in TRL
+        if isinstance(row.get("completion"), dict):  # one message, as the better answers of LLaMA-Factory
+            row = row | {"completion": [row["completion"]]}
+        kinds = [isinstance(row.get(column), list) for column in known]
+        if kinds in ([True, False], [False, True]):
+            hint = 'write both as messages: `[{"role": "user", "content": …}]` and `[{"role": "assistant", "content": …}]`'
+            raise RowError("`prompt` and `completion` must both be text, or both messages", hint=hint)
+        if all(kinds):  # both are chats, as in TRL
             row = self._read(row, account, known | CHAT_KEYS)
             prompt = self._messages(account).read(row, "prompt")
             completion = self._messages(account).read(row | {"system": None}, "completion")

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
+from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, resolve_template, suggestion
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
@@ -30,6 +31,8 @@ PAIRS = (
     ("article", "summary"),
     ("message_1", "message_2"),
     ("input", "output"),
+    ("problem", "solution"),
+    ("problem", "generated_solution"),
 )
 """Other names of a prompt and its completion in published data sets."""
 
@@ -199,14 +202,40 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
             where=where,
             hint=f"name one: `--set data.format={found[0]}`; the columns of the other are then ignored",
         )
-    question, answer = next((pair for pair in PAIRS if all(column in columns for column in pair)), PAIRS[0])
-    renames = [f"{old}: {new}" for old, new in ((question, "prompt"), (answer, "completion")) if old != new]
-    raise usage_error(
-        "no-format",
-        f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}",
-        where=where,
-        hint=f"rename them, for example `rename_columns: {{{', '.join(renames)}}}`",
-    )
+    message = f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}"
+    raise usage_error("no-format", message, where=where, hint=_renaming_hint(columns))
+
+
+def _renaming_hint(columns: Sequence[str]) -> str:
+    """Return a hint with the columns to rename, so that a file that fits no format fits one; those of preferences to the better answer."""
+    renames = _renames(columns)
+    if not renames:
+        return (
+            "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or `text`: rename columns with "
+            "`rename_columns: {OLD: NEW}` of the source, or write such rows"
+        )
+    shown = ", ".join(f"{old}: {new}" for old, new in renames.items() if old != new)
+    hint = f"rename them, for example `rename_columns: {{{shown}}}`"
+    if "messages" in renames.values():
+        hint += " (or to `text`, if they are no lists of messages)"
+    worse = [column for column in columns if column in WORSE_ANSWERS]
+    return f"{hint}, and ignore the worse answers: `{ignoring_option(worse)}`" if worse else hint
+
+
+def _renames(columns: Sequence[str]) -> dict[str, str]:
+    """Return what to rename; {} if no known names are among the columns."""
+    pair = next((pair for pair in PAIRS if all(column in columns for column in pair)), None)
+    system = next((column for column in ("system", "system_prompt") if column in columns), None)
+    if pair and system:  # prompts and completions are text, and have no system message
+        return {pair[0]: "instruction", pair[1]: "output", system: "system"}
+    if pair:
+        return {pair[0]: "prompt", pair[1]: "completion"}
+    if "chosen" in columns and "instruction" in columns:
+        return {"chosen": "output"}
+    better = next((column for column in ("chosen", "chosen_messages") if column in columns), None)
+    if better:
+        return {better: "messages"}
+    return {columns[0]: "text"} if len(columns) == 1 and columns[0] != "prompt" else {}
 
 
 def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:

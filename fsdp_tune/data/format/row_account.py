@@ -53,10 +53,9 @@ NESTED_METADATA = frozenset((
 """The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are not ignored."""
 
 MEDIA = "only text is supported: leave such rows out"
-PREFERENCE = (
-    "rows of preferences: to train on the chosen answers alone, rename their column "
-    "(`rename_columns: {chosen: completion}`) and ignore the others (`data.ignore_columns: [rejected]`)"
-)
+BETTER = "the better answer of a pair"
+WORSE = "the worse answer of a pair, which is not trained"
+WORSE_ANSWERS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 PACKED = "write each packed example as a row of its own; `data.packing: true` joins them again"
 JUDGED = "whether the answer is a good one: leave the bad ones out, then ignore it"
 NEEDS_CHAT = "write the row as a chat, with `messages`, or put it into the prompt"
@@ -66,10 +65,8 @@ TOKEN_MARKS = "marks of tokens need `input_ids`: write the row tokenized, or mar
 ADVICE = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios", "objects", "pixel_values", "image_grid_thw"), MEDIA),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".mp3", ".wav", ".flac", ".mp4"), MEDIA),
-    **dict.fromkeys(
-        ("chosen", "rejected", "rejected_response", "rejected_messages", "chosen_messages", "preferred_output", "non_preferred_output"),
-        PREFERENCE,
-    ),
+    **dict.fromkeys(("chosen", "chosen_messages", "preferred_output"), BETTER),
+    **dict.fromkeys(WORSE_ANSWERS, WORSE),
     **dict.fromkeys(("kto_tag", "label"), JUDGED),
     **dict.fromkeys(("position_ids", "seq_lengths", "sequence_ids", "cu_seqlens"), PACKED),
     **dict.fromkeys(("system", "tools", "functions", "chat_template_kwargs", "enable_thinking"), NEEDS_CHAT),
@@ -158,6 +155,11 @@ class RowAccount:
         for name, each in self._unread.items():
             advice.setdefault(each, []).append(name)
         ways = [f"{listed_keys(names)}: {each}" for each, names in advice.items() if each]
+        messages = next((use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key), None)
+        if format_ in ("messages", "sharegpt") and messages and "chosen" in self._unread and "prompt" not in self._unread:
+            ways.append(
+                f"to train it after messages that end with the question, `rename_columns: {{{messages}: prompt, chosen: completion}}`"
+            )
         if template is not None:
             ways += [
                 f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
