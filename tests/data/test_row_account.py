@@ -521,3 +521,14 @@ def test_marks_at_every_place_are_obeyed_or_refused_by_name(format_: str, row: d
                     and path not in ("conversation.", "segments.")
                 )
                 assert not has_meaning or (format_ == "tokenized" and name in TOKEN_MASKS)
+
+
+def test_names_in_comments_of_a_template_are_not_read_by_it() -> None:
+    template = "{#- the prompt, message.grade and 'tone' -#}" + CHATML
+    row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"prompt": 1}}
+    settings = FormatSettings("messages", "assistant", template, "", append_eos=True, vocabulary_size=100)
+    (note,) = settings.example(row).notes
+    assert note.kind == "not-rendered"
+    with pytest.raises(RowError, match=r"`prompt`, `messages\.grade` are not read") as caught:
+        settings.example({"messages": [USER | {"grade": 1}, ANSWER], "prompt": "a?"})
+    assert "the chat template reads" not in (caught.value.hint or "")

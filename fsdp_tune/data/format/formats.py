@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,7 +17,7 @@ from fsdp_tune.data.format.conversations import (
     read_tools,
 )
 from fsdp_tune.data.format.marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
-from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount
+from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount, names_variable
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
@@ -271,7 +270,7 @@ class FormatSettings:
     def _unread_variables(self, variables: Mapping[str, Any]) -> tuple[Note, ...]:
         """Return a note for each variable that the chat template does not have."""
         template = self.template or ""
-        return tuple(Note("not-rendered", f"variable `{name}`") for name in variables if not re.search(rf"\b{re.escape(name)}\b", template))
+        return tuple(Note("not-rendered", f"variable `{name}`") for name in variables if not names_variable(template, name))
 
     def _ids(self, row: dict[str, Any]) -> Ids:
         ids = _numbers(row, "input_ids")

@@ -164,7 +164,7 @@ class RowAccount:
             ways += [
                 f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
                 for name in unknown
-                if name.isidentifier() and re.search(rf"\b{name}\b", template)
+                if name.isidentifier() and names_variable(template, name)
             ]
         names = [*self.ignored, *self._unread]
         ways.append(
@@ -233,4 +233,15 @@ def _is_empty(value: object) -> bool:
 @lru_cache(maxsize=1024)
 def is_named(template: str, key: str) -> bool:
     """Return whether a chat template reads `key` of an object: as an attribute or in quotes."""
-    return re.search(rf"\.\s*{re.escape(key)}\b|(['\"]){re.escape(key)}\1", template) is not None
+    return re.search(rf"\.\s*{re.escape(key)}\b|(['\"]){re.escape(key)}\1", _without_comments(template)) is not None
+
+
+@lru_cache(maxsize=1024)
+def names_variable(template: str, name: str) -> bool:
+    """Return whether a chat template has a variable `name`, outside its comments."""
+    return re.search(rf"\b{re.escape(name)}\b", _without_comments(template)) is not None
+
+
+@lru_cache(maxsize=16)
+def _without_comments(template: str) -> str:
+    return re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
