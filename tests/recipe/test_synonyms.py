@@ -28,6 +28,7 @@ ANY: dict[str, Any] = {  # a value in the other tool for a key here, where nothi
     "model.tokenizer": "gpt2",
     "model.revision": "abc",
     "model.attn_implementation": "sdpa",
+    "model.dtype": "bfloat16",
     "model.config_overrides": {"n_layer": 2},
     "model.resize_embeddings": True,
     "model.tokens.eos": "</s>",
@@ -278,3 +279,9 @@ def test_synonyms_map_to_recipe_keys(name: str, synonym: Synonym) -> None:
 def test_field_of_the_trainer_belongs_under_training() -> None:
     """`weight_decay` is also a key of `parameter_groups`, which nobody means at the top."""
     assert one_problem(problems_with("weight_decay: 0.1")).hint == "belongs under `training:`"
+
+
+def test_hint_about_a_template_of_llama_factory_names_the_list_of_bundled_ones() -> None:
+    hint = synonym_hint("template", "qwen3")
+    assert hint is not None
+    assert "`fsdp-tune templates` lists" in hint

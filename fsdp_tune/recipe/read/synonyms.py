@@ -291,7 +291,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "template": (
             "data.chat_template",
             None,
-            _say("leave it out for the tokenizer's own, or name a file: LLaMA-Factory's `{value}` is in its source"),
+            _say("leave it out for the tokenizer's own, or write a bundled one for `{value}`: `fsdp-tune templates` lists their names"),
         ),
         "dataset": (
             "data.train",
@@ -386,6 +386,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         ),
         **dict.fromkeys(("model_name", "model_id", "model_path", "pretrained_model_name_or_path"), ("model.name_or_path", None)),
         **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)),
+        "torch_dtype": ("model.dtype", None),
         **dict.fromkeys(
             ("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"),
             ("data.train", _TRAIN, _as("data.train", _sources)),
