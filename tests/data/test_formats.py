@@ -518,3 +518,20 @@ def test_text_before_a_swift_call_and_the_call_are_one_answer() -> None:
     older = {"role": "assistant", "content": "b", "tool_calls": calls}
     apart = example("messages", {"messages": [USER, older, result, call, result, ANSWER]}, loss_on="assistant")
     assert [message["role"] for message in apart.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("role", "wanted"),
+    [
+        *((role, "user") for role in ("user", "human")),
+        *((role, "assistant") for role in ("assistant", "gpt", "chatgpt", "model", "bot")),
+        *((role, "tool") for role in ("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython")),
+        *((role, role) for role in ("system", "developer")),
+    ],
+)
+@pytest.mark.parametrize(("speaker", "text"), [("role", "content"), ("from", "value"), ("role", "value")])
+def test_roles_of_other_tools_are_known_under_both_names(role: str, wanted: str, speaker: str, text: str) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    chat = example("messages", {"messages": [USER, call, {speaker: role, text: "x"}, ANSWER]}, loss_on="assistant")
+    assert chat.messages[2] == {"role": wanted, "content": "x"}
+    assert chat.trained[2] is (wanted == "assistant")

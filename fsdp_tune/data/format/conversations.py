@@ -31,22 +31,15 @@ REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls
 """LLaMA-Factory's types of parts of an answer, next to text."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for its reasoning: text, or a list of parts as in axolotl."""
-OTHER_ROLES = {"function": "tool", "tool_response": "tool", TOOL_CALL: FUNCTION_CALL, FUNCTION_CALL: FUNCTION_CALL}
-ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | OTHER_ROLES
-ROLE_OF_SHAREGPT = {
+ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    **OTHER_ROLES,
+    "developer": "developer",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython"), "tool"),
+    **dict.fromkeys((FUNCTION_CALL, TOOL_CALL), FUNCTION_CALL),
 }
-
-
+"""Roles in the rows of several tools, under `role` and under `from`, and what they are for chat templates."""
 MESSAGE_KEYS = {
     "role": "",
     "from": "",
@@ -104,7 +97,7 @@ class MessageReader:
     def _is_call_alone(self, turn: Message) -> bool:
         """Return whether a turn is a call by its role, which continues an answer of the turn before it, as in ms-swift."""
         spoken: object = turn.get("role", turn.get("from"))
-        return isinstance(spoken, str) and (ROLE_OF_SHAREGPT | dict(self.roles)).get(spoken) == FUNCTION_CALL
+        return isinstance(spoken, str) and (ROLES | dict(self.roles)).get(spoken) == FUNCTION_CALL
 
     def _turns_of(self, turn: Message, path: str) -> list[Message]:
         """Return a turn without the keys that are not read; two for a question and its answer in one object, as ms-swift writes them."""
@@ -117,8 +110,8 @@ class MessageReader:
         return self.account.close(values, known, path=path, template=self.template)
 
     def _message(self, message: Message, index: int, path: str) -> Message:
-        message, roles = _renamed_turn(message, index)
-        known = {**roles, **self.roles}
+        message = _renamed_turn(message, index)
+        known = ROLES | dict(self.roles)
         spoken: object = message.get("role")
         role = known.get(spoken) if isinstance(spoken, str) else None
         if role is None:
@@ -420,14 +413,14 @@ def _object(turn: object, index: int) -> Message:
     return without_nulls(cast(Message, turn))
 
 
-def _renamed_turn(turn: Message, index: int) -> tuple[Message, dict[str, str]]:
-    """Return a turn with `role` and `content` instead of `from` and `value`, and the roles that it may have."""
+def _renamed_turn(turn: Message, index: int) -> Message:
+    """Return a turn with `role` and `content` instead of `from` and `value`."""
     for name, other in (("from", "role"), ("value", "content")):
         if name in turn and other in turn:
             raise RowError(f"message {index} has both `{name}` and `{other}`; remove one of them")
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
     renamed = {new: turn[old] for old, new in (("from", "role"), ("value", "content")) if old in turn}
-    return others | renamed, ROLE_OF_SHAREGPT if "from" in turn else ROLE_OF_MESSAGE
+    return others | renamed
 
 
 def _tool_calls(value: object, index: int) -> list[Any]:
