@@ -1,0 +1,60 @@
+"""The page of results: one row for each architecture that two versions of transformers have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_INTRODUCTION = """# Exports in older stacks
+
+A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported as a run exports it: a merged
+model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
+largest), token ids, special tokens and chat template, and generation settings. The rotary base is one that no class has as its
+default, so that a version that does not read it computes other logits. This command writes the table:
+
+```bash
+scripts/test-exports --write
+```
+
+{counts}
+
+`5` is the version that trains, `older` the other one. Config, tokenizer and generation settings have the spelling of the base, and
+changed facts those of both versions. Names and shapes of weights are those of transformers 5: where version 5 stacks the weights of
+experts or renames a head, version 4 reports missing keys (a warning, and random values in their place): serve these with version 5.
+
+vLLM reads an export through the transformers that is installed with it (from its source: `CachedHfTokenizer.from_pretrained` of
+`vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and
+`rope_scaling` under transformers 4). vLLM itself was not run.
+
+| architecture | merged model | adapter |
+|---|---|---|
+"""
+SHOWN = 200
+
+
+def page(results: Sequence[dict[str, Any]], known: Sequence[str] = ()) -> str:
+    ordered = sorted(results, key=lambda each: each["architecture"])
+    loaded = [each for each in ordered if each["full"] is not None]
+    equal = sum(each["full"] == [] for each in loaded)
+    adapters = sum(each["adapter"] == [] for each in ordered)
+    missing = [each for each in ordered if each["full"] is None]
+    counts = f"{equal} of {len(loaded)} merged models are equal in both, and {adapters} adapters; "
+    counts += f"{len(missing)} architectures were not tried."
+    if rest := sorted(set(known) - {each["architecture"] for each in results}):
+        counts += f" Both versions have {len(rest)} more, which were not run: {', '.join(f'`{name}`' for name in rest)}."
+    old = next((each["versions"][1] for each in ordered if each["versions"][1]), "4")
+    text = _INTRODUCTION.format(new=ordered[0]["versions"][0], old=old, counts=counts)
+    text += "".join(f"| `{each['architecture']}` | {_cell(each, 'full')} | {_cell(each, 'adapter')} |\n" for each in loaded)
+    text += "\n## Not tried\n\n| architecture | reason |\n|---|---|\n"
+    return text + "".join(f"| `{each['architecture']}` | {_escaped(each['not_tried'].get('full', ''))} |\n" for each in missing)
+
+
+def _cell(result: dict[str, Any], which: str) -> str:
+    found = result[which]
+    if found is None:
+        return f"not tried: {_escaped(result['not_tried'].get(which, ''))}"
+    return _escaped("; ".join(found)) if found else "equal"
+
+
+def _escaped(text: str) -> str:
+    return text[:SHOWN].replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
