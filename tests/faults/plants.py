@@ -255,7 +255,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
     plant("unexpanded home directory accepted", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
     plant("missing column read as empty text", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
-    plant("empty completion accepted", "data.format.formats:FormatSettings._prompt_completion", drop("raise"), rows="F022"),
+    plant("empty completion accepted", "data.format.formats:FormatSettings._prompt_completion", never("completion.strip"), rows="F022"),
     plant(
         "tokenizer larger than the embedding accepted",
         "model.loading.model_files:check_vocabulary",
@@ -353,7 +353,7 @@ PLANTS: tuple[Plant, ...] = (
     # adapters
     plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
     plant("contents of the base not in its digest", "run.base_model:digest_of_weights", drop("file.read"), rows="F128"),
-    plant("method of an adapter not checked", "model.loading.adapter_files:check_adapter", never("peft_type"), rows="F129"),
+    plant("method of an adapter not checked", "model.loading.adapter_files:_refuse_other_kinds", never("peft_type"), rows="F129"),
     plant("target that hits nothing ignored", "model.adapters.lora_targets:_chosen", never("found"), rows="F130"),
     plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),
     plant(
