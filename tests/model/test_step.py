@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.step import LossScale, clip_factor, compute_context, decayed_names, parameter_groups, scale_gradients, total_norm
+from fsdp_tune.model.step import (
+    LossScale,
+    clip_factor,
+    compute_context,
+    decayed_names,
+    decays,
+    parameter_groups,
+    scale_gradients,
+    total_norm,
+)
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.ranks import RankPool
@@ -191,3 +202,14 @@ def test_norm_is_more_accurate_than_torch_for_many_values() -> None:
     exact = float(parameter.grad.double().norm())
     assert float(total_norm([parameter])) == pytest.approx(exact, rel=1e-7)
     assert abs(float(nn.utils.get_total_norm([parameter.grad])) / exact - 1.0) > 1e-5
+
+
+def test_magnitudes_of_dora_are_not_decayed_unlike_by_transformers() -> None:
+    """The guide on coming from other tools states this difference."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    theirs = set(Trainer.get_decay_parameter_names(cast(Any, None), adapted))
+    differing = {name for name, p in adapted.named_parameters() if p.requires_grad and decays(name, p) != (name in theirs)}
+    assert [name.rpartition("q_proj.")[2] for name in differing] == ["lora_magnitude_vector.default.weight"]
+    assert differing <= theirs
