@@ -110,6 +110,11 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
     "max_steps_per_epoch": [(50, {"training": {"max_steps": 50}})],
     "adapter": [("lora", {"lora": {"r": 16}}), ("qlora", {"lora": {"r": 16}, "quantization": {"load": "nf4"}})],
     "finetuning_type": [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("freeze", QUESTION)],
+    **_each(("train_type", "tuner_type"), [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("longlora", QUESTION)]),
+    "split_dataset_ratio": [(0.01, {"data": {"eval": {"fraction": 0.01}}}), (0, LEFT_OUT)],
+    "val_dataset": [(["a.jsonl"], {"data": {"eval": [{"path": "a.jsonl"}]}})],
+    "quant_bits": [(4, {"quantization": {"load": "nf4"}}), (8, {"quantization": {"load": "nf4"}})],
+    "adapters": [(["runs/a"], {"lora": {"adapter": "runs/a"}})],
     "use_peft": [(True, {"lora": {"r": 16}}), (False, LEFT_OUT)],
     "lora_target": [
         ("all", {"lora": {"target_modules": "all-linear"}}),

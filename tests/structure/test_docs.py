@@ -153,7 +153,7 @@ def test_table_of_data_formats_has_their_columns_and_losses() -> None:
         assert [word for word in (*itertools.chain(*columns), *others) if f"`{word}`" not in rows[name]] == []
 
 
-@pytest.mark.parametrize("tool", ["axolotl", "TRL", "LLaMA-Factory", "torchtune", None])
+@pytest.mark.parametrize("tool", ["axolotl", "TRL", "LLaMA-Factory", "ms-swift", "torchtune", None])
 def test_tables_of_other_trainers_are_the_hints_for_their_keys(tool: str | None) -> None:
     heading = tool or "Names that several tools use"
     section = text_of(ROOT / "docs" / "guide" / "coming-from.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]

@@ -74,7 +74,11 @@ def _parse(text: str, where: Where) -> MappingNode:
     value = raw.strip()
     if (index := re.search(r"\[\d*\]", key)) is not None:
         whole, rest = key[: index.start()], key[index.end() :].strip(". ")
-        hint = f"set the full list: `--set {shown(whole)}=[{{{shown(rest)}: {shown(value)}}}]`" if rest else f"`--set {shown(whole)}=[…]`"
+        hint = (
+            f"set the full list, the other keys too: `--set {shown(whole)}=[{{{shown(rest)}: {shown(value)}}}]`"
+            if rest
+            else f"`--set {shown(whole)}=[…]`"
+        )
         raise FsdpTuneError(Problem("bad-override", f"`{shown(key)}` leads into a list", Where(where.source, key=whole), hint))
     if not value:
         hint = f'`--set {shown(key)}=null` resets it to the default, `--set {shown(key)}=""` is an empty text'

@@ -320,6 +320,15 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "double_quantization": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
         "disable_gradient_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: none}", _switch(_RECOMPUTE, "none", "full")),
     },
+    "ms-swift": {
+        **dict.fromkeys(
+            ("train_type", "tuner_type"), ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": None}, _NO_ADAPTER))
+        ),
+        "split_dataset_ratio": ("data.eval", _HELD_OUT, _held_out),
+        "val_dataset": ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
+        "quant_bits": ("quantization.load", _NF4, _cases("quantization.load", {"4": _NF4}, _NO_8_BIT)),
+        "adapters": ("lora.adapter", None, lambda value: _write("lora.adapter", _names(value)[0])),
+    },
     "torchtune": {
         "batch_size": (_MICRO_BATCH, None),
         "epochs": ("training.num_train_epochs", None),
