@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.formats.names import model_names
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.run.pickles import Refused
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 STATE = {"a.weight": torch.arange(600, dtype=torch.float32).reshape(20, 30), "b.weight": torch.randn(600), "c": torch.tensor(3.0)}
@@ -241,6 +243,8 @@ SAFETENSORS_DAMAGE = {
     "shape that does not fit": header(lambda value: value["a.weight"].__setitem__("shape", [20, 31])),
     "shape that overflows": header(lambda value: value["a.weight"].__setitem__("shape", [2**40, 2**40])),
     "unknown dtype": header(lambda value: value["a.weight"].__setitem__("dtype", "F3")),
+    "name with a line end": header(lambda value: value.update({"c\nerror: all is well": value.pop("c")})),
+    "name with an escape": header(lambda value: value.update({"c\x1b[2J": value.pop("c")})),
     "boolean shape": header(lambda value: value["c"].__setitem__("shape", [True])),
     "no JSON": header(lambda _: b"{"),
     "a list": header(lambda _: b"[]"),
@@ -256,6 +260,7 @@ def test_damaged_safetensors_file_is_refused(kind, place, tmp_path):
     path = change(place / "full" / "model.safetensors", SAFETENSORS_DAMAGE[kind])
     error = fails(place / "full", tmp_path)
     assert (error.exit_code, error.problems[0].where.source) == (1, str(path))
+    assert error.problems[0].message.isprintable()
 
 
 INDEX_DAMAGE = {
@@ -264,6 +269,8 @@ INDEX_DAMAGE = {
     "file missing": {"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}},
     "tensor missing": {"weight_map": {"a.weight": "model.safetensors"}},
     "tensor too many": {"weight_map": dict.fromkeys([*STATE, "d"], "model.safetensors")},
+    "name with a line end": {"weight_map": {"a.weight\nerror: all is well": "model.safetensors"}},
+    "file with a line end": {"weight_map": {"a.weight": "model\n.safetensors"}},
     "no map": {"weights": {}},
     "a list": [],
 }
@@ -272,7 +279,18 @@ INDEX_DAMAGE = {
 @pytest.mark.parametrize("kind", INDEX_DAMAGE)
 def test_damaged_index_is_refused(kind, place, tmp_path):
     (place / "full" / "model.safetensors.index.json").write_text(json.dumps(INDEX_DAMAGE[kind]))
-    assert fails(place / "full", tmp_path).exit_code == 1
+    error = fails(place / "full", tmp_path)
+    assert error.exit_code == 1
+    assert all(problem.message.isprintable() for problem in error.problems)
+
+
+@pytest.mark.parametrize(
+    ("keys", "planner_data"), [(["a.weight\nb"], None), (["a\x1b[2J"], None), ([""], None), (["a"], {"a": ("model", "a\r")})]
+)
+def test_names_that_cannot_be_printed_are_refused(keys, planner_data):
+    with pytest.raises(Refused) as caught:
+        model_names(keys, planner_data, "")
+    assert str(caught.value).isprintable()
 
 
 SHARD_DAMAGE = {

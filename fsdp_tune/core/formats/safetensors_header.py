@@ -84,6 +84,8 @@ def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> HeaderEntry:
+    if not name.isprintable():
+        raise DamagedHeader(f"a tensor has no name that can be printed: {name!r}")
     try:
         dtype, shape, (start, end) = str(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:

@@ -72,9 +72,10 @@ def _paths(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, 
     known = planner_data if isinstance(planner_data, dict) else {}
     paths: dict[str, tuple[str, ...]] = {}
     for key in keys:
-        if not key or "\0" in key:
-            raise Refused("an entry has no name")
         path = known.get(key)
+        parts = [key, *(str(part) for part in path)] if isinstance(path, tuple) else [key]
+        if not key or not all(part.isprintable() for part in parts):
+            raise Refused(f"an entry has no name that can be printed: {key!r}")
         if isinstance(path, tuple) and path:
             paths[key] = tuple(str(part) for part in path)
         elif directory.startswith("pytorch_model_fsdp") and key.startswith("model."):

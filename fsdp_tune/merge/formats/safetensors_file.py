@@ -54,6 +54,8 @@ def read_index(files: SourceFiles) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _damaged(files, INDEX_NAME, f"it is not an index ({error})") from error
     for name, file in pairs:
+        if not f"{name}{file}".isprintable():
+            raise _damaged(files, INDEX_NAME, f"it has a name that cannot be printed: {name!r} in {file!r}")
         if not isinstance(file, str) or "/" in file or not is_inside(file):
             raise failed_error(
                 "merge-path-traversal",
