@@ -206,7 +206,7 @@ def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) ->
     logged = [line.split("  ", 1)[1] for line in (run.logs / "train.log").read_text().splitlines()]
     assert logged == done.stderr.splitlines(), "the log holds what the console said, from the first line to the last"
     card = {line[2:15].strip(): line[16:] for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]}
-    assert list(card) == ["time", "tokens", "loss", "eval loss", "peak memory", "size on disk", "next", ""]
+    assert list(card) == ["time", "tokens", "loss", "rate", "eval loss", "peak memory", "size on disk", "next", ""]
     again = cli("train", *SHORT, "--resume", "never")
     assert again.returncode == 2
     assert "--resume auto" in again.stderr

@@ -17,7 +17,7 @@ import pytest
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.process_tree import is_alive
-from fsdp_tune.launch.supervise.supervisor import Supervisor
+from fsdp_tune.launch.supervise.supervisor import Logged, Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.orphans import children, left_over
@@ -125,7 +125,7 @@ def test_started_ranks_leave_no_temporary_directory_if_the_command_is_killed(tmp
         parts = [["beat", "training", 1], ["sleep", 3], ["log", {"step": 1}], ["sleep", 1], ["outcome", FINISHED]]
         (absent.path / "fake.json").write_text(json.dumps(dict.fromkeys("01", parts)))
         events = supervisor.events()
-        next(events)
+        next(event for event in events if isinstance(event, Logged))
         assert not early.files.path.exists()
         events.close()
 
