@@ -61,6 +61,11 @@ def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cu
     ]
 
 
+def mean_tokens(report: dict[str, Any]) -> list[float]:
+    """Return the tokens of a mean row of each training source."""
+    return [account["tokens"] / max(account["rows"], 1) for account in report["inputs"] if account["set"] == TRAIN]
+
+
 def source_lines(report: dict[str, Any]) -> list[str]:
     """Return one line for each training source about its share of an epoch; no lines for a single source, and for a stream one line on
     what was read of it."""

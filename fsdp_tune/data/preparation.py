@@ -16,13 +16,13 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.core.progress import Bar
-from fsdp_tune.data.account import decoded_row, spread_indices
+from fsdp_tune.data.account import decoded_row, mean_tokens, spread_indices
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.read.stream_units import count_units, stream_stamps, stream_units, unstamped_files
-from fsdp_tune.data.review import refuse_bad_share
+from fsdp_tune.data.review import notice_fields, refuse_bad_share
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -159,20 +159,18 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
 def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows from the sample."""
     data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
-    accounts = [each for each in report["inputs"] if each["set"] == TRAIN]
+    full = data.max_length * report["sets"][TRAIN]["fill"]
     total = 0.0  # rows of the run
-    for source, rows, account in zip(data.train, source_rows, accounts, strict=True):
+    for source, rows, tokens in zip(data.train, source_rows, mean_tokens(report), strict=True):
         if source.repeats is None or rows is None:
             return []
-        full = data.max_length * report["sets"][TRAIN]["fill"]
-        total += rows * source.repeats * (account["tokens"] / max(1, account["rows"]) / full if data.packing else 1)
+        total += rows * source.repeats * (tokens / full if data.packing else 1)
     steps = int(total // recipe.global_batch_size)
     if steps >= most:
         return []
     message = f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and `training.max_steps` is {most:,}"
     hint = f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
-    notice = Notice("stream-short", message, hint=hint)
-    return [{"code": notice.code, "message": notice.message, "hint": notice.hint}]
+    return [notice_fields(Notice("stream-short", message, hint=hint))]
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, Any]], *, reused: bool) -> Prepared:

@@ -121,7 +121,12 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
         *_text_notices(report),
         *_note_notices(report["notes"]),
     ]
-    return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
+    return [notice_fields(notice) for notice in notices]
+
+
+def notice_fields(notice: Notice) -> dict[str, Any]:
+    """Return a notice about data as JSON for a manifest or data.json."""
+    return {"code": notice.code, "message": notice.message, "hint": notice.hint}
 
 
 def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]:

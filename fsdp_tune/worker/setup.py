@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.account import mean_tokens
 from fsdp_tune.data.order.permutation import order_of
 from fsdp_tune.data.order.token_batches import budget_of
 from fsdp_tune.data.preparation import Prepared
@@ -178,8 +178,8 @@ def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank:
     store = RowStore(prepared.train)
     if not recipe.data.streaming:
         return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report["inputs"]))
-    means = [each["tokens"] / max(each["rows"], 1) for each in prepared.report["inputs"] if each["set"] == TRAIN]
-    stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows, evaluation_hashes(prepared.train), means)
+    hashes, means = evaluation_hashes(prepared.train), mean_tokens(prepared.report)
+    stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows, hashes, means)
     refuse_changed_files(prepared.stamps, stream.stamps())
     return StreamedRows(
         stream=stream,

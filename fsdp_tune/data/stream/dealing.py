@@ -137,8 +137,8 @@ def balanced(
     `amounts` are rows or tokens of each source in each packed row, `ahead` those by which the sources are ahead of their shares.
     """
     wanted = np.array(shares) / sum(shares)
-    errors = (amounts - amounts.sum(1, keepdims=True) * wanted) / np.sqrt(np.where(wanted > 0, wanted, 1))
-    off = ahead / np.sqrt(np.where(wanted > 0, wanted, 1))
+    scale = np.sqrt(np.where(wanted > 0, wanted, 1))
+    errors, off = (amounts - amounts.sum(1, keepdims=True) * wanted) / scale, ahead / scale
     pool, chosen, following = order[:CANDIDATES].copy(), list[int](), iter(order[CANDIDATES:].tolist())
     while len(pool):
         best = int(np.argmin(((off + errors[pool]) ** 2).sum(1)))
