@@ -61,6 +61,23 @@ def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("first", [1, 2])
+def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: int, bench: Bench) -> None:
+    """FSDP1 stores a frozen unit in fp32, FSDP2 in bf16: both compute with the same values."""
+    frozen = {"model": {"freeze": ["*.layers.0.*"]}}
+    case, other = Case(version=first, precision="bf16"), Case(version=3 - first, precision="bf16")
+    whole = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), frozen), bench.store)
+    runs.train(bench.pool, whole, case.ranks)
+    run = resumed(bench, other, whole, frozen)
+    runs.train(bench.pool, run, other.ranks)
+    saved = runs.saved_parameters(whole, runs.STEPS)
+    assert {value.dtype for name, value in saved.items() if ".layers.0.mlp." in name} == {torch.float32 if first == 1 else torch.bfloat16}
+    losses, expected = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, whole))
+    assert losses[: runs.SAVED_STEP] == expected[: runs.SAVED_STEP]
+    assert losses == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench) -> None:
     """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""

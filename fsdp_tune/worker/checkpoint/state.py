@@ -121,7 +121,8 @@ def _read_model(live: Live, directory: Path) -> None:
     if (directory / FULL_MODEL_FILE).exists():
         _read_whole(state, directory)
     else:
-        _check_names(state, directory / SHARD_FOLDER, "model")
+        frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
+        _check_names(state, directory / SHARD_FOLDER, frozen)
         dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
     set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
 
@@ -140,19 +141,21 @@ def _read_whole(state: dict[str, Any], directory: Path) -> None:
             copy_part(target, file.get_tensor(name))  # one tensor at a time: a host cannot hold a full model for each rank
 
 
-def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
-    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint."""
-    metadata = RestrictedReader(directory).read_metadata()
-    stored = dict(metadata.state_dict_metadata)
-    wanted = {f"{prefix}.{name}": value for name, value in state.items()}
-    problems = [f"`{name}` is missing" for name in sorted(wanted.keys() - stored.keys())]
-    problems += [f"`{name}` is not in the model" for name in sorted(stored.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & stored.keys()):
+def _check_names(state: dict[str, Any], directory: Path, frozen: set[str]) -> None:
+    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint.
+
+    Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen part in the compute dtype. A
+    cast then gives what loading the base gives.
+    """
+    stored = {name.removeprefix("model."): entry for name, entry in RestrictedReader(directory).read_metadata().state_dict_metadata.items()}
+    problems = [f"`model.{name}` is missing" for name in sorted(state.keys() - stored.keys())]
+    problems += [f"`model.{name}` is not in the model" for name in sorted(stored.keys() - state.keys())]
+    for name in sorted(state.keys() & stored.keys()):
         entry: Any = stored[name]
-        if tuple(entry.size) != tuple(wanted[name].shape) or entry.properties.dtype != wanted[name].dtype:
-            problems.append(
-                f"`{name}` is {tuple(entry.size)} {entry.properties.dtype}, the model has {tuple(wanted[name].shape)} {wanted[name].dtype}"
-            )
+        shape, dtype, wanted = tuple(entry.size), entry.properties.dtype, state[name]
+        is_dtype_right = dtype == wanted.dtype or (name in frozen and dtype.is_floating_point and wanted.dtype.is_floating_point)
+        if shape != tuple(wanted.shape) or not is_dtype_right:
+            problems.append(f"`model.{name}` is {shape} {dtype}, the model has {tuple(wanted.shape)} {wanted.dtype}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise failed_error("checkpoint-of-another-model", f"{directory}: {problems[0]}{more}")

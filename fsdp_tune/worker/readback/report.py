@@ -149,6 +149,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
             {
                 "modules": [names.get(id(m), "?") for m in group.modules],
                 "parameters": sum(tensor.numel() for tensor in tensors),
+                "is_trained": any(tensor.requires_grad for tensor in tensors),
                 "reshard_after_forward": _reshard(group),
                 "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
                 "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
@@ -159,6 +160,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
             }
         )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
+    first_trained = next((index for index, unit in enumerate(layers) if unit["is_trained"]), 0)
     plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
     storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
     return {
@@ -167,8 +169,10 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         "compute_dtype": _only({unit["param_dtype"] or storage for unit in units}),
         "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
         "forward_prefetch": max((unit["forward_prefetch"] for unit in layers), default=0),
-        "backward_prefetch": max((unit["backward_prefetch"] for unit in layers), default=0) or "implicit",
+        "backward_prefetch": max((unit["backward_prefetch"] for unit in layers[first_trained:]), default=0) or "implicit",
         "prefetching_units": len(layers),
+        # Frozen units before the first trained one have no backward, and are not gathered ahead of it.
+        "prefetching_units_of_backward": len(layers) - first_trained,
         "output_dtype": _only({unit["output_dtype"] for unit in units}),
         "units": units,
         "sharded_inside": [name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)],
@@ -292,10 +296,11 @@ def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, A
     if "forward_prefetch" not in wanted or "prefetching_units" not in report:
         return {}  # not FSDP2, or not expected by the recipe
     others = max(0, report["prefetching_units"] - 1)
+    others_of_backward = max(0, report["prefetching_units_of_backward"] - 1)
     forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
     return {
         "forward_prefetch": min(forward, others),
-        "backward_prefetch": (min(backward, others) or "implicit") if isinstance(backward, int) else backward,
+        "backward_prefetch": (min(backward, others_of_backward) or "implicit") if isinstance(backward, int) else backward,
     }
 
 

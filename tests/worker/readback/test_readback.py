@@ -67,6 +67,19 @@ def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+def test_prefetch_of_the_backward_is_capped_at_units_with_a_backward(frozen: int, bench: Bench) -> None:
+    """The embedding and the first layers are frozen: what is gathered ahead in the backward ends at the first trained unit."""
+    changes = {"model": {"freeze": ["model.embed_tokens.*", *(f"model.layers.{layer}.*" for layer in range(frozen - 1))]}}
+    case = Case(fsdp=(("backward_prefetch", 9),))
+    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), changes), bench.store)
+    runs.train(bench.pool, run, case.ranks)
+    document = json.loads(run.readback_json.read_text())
+    assert document["differences"] == []
+    assert document["prefetching_units_of_backward"] < document["prefetching_units"] or frozen == 1
+
+
+@pytest.mark.ranks
 def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: Bench) -> None:
     case = Case(version=1, precision="bf16")
     changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"freeze": ["*.mlp.*"]}})
