@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,13 +110,6 @@ def test_selective_recomputation_saves_attention_and_every_second_matmul() -> No
     assert again_selective == again_full // 2
 
 
-@dataclass(frozen=True, eq=False)
-class Operator:
-    """Of a package that is not installed."""
-
-    _schema: Any
-
-
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
@@ -131,7 +123,10 @@ class Operator:
 )
 def test_selective_recomputation_supports_flash_packages(name: str, kept: bool) -> None:
     namespace, _, operator = name.partition("::")
-    op: Any = getattr(torch.ops.aten, operator).default if namespace == "aten" else Operator(SimpleNamespace(name=name))
+    packages = torch.library.Library(namespace, "FRAGMENT")
+    if namespace != "aten":  # the packages are not installed
+        packages.define(f"{operator}(Tensor states) -> Tensor")
+    op: Any = getattr(getattr(torch.ops, namespace), operator).default
     decision = _SaveAttentionAndEverySecondMatmul()(SimpleNamespace(is_recompute=False), op)
     assert (decision == CheckpointPolicy.MUST_SAVE) == kept
 

@@ -17,10 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STACK = {"torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "huggingface_hub", "torchao"}
 PRIVATE: dict[str, tuple[str, ...]] = {
-    "torch._C.DispatchKeySet": ("planner/trace/autocast.py",),
-    "torch._C._ExcludeDispatchKeyGuard": ("planner/trace/autocast.py",),
     "torch._C._current_graph_task_id": ("worker/observe/expert_loads.py",),
-    "torch._C._dispatch_key_parse": ("planner/trace/autocast.py",),
     "torch._C._distributed_c10d": ("worker/observe/flight.py",),
     "torch._dynamo.callback.on_compile_end": ("model/kernels/compiled.py",),
     "torch._dynamo.callback.on_compile_start": ("model/kernels/compiled.py",),
@@ -30,31 +27,19 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._foreach_mul_": ("model/step.py",),
     "torch._foreach_norm": ("model/step.py",),
     "torch._fused_adamw_": ("model/optim/lean_adamw.py",),
-    "torch._subclasses.fake_tensor.FakeTensor": (
-        "planner/trace/cuda_kernels.py",
-        "planner/trace/recorder.py",
-        "planner/trace/traced_step.py",
-    ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
         "merge/verify/loaded.py",
         "planner/trace/traced_step.py",
     ),
-    "torch.cuda._pin_memory_utils.pin_memory": ("worker/checkpoint/snapshot.py",),
-    "torch.cuda._pin_memory_utils.unpin_memory": ("worker/checkpoint/snapshot.py",),
-    "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner": ("verify/parity/reload.py",),
     "torch.distributed.checkpoint.filesystem._StorageInfo": ("worker/checkpoint/storage.py",),
-    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": ("verify/parity/reload.py",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("model/shard/wrap.py", "planner/trace/trace_recipe.py"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": (
+        "model/shard/wrap.py",
+        "planner/trace/trace_recipe.py",
+    ),
     "torch.distributed.fsdp._runtime_utils._reshard": ("model/shard/gathering.py",),
     "torch.distributed.tensor._sharding_prop.ShardingPropagator": ("planner/trace/recorder.py",),
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
-        "model/loading/weight_slices.py",
-        "model/shard/local.py",
-    ),
-    "torch.nn.modules.conv._ConvNd": ("model/optim/muon.py",),
     "torch.optim._muon._adjust_lr": ("model/optim/muon.py",),
     "torch.optim._muon._zeropower_via_newtonschulz": ("model/optim/muon.py",),
-    "torch.optim.optimizer._foreach_supported_types": ("planner/trace/traced_step.py",),
     "torch.testing._internal.distributed.fake_pg.FakeStore": ("planner/trace/trace_recipe.py",),
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "planner/trace/recorder.py",
@@ -66,16 +51,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "model/kernels/mlp_slices.py",
         "model/optim/torchao_adamw.py",
     ),
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": (
-        "model/optim/torchao_adamw.py",
-        "worker/checkpoint/snapshot.py",
-    ),
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type": ("planner/trace/cuda_kernels.py",),
-    "torch.utils._pytree.tree_map": ("planner/trace/autocast.py",),
     "torch.utils.backend_registration._DummyBackendModule": ("planner/trace/device.py",),
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": ("planner/trace/device.py",),
-    "transformers.AttentionMaskInterface._global_mapping": ("planner/trace/traced_step.py",),
-    "transformers.AutoModelForCausalLM._model_mapping.get": ("model/kernels/attention.py",),
     "transformers.modeling_flash_attention_utils._is_packed_sequence": ("model/packed.py",),
     "transformers.modeling_utils._CAN_RECORD_REGISTRY": ("model/shard/wrap.py",),
 }

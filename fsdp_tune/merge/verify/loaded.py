@@ -58,7 +58,7 @@ def _from_config(folder: Path) -> Any:
     config = _config(folder)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
-    return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
 
 
 def load_and_run(folder: Path) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
@@ -32,7 +31,7 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     requested = recipe.model.attn_implementation
     if requested not in ("auto", TORCH_VARLEN):
         return KernelChoice(requested, WRITTEN)
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     model_class: Any = found[0] if isinstance(found, tuple) else found
     against = _against_flash(recipe, config, model_class)
     if requested == TORCH_VARLEN:
@@ -136,4 +135,5 @@ def has_variable_lengths(kernel: str | None) -> bool:
     """Return whether a kernel separates packed examples by their lengths, without a mask."""
     if kernel is None:
         return False
-    return is_flash_kernel(kernel) or ALL_MASK_ATTENTION_FUNCTIONS.get(kernel) is flash_attention_mask
+    masks = AttentionMaskInterface()
+    return is_flash_kernel(kernel) or masks.get(kernel) is masks["flash_attention_2"]

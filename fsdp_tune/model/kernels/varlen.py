@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 
@@ -114,7 +113,7 @@ def _flattened(states: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
 
 AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)
 # As for flash-attn: no mask, unless a caller passes one that hides tokens.
-AttentionMaskInterface.register(TORCH_VARLEN, flash_attention_mask)
+AttentionMaskInterface.register(TORCH_VARLEN, AttentionMaskInterface()["flash_attention_2"])
 
 
 @contextmanager

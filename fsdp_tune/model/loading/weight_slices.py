@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -27,6 +26,7 @@ from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.loading.bitsandbytes_files import by_layer
 from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, tensors_of
+from fsdp_tune.model.shard.local import offset_of
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
@@ -134,10 +134,7 @@ class StoredRows:
 def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) -> Iterator[StoredRows]:
     """Yield the rows of this rank's part of a tensor, as many at a time as fit into the buffer. A scalar is one row."""
     whole = target.weight_nf4 if isinstance(target, Nf4Linear) else target
-    local, offset = whole, (0,) * whole.ndim
-    if isinstance(whole, DTensor):
-        local = whole.to_local()
-        _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    local, offset = whole.to_local() if isinstance(whole, DTensor) else whole, offset_of(whole)
     if local.numel() == 0:
         return
     if not stored.shape:

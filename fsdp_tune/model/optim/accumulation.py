@@ -25,7 +25,7 @@ def sums_need_fp32(recipe: Recipe) -> bool:
 
 
 def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
-    """Make FSDP2 keep reduced gradients in fp32. The gradient of a shard then takes 4 bytes per parameter until `round_gradients`.
+    """Make FSDP2 keep reduced gradients in fp32. Until the step (`round_before_step`) that of a shard takes 4 bytes per parameter.
 
     Call it after the weights are on their device.
     """
@@ -40,9 +40,19 @@ def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
         group._orig_dtype = torch.float32  # what `foreach_reduce` casts its output to before torch 2.15
 
 
+def round_before_step(optimizer: Any) -> None:
+    """Make an optimizer cast gradients to the dtype of their parameters before each step, as torch's own require."""
+    optimizer.register_step_pre_hook(_round_gradients)
+    optimizer.rounds_gradients = True
+
+
+def rounds_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer casts gradients before each step."""
+    return bool(getattr(optimizer, "rounds_gradients", False))
+
+
 @torch.no_grad()
-def round_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Cast gradients to the dtype of their parameters, as torch's optimizers require; a pre-hook of `optimizer.step`."""
+def _round_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:

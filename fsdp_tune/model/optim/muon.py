@@ -25,6 +25,7 @@ from fsdp_tune.model.step import plain_name
 
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters."""
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozenset[str]:
@@ -38,7 +39,7 @@ def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozens
         of_module: list[nn.Module | None] = []
         if isinstance(module, PreTrainedModel):
             of_module = [module.get_input_embeddings(), module.get_output_embeddings()]
-        elif isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        elif isinstance(module, nn.Embedding | _CONVOLUTIONS):
             of_module = [module]
         left_out |= {id(parameter) for each in of_module if each is not None for parameter in each.parameters()}
     names = {plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out}
@@ -94,7 +95,7 @@ class Muon(AdamW):
         lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
         beta1, beta2 = group["betas"]
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "fused")}
         adamw(*lists, beta1=beta1, beta2=beta2, **options)  # type: ignore[arg-type]
 
     def _update_matrices(self, group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor
 
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
-from fsdp_tune.model.optim.accumulation import round_gradients, sum_gradients_in_fp32, sums_need_fp32
+from fsdp_tune.model.optim.accumulation import round_before_step, sum_gradients_in_fp32, sums_need_fp32
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
@@ -42,7 +42,7 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
     if sums_need_fp32(recipe):
         sum_gradients_in_fp32(wrapped)
         if not isinstance(optimizer, LeanAdamW):  # which computes on fp32 copies
-            optimizer.register_step_pre_hook(round_gradients)
+            round_before_step(optimizer)
     if gathers_in_fp8(recipe):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(wrapped))
     return optimizer

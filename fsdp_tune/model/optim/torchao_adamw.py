@@ -12,10 +12,9 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.local import local_part, wraps_others
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 
@@ -81,7 +80,7 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors of this rank that a tensor of optimizer state consists of."""
     local = local_part(tensor)
-    if is_traceable_wrapper_subclass(local):
+    if wraps_others(type(local)):
         return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return [local]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_tune.model.kernels.float8_weights import plain
 
@@ -37,10 +36,32 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     return None
 
 
+def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the index of the first element of this rank's part in the full tensor, one number for each dimension.
+
+    As `Shard` divides, by `torch.chunk`: parts of equal length, then a shorter one and empty ones.
+    """
+    offset, lengths = [0] * tensor.ndim, list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for index, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                part = -(-lengths[dim] // mesh.size(index))
+                start = min(lengths[dim], mesh.get_local_rank(index) * part)
+                offset[dim], lengths[dim] = offset[dim] + start, min(part, lengths[dim] - start)
+    return tuple(offset)
+
+
+def wraps_others(kind: type) -> bool:
+    """Return whether tensors of a class consist of others (DTensor, torchao's blocks), by the protocol of torch's tensor subclasses."""
+    return issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
 @torch.no_grad()
 def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's part of `whole` into `target`, without communication."""
     if isinstance(target, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        whole = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+        parts = zip(offset_of(target), target.to_local().shape, strict=True)
+        whole = whole[tuple(slice(start, start + length) for start, length in parts)]
     local_part(target).copy_(whole)

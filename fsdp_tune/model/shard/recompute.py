@@ -39,9 +39,10 @@ def _is_attention(op: Any) -> bool:
     (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
     if op in _ATTENTION_OPS:
         return True
-    qualified = str(getattr(op, "_schema", None) and op._schema.name)
-    namespace, _, name = qualified.partition("::")
-    return qualified == "torch_attn::_varlen_attn" or (namespace.startswith("flash_attn") and name.endswith(("forward", "fwd")))
+    namespace, _, name = str(op).partition(".")  # `flash_attn._flash_attn_varlen_forward.default`
+    name = name.partition(".")[0]
+    is_varlen = (namespace, name) == ("torch_attn", "_varlen_attn")
+    return is_varlen or (namespace.startswith("flash_attn") and name.endswith(("forward", "fwd")))
 
 
 class _SaveAttentionAndEverySecondMatmul:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import library
-from torch.utils._pytree import tree_map
 
 from fsdp_tune.planner.trace.device import DEVICE
 
@@ -44,7 +43,6 @@ _FP32 = (
     "cumprod",
     "prod",
 )
-_KEY = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 _weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -73,11 +71,16 @@ def _overload(name: str) -> Any:
 
 def _run(operation: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
     wanted = dtype or torch.get_autocast_dtype(DEVICE)
-    with torch._C._ExcludeDispatchKeyGuard(_KEY):
-        return operation(*tree_map(lambda leaf: _cast(leaf, wanted), args), **tree_map(lambda leaf: _cast(leaf, wanted), kwargs))
+    torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
+    try:
+        return operation(*_cast(args, wanted), **{name: _cast(value, wanted) for name, value in kwargs.items()})
+    finally:
+        torch.set_autocast_enabled(DEVICE, True)
 
 
 def _cast(leaf: Any, wanted: torch.dtype) -> Any:
+    if isinstance(leaf, list | tuple):
+        return [_cast(each, wanted) for each in leaf]
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype in (wanted, torch.float64):
         return leaf
     if wanted == torch.float32 or not (leaf.is_leaf and leaf.requires_grad and leaf.dtype == torch.float32):

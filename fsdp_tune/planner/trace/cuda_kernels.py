@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.planner.hardware.efficiency import TILE_TOKENS
 from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
@@ -86,10 +85,15 @@ _LOOPS = {
 }
 
 
+def operator_name(func: Any) -> str:
+    """Return the name of an operator without its namespace and overload: `add` of `aten::add.Tensor`."""
+    return str(func.overloadpacket.__name__)
+
+
 def can_fuse(func: Any) -> bool:
     """Return whether Inductor fuses an operator with others."""
     tags = func.tags
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or func._schema.name.split("::")[-1] in _LOOPS
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or operator_name(func) in _LOOPS
 
 
 def is_separate(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
@@ -100,7 +104,7 @@ def is_separate(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tenso
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
     """Return whether tensors of this class wrap others (DTensor, torchao's blocks), on which each operation is then dispatched."""
-    return is_traceable_wrapper_subclass_type(kind)
+    return wraps_others(kind)
 
 
 def dtype_index(dtype: torch.dtype) -> int:
@@ -122,7 +126,8 @@ def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def device_type(tensor: torch.Tensor) -> str:
     """Return the type of a tensor's device. Reading `device` of a fake tensor would dispatch an operation."""
-    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+    device: torch.device | None = getattr(tensor, "fake_device", None)
+    return (tensor.device if device is None else device).type
 
 
 def _sizes(tensors: list[torch.Tensor]) -> list[int]:
@@ -141,7 +146,7 @@ def work(
     window: int | None = None,
 ) -> Work | None:
     """Return the work of an operation; None if it starts nothing on the device. `window` is that of the layer's flash attention."""
-    name = func._schema.name.split("::")[-1]
+    name = operator_name(func)
     if name in _NO_WORK or not (inputs or outputs):
         return None
     crossing = {device_type(tensor) for tensor in (*inputs, *outputs)}
@@ -159,7 +164,7 @@ def work(
     if name.startswith("_foreach") and not outputs:
         written = [leaf for leaf in args[0] if isinstance(leaf, torch.Tensor)]
     launches = math.ceil(len(inputs) / _TENSORS_PER_LAUNCH) if name.startswith(("_foreach", "_fused")) else 1
-    scratch = _SCRATCH.get(func._overloadpacket)
+    scratch = _SCRATCH.get(func.overloadpacket)
     sizes = _sizes(inputs) + _sizes(written)
     of_batch = sum(size for size in sizes if size % micro_batch == 0)
     of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
@@ -168,7 +173,7 @@ def work(
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
-    counter = flop_registry.get(func._overloadpacket)
+    counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return 0.0
     if not name.startswith("_scaled_dot_product_"):
@@ -278,7 +283,7 @@ def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) 
 
 def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[str, int]) -> tuple[int, int, int, int] | None:
     """Return (kind, group, bytes of the full buffer, dtype) of a c10d operation; None for a barrier and the like."""
-    name = func._schema.name.split("::")[-1]
+    name = operator_name(func)
     kind = next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
     if kind is None or not inputs:
         return None

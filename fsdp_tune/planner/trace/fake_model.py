@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedMo
         return made[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = materialised(tensor)
+        own = [module.named_parameters(recurse=False, remove_duplicate=False), module.named_buffers(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*itertools.chain(*own)]:
+            setattr(module, name, materialised(tensor))
     return model

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,7 +125,7 @@ class Recorder(TorchDispatchMode):
 
     def _seen(self, tensor: torch.Tensor) -> Allocation | None:
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
+        known = self._live.get(id(storage))
         if known is not None:
             return known
         if self._paused or storage.nbytes() == 0:
@@ -136,8 +135,8 @@ class Recorder(TorchDispatchMode):
 
     def _track(self, storage: Any, *, host: bool) -> Allocation:
         allocation = Allocation(-1, 0, -1, 0, host, 0) if self._hidden else self._allocate(storage.nbytes(), host=host)
-        allocation.held = weakref.ref(storage, functools.partial(self._dead, storage._cdata))
-        self._live[storage._cdata] = allocation
+        allocation.held = weakref.ref(storage, functools.partial(self._dead, id(storage)))
+        self._live[id(storage)] = allocation
         return allocation
 
     def _allocate(self, size: int, *, host: bool = False) -> Allocation:
@@ -171,7 +170,7 @@ class Recorder(TorchDispatchMode):
         return self.modules.setdefault(self.place.module, len(self.modules))
 
     def _resized(self, storage: Any) -> None:
-        allocation = self._live.get(storage._cdata)
+        allocation = self._live.get(id(storage))
         size = storage.nbytes()
         if allocation is None:
             if size and not self._paused:
@@ -185,7 +184,7 @@ class Recorder(TorchDispatchMode):
         if size:
             allocation = self._allocate(size, host=allocation.host)
             allocation.held = held
-            self._live[storage._cdata] = allocation
+            self._live[id(storage)] = allocation
             self._gathered(allocation)
 
     def _gathered(self, allocation: Allocation) -> None:
@@ -194,7 +193,7 @@ class Recorder(TorchDispatchMode):
     # ---- Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+        if func is _ASKS_FOR_DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # more than half of all calls, and not an operation
         if any(map(kernels.is_made_of_others, types)):
             return NotImplemented  # the tensors inside are dispatched next
@@ -224,7 +223,7 @@ class Recorder(TorchDispatchMode):
         """
         if self.place.phase not in _OWNED:
             return [self.place.layer] * len(outputs)
-        known = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
+        known = [self._live.get(id(tensor.untyped_storage())) for tensor in inputs]
         layers = [allocation.layer if allocation is not None else -1 for allocation in known] or [self.place.layer]
         self.place.layer = layers[-1]
         return [layers[min(index, len(layers) - 1)] for index in range(len(outputs))]
@@ -285,13 +284,13 @@ class Recorder(TorchDispatchMode):
             phase=place.phase,
             can_fuse=is_loop,
             is_separate=is_loop and kernels.is_separate(func, inputs, outputs),
-            reads=self._blocks(inputs[1:] if func._schema.name == "aten::copy_" else inputs),
+            reads=self._blocks(inputs[1:] if kernels.operator_name(func) == "copy_" else inputs),
             writes=self._blocks(outputs),
         )
         self.calls.append(call)
 
     def _blocks(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-        found = ((self._live.get(tensor.untyped_storage()._cdata), tensor) for tensor in tensors)
+        found = ((self._live.get(id(tensor.untyped_storage())), tensor) for tensor in tensors)
         return tuple((known.block, tensor.numel() * tensor.element_size()) for known, tensor in found if known is not None)
 
     def _where(self, layer: int) -> tuple[int, ...]:
@@ -304,7 +303,7 @@ class Recorder(TorchDispatchMode):
             return [(self.place.layer, 1.0)]
         sizes: dict[int, int] = {}
         for tensor in inputs:
-            known = self._live.get(tensor.untyped_storage()._cdata)
+            known = self._live.get(id(tensor.untyped_storage()))
             layer = known.layer if known is not None else -1
             sizes[layer] = sizes.get(layer, 0) + tensor.numel() * tensor.element_size()
         total = sum(sizes.values())

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.optim.optimizer as optimizer_module
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionMaskInterface, PreTrainedModel
 
@@ -84,7 +83,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
             _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
             loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
             with scopes(bare, recorder):
-                with one_slice(recorder), _foreach():
+                with one_slice(recorder):
                     _train(recipe, loaded, recorder, where)
                 if recipe.evaluates:
                     _evaluate(recipe, loaded, recorder, where)
@@ -105,21 +104,20 @@ def _groups(mesh: Any, sequence_group: dist.ProcessGroup | None) -> dict[str, in
 @contextlib.contextmanager
 def _masks(*, has_masks: bool) -> Iterator[None]:
     """Make no masks for packed examples and sliding windows if the kernel has none. The model is traced with sdpa in its place."""
-    functions = AttentionMaskInterface._global_mapping
-    kept = functions["sdpa"]
+    kept = AttentionMaskInterface()["sdpa"]
     if not has_masks:
-        functions["sdpa"] = nothing
+        AttentionMaskInterface.register("sdpa", nothing)
     try:
         yield
     finally:
-        functions["sdpa"] = kept
+        AttentionMaskInterface.register("sdpa", kept)
 
 
-@contextlib.contextmanager
-def _foreach() -> Iterator[None]:
-    """Let torch's optimizers use their foreach implementation for fake tensors, as they do for CUDA tensors."""
-    with replaced(optimizer_module, "_foreach_supported_types", [*optimizer_module._foreach_supported_types, FakeTensor]):
-        yield
+def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """Make one of torch's optimizers use its foreach implementation for fake tensors, as it does by default for CUDA tensors."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 @contextlib.contextmanager
@@ -163,6 +161,7 @@ def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
 
 def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
     optimizer = build_optimizer(recipe, loaded.wrapped, loaded.size.decayed)
+    _use_foreach(optimizer)
     micro_batches = traced_micro_batches(recipe)
     place = recorder.place
     loaded.wrapped.train()

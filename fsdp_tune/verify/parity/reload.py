@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,11 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         return load_file(file)
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    state: dict[str, Any] = {}
-    reader = FileSystemReader(checkpoint / SHARD_FOLDER)
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    tensors: dict[str, torch.Tensor] = state["model"]
+    with tempfile.NamedTemporaryFile() as full:
+        dcp_to_torch_save(checkpoint / SHARD_FOLDER, full.name)
+        tensors: dict[str, torch.Tensor] = torch.load(full.name, weights_only=True)["model"]
     return tensors
 
 

@@ -109,12 +109,10 @@ def restore_schedule(scheduler: Any, step: int) -> None:
             f"{type(scheduler).__name__} is not a function of the step, so it cannot be resumed",
             hint="choose a lr_scheduler_type such as cosine or linear",
         )
-    scheduler.last_epoch = step
-    scheduler._step_count = step + 1
     rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    scheduler._last_lr = rates
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
 
 
 def trainer_state_json(trainer: Trainer) -> str:

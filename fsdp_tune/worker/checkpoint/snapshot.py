@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_tune.model.shard.local import wraps_others
 
 ALIGNMENT_BYTES = 256
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: page-locked for all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class HostArena:
         if isinstance(value, DTensor):
             mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
             return DTensor.from_local(self._copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
-        if is_traceable_wrapper_subclass(value):
+        if wraps_others(type(value)):
             names, rest = value.__tensor_flatten__()
             inner = {name: self._copy(getattr(value, name)) for name in names}
             return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
@@ -94,11 +96,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(inner)
     elif isinstance(value, DTensor):
         yield from _tensors(value.to_local())
-    elif is_traceable_wrapper_subclass(value):
+    elif wraps_others(type(value)):
         for name in value.__tensor_flatten__()[0]:
             yield from _tensors(getattr(value, name))
     elif isinstance(value, torch.Tensor):
         yield value
+
+
+def pin_memory(address: int, size_bytes: int) -> None:
+    """Page-lock memory for copies from a GPU. Raises: CudaError, a RuntimeError."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE)))
+
+
+def unpin_memory(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
 
 def _aligned(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def _keeping(callback: MLflowCallback, keep: Callable[[str], None]) -> Callable[
     def set_up(args: TrainingArguments, state: TrainerState, model: Any) -> None:
         setup(args, state, model)
         if state.is_world_process_zero:
-            keep(callback._ml_flow.active_run().info.run_id)
+            keep(importlib.import_module("mlflow").active_run().info.run_id)
 
     return set_up
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.optim.accumulation import rounds_gradients
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.shard.local import local_part
@@ -50,7 +50,7 @@ class UpdateSample:
     def __init__(self, names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer, *, stochastic: bool) -> None:
         """`stochastic`: bf16 parameters are rounded stochastically, so that only an update of a whole unit is sure to change them."""
         self._optimizer = optimizer
-        self._rounds_gradients = round_gradients in optimizer._optimizer_step_pre_hooks.values()
+        self._rounds_gradients = rounds_gradients(optimizer)
         self._ulps = 1.0 if stochastic else 0.5
         self._groups: dict[tuple[int, torch.dtype, torch.device], list[_Sampled]] = defaultdict(list)
         for index, group in enumerate(optimizer.param_groups):

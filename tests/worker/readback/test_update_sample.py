@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.optim.accumulation import round_before_step
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
@@ -88,7 +88,7 @@ def test_skipped_updates_are_not_checked(case: str) -> None:
 
 def test_cancelled_momentum_may_change_nothing() -> None:
     bench = Bench(dtype=torch.bfloat16, lr=1.0, weight_decay=0.0)
-    bench.optimizer.register_step_pre_hook(round_gradients)
+    round_before_step(bench.optimizer)
     bench.unchanged()
     for parameter in bench.model.parameters():
         state = bench.optimizer.state[parameter]
