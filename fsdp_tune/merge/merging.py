@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,8 @@ from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.layout import SINGLE_NAME, Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
-from fsdp_tune.merge.formats.contents import read_contents
+from fsdp_tune.merge.formats.as_base import as_base
+from fsdp_tune.merge.formats.contents import Contents, read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import MergeOptions, MergeSettings, Verify, settle
@@ -27,6 +28,8 @@ from fsdp_tune.merge.trees import weights_below
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
+from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.dcp_metadata import Shape
 
 _SHOWN = 20
 
@@ -96,11 +99,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
-        tied = find_ties(companions.config, contents.sources)
-        ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
-        most_bytes, file_name = (None, WEIGHTS_FILE) if exports else (settings.max_shard_bytes, SINGLE_NAME)
-        layout = plan_layout(ordered, settings.dtype, most_bytes, single_name=file_name)
-        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
+        copy = _plan(contents, selection, companions, settings, adapter, has_base=options.base is not None)
+        layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
@@ -112,7 +112,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
                 write_companions(stage, companions, layout, changes, adapter)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
-                facts = Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out, adapter)
+                facts = Facts(selection, settings, companions, layout, written, copy.left_out, contents.left_out, adapter)
                 write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
     notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
@@ -151,7 +151,11 @@ class Copy:
     selection: Selection
     companions: Companions
     layout: Layout
+    shapes: Mapping[str, Shape]
+    """Of the tensors to write, by the names of the model."""
     tied: Tied
+    left_out: Mapping[str, str]
+    """The heads that are not written and their embeddings, by their names in the output."""
     settings: MergeSettings
     adapter: Adapter | None
     has_base: bool
@@ -166,6 +170,29 @@ class Copy:
             return False
         vouched = all(source.is_vouched for source in self.sources) and not self.has_base
         return self.companions.config is not None and self.settings.verify != "none" and not vouched
+
+
+def _plan(
+    contents: Contents, selection: Selection, companions: Companions, settings: MergeSettings, adapter: Adapter | None, *, has_base: bool
+) -> Copy:
+    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in."""
+    tied = find_ties(companions.config, contents.sources)
+    ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
+    stored = _base_layout(selection, adapter)
+    output = as_base(stored, contents.sources, ordered)
+    is_adapter = adapter is not None and adapter.is_exported
+    most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
+    layout = plan_layout(output.ordered, settings.dtype, most_bytes, single_name=file_name)
+    left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
+    shapes = {tensor.name: tensor.shape for tensor in ordered}
+    return Copy(output.sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, has_base)
+
+
+def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
+    """Return how the files of the base store the parameters of a run; nothing for an adapter and for weights that are the base's files."""
+    if selection.run is None or (adapter is not None and (adapter.is_exported or adapter.base is not None)):
+        return BaseLayout()
+    return BaseLayout.read(selection.run.base_layout_json) or BaseLayout()
 
 
 def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:
@@ -189,7 +216,7 @@ def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]
                 raise
             check.finish()
         notices = (
-            compare_parameters(child.answer(), copy.layout, copy.tied.left_out, folder) if child is not None and folder is not None else []
+            compare_parameters(child.answer(), copy.shapes, copy.tied.left_out, folder) if child is not None and folder is not None else []
         )
     return written, notices
 

@@ -43,7 +43,7 @@ class Facts:
     companions: Companions
     layout: Layout
     written: Written
-    tied: dict[str, str]
+    tied: Mapping[str, str]
     left_out: dict[str, str]
     adapter: Adapter | None = None
 
@@ -96,7 +96,7 @@ def _record(facts: Facts) -> dict[str, Any]:
         "companions": facts.companions.origin,
         "dtype_option": facts.settings.dtype,
         "verified": facts.settings.verify,
-        "tied": facts.tied,
+        "tied": dict(facts.tied),
         "left_out": facts.left_out,
         "adapter": facts.adapter.as_dict() if facts.adapter is not None else None,
         "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},

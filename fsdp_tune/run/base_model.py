@@ -1,17 +1,23 @@
-"""base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do not hold it."""
+"""What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do
+not hold it. base_layout.json in RUN/model: how files of the base store the parameters that the model stacks or names otherwise.
+
+transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on the hub, transformers 4
+and vLLM have one tensor for each expert and the older names (`WeightConverter` and `WeightRenaming` of transformers'
+`core_model_loading`). A merged model is written as such files are.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.document import Document
 
-BASE_FILE = "base.json"
+BASE_FILE, LAYOUT_FILE = "base.json", "base_layout.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
 
 
@@ -109,3 +115,50 @@ def digest_of_weights(folder: Path) -> str:
                 file.seek(at)
                 found.update(file.read(SAMPLE_BYTES))
     return f"blake2b:{found.hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a parameter and its position in a tensor of a file."""
+
+    parameter: str
+    start: tuple[int, ...]
+    """First element, by dimension of the parameter."""
+    axes: tuple[int, ...]
+    """The dimension of the parameter that each dimension of the tensor is; of the others, the box has one index."""
+    sizes: tuple[int, ...]
+    """By dimension of the tensor."""
+    position: tuple[int, ...]
+    """First element in the tensor, by dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a file and the pieces that cover it. With a `count`, as many tensors: `{}` in the name is the number of each, which is
+    the index in the first dimension of each parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    count: int | None = None
+
+    def expanded(self) -> Iterator[FileTensor]:
+        """Yield the tensors, each without a `count`."""
+        if self.count is None:
+            yield self
+            return
+        for index in range(self.count):
+            pieces = tuple(replace(piece, start=(index, *piece.start[1:])) for piece in self.pieces)
+            yield FileTensor(self.name.format(index), self.shape, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLayout(Document):
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    """{parameter: name in the files} of those that are stored as they are."""
+    tensors: tuple[FileTensor, ...] = ()
+    """Of the parameters that are stored in several tensors, or several in one."""
+
+    def name_of(self, parameter: str) -> str:
+        """Return the name of a parameter that is stored as it is."""
+        return self.renamed.get(parameter, parameter)

@@ -50,6 +50,8 @@ class RunDir:
     launch_json = _Inside("launch.json")
     base_json = _Inside("model/base.json")
     """The base of an adapter."""
+    base_layout_json = _Inside("model/base_layout.json")
+    """Names and shapes of the weights in files of the base."""
     resume_json = _Inside("resume.json")
     accelerate_yaml = _Inside("accelerate.yaml")
     environment_json = _Inside("environment.json")

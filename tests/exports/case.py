@@ -30,7 +30,13 @@ TOLERANCE = 1e-5
 
 
 def train_and_export(base: Path, out: Path, *, lora: bool = False, **model: Any) -> Path:
-    """Write the files of a run on `base` with changed weights, and return its exported model, or its exported adapter."""
+    """Write a run on `base` with changed weights, and return its exported model, or its exported adapter."""
+    run, _ = write_run(base, out, lora=lora, **model)
+    return merge_checkpoint(run, MergeOptions(dtype="keep", adapter=lora, verify="quick")).output
+
+
+def write_run(base: Path, out: Path, *, lora: bool = False, **model: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write the files of a run on `base` with changed weights. Returns (run, its weights)."""
     sections: dict[str, Any] = {"lora": {"r": 4, "target_modules": "all-linear"}} if lora else {}
     sections |= {"data": {"train": [{"path": "x"}], "max_length": 64}}
     recipe = recipe_of({"name_or_path": str(base), "tokenizer": None, **model}, **sections)
@@ -40,12 +46,12 @@ def train_and_export(base: Path, out: Path, *, lora: bool = False, **model: Any)
     files = out / "files"
     files.mkdir(parents=True)
     save_model_files(files, document, encoder.tokenizer, encoder.origin)
-    state = _trained_state(recipe, encoder.vocabulary_size)
-    run = make_run(out / "run", {1: state}, model=files, recipe=recipe)
-    return merge_checkpoint(run, MergeOptions(dtype="keep", adapter=lora, verify="quick")).output
+    state = trained_state(recipe, encoder.vocabulary_size)
+    return make_run(out / "run", {1: state}, model=files, recipe=recipe), state
 
 
-def _trained_state(recipe: Recipe, vocabulary: int) -> dict[str, torch.Tensor]:
+def trained_state(recipe: Recipe, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the recipe's model with noise on those that are trained, as a checkpoint has them."""
     model = build_full(recipe, vocabulary=vocabulary)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():

@@ -19,8 +19,8 @@ scripts/test-exports --write
 {counts}
 
 `5` is the version that trains, `older` the other one. Config, tokenizer and generation settings have the spelling of the base, and
-changed facts those of both versions. Names and shapes of weights are those of transformers 5: where version 5 stacks the weights of
-experts or renames a head, version 4 reports missing keys (a warning, and random values in their place): serve these with version 5.
+changed facts those of both versions. Names and shapes of weights are those of the base's files: where version 5 stacks the weights of
+experts or renames a module, they are written as one tensor for each expert and under the older name.
 
 vLLM reads an export through the transformers that is installed with it (from its source: `CachedHfTokenizer.from_pretrained` of
 `vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from fsdp_tune.model.loading.experts import active_parameters
+from fsdp_tune.model.experts import active_parameters
 from tests.model.families import FAMILIES
 
 

@@ -18,6 +18,7 @@ FACTS = {
     "generation_config": {"temperature": 0.5},
     "architecture": "GPT2LMHeadModel",
     "embedding_rows": 9,
+    "base_layout": {},
 }
 
 

@@ -53,13 +53,16 @@ class TensorReader:
         return _OpenChunk(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:
-        """Check a storage that is not read from front to back, in a pass of its own."""
+        """Check a storage that is not read from front to back, in a pass of its own, once for all tensors with parts of it."""
+        if (extent.file, extent.storage_start) in self._files.checked:
+            return
         crc, buffer = 0, self._scratch.data
         for at in range(0, extent.storage_bytes, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, extent.storage_bytes - at)]
             self._files.read_into(extent.file, extent.storage_start + at, piece)
             crc = crc32(piece, crc)
         self._compare(extent, crc)
+        self._files.checked.add((extent.file, extent.storage_start))
 
     def read(self, box: Box, target: Array) -> None:
         """Fill `target` (flat, `box.elements` elements of the tensor's dtype)."""
@@ -82,7 +85,9 @@ class TensorReader:
         for part in self._parts:
             if part.crc32 is not None:
                 self._compare(part.extent, part.crc32)
-            self._files.drop_cached(part.extent.file, part.extent.storage_start, part.extent.storage_bytes)
+            steps = zip(part.chunk.sizes, part.extent.strides, strict=True)
+            span_bytes = (sum((size - 1) * stride for size, stride in steps) + 1) * self._item_bytes
+            self._files.drop_cached(part.extent.file, part.extent.first_byte, span_bytes)
 
     def _compare(self, extent: Extent, crc: int) -> None:
         if crc != extent.crc32:

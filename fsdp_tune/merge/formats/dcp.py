@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_erro
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.formats.names import model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, Extent, SourceTensor
+from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, ChunkPart, Extent, SourceTensor
 from fsdp_tune.run.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata, Shape
 from fsdp_tune.run.pickles import Refused
 
@@ -75,6 +76,11 @@ def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:
     files, place = tensor.files, chunk.place
     if isinstance(place, Extent):
         return place
+    if isinstance(place, ChunkPart):
+        whole = locate(tensor, replace(chunk, sizes=place.sizes, place=place.place))
+        first = sum(index * stride for index, stride in zip(place.start, whole.strides, strict=True))
+        strides = tuple(whole.strides[axis] for axis in place.axes)
+        return replace(whole, first_byte=whole.first_byte + first * tensor.dtype.item_bytes, strides=strides)
     try:
         archive = open_archive(files, place.file, place.offset, place.length_bytes)
         stored = read_pickle(archive)

@@ -25,6 +25,8 @@ class SourceFiles:
 
     def __init__(self, root: Path, *, is_vouched: bool = False, limit: int = 256) -> None:
         self.root, self.is_vouched = root, is_vouched
+        self.checked: set[tuple[str, int]] = set()
+        """(file, first byte) of the storages whose checksum was compared in a pass of its own."""
         self._open = functools.lru_cache(maxsize=limit)(self._open_file)
 
     def __enter__(self) -> Self:

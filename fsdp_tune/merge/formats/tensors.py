@@ -36,12 +36,22 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """A box of what is stored at `place` with the shape `sizes`: its first element, and the dimensions that are kept, in their order."""
+
+    place: ArchiveExtent | Extent | ChunkPart
+    sizes: Shape
+    start: Shape
+    axes: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The box at `offsets` of the whole tensor, of shape `sizes` (both in elements per dimension)."""
 
     offsets: Shape
     sizes: Shape
-    place: ArchiveExtent | Extent
+    place: ArchiveExtent | Extent | ChunkPart
 
     @property
     def elements(self) -> int:

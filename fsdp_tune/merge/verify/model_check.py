@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error
-from fsdp_tune.merge.copy.layout import Layout
+from fsdp_tune.run.dcp_metadata import Shape
 
 _SHOWN = 5
 # The child needs no accelerator and no network.
@@ -46,8 +46,8 @@ class Child:
         return children.describe_failure(self._process.returncode, errors)
 
 
-def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mapping[str, str], folder: Path) -> list[Notice]:
-    """Raises: FailedError unless the output holds exactly the parameters of the model, with their shapes."""
+def compare_parameters(answer: dict[str, Any] | str, shapes: Mapping[str, Shape], tied: Mapping[str, str], folder: Path) -> list[Notice]:
+    """Raises: FailedError unless the tensors to write are exactly the parameters of the model, with their `shapes`."""
     if isinstance(answer, str):
         return [
             Notice(
@@ -57,7 +57,7 @@ def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mappi
             )
         ]
     wanted: dict[str, list[int]] = answer["parameters"]
-    have = {name: list(placed.shape) for name, placed in layout.tensors.items()}
+    have = {name: list(shape) for name, shape in shapes.items()}
     restored = {name for name, source in {**answer["tied"], **tied}.items() if source in have or name in have}
     restored |= {source for name, source in answer["tied"].items() if name in have}
     ignored = [re.compile(pattern) for pattern in answer["ignored"]]

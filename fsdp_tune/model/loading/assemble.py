@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import count_elements
+from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, require_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
@@ -24,7 +25,6 @@ from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.bitsandbytes_files import refuse_unread
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
-from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.tied_files import untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.sequence_parallel import set_sequence_group

@@ -28,6 +28,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.saved_layout import base_layout
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import positions_of_run
 
@@ -43,6 +44,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
             **_exported(recipe, config, packaged=packaged),
+            "base_layout": base_layout(recipe, model).as_dict(),
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             **_embeddings(model),

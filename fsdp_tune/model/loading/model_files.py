@@ -13,6 +13,7 @@ from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import LAYOUT_FILE, BaseLayout
 
 
 class Tokenizer(SavedTokenizer, Protocol):
@@ -27,8 +28,8 @@ class Tokenizer(SavedTokenizer, Protocol):
 
 
 def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
-    """Write config.json, generation_config.json, the tokenizer, and of an adapter its adapter_config.json. `facts` is the document of
-    `model.loading.inspect`, `origin` the tokenizer before the recipe changed it."""
+    """Write config.json, generation_config.json, the tokenizer, base_layout.json, and of an adapter its adapter_config.json. `facts` is the
+    document of `model.loading.inspect`, `origin` the tokenizer before the recipe changed it."""
     save_tokenizer(directory, tokenizer, origin)
     config = facts["exported_config"]
     write_json(directory / "config.json", config | _changes_of_run(facts, tokenizer))
@@ -38,6 +39,7 @@ def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenize
         for path in sorted(Path(facts["base_folder"]).glob("*.py")):
             if resolves_inside(path, path.parent):
                 write_file(directory / path.name, path.read_bytes())
+    BaseLayout.from_dict(facts["base_layout"]).write(directory / LAYOUT_FILE)
     if "adapter_config" in facts:
         write_json(directory / CONFIG_FILE, facts["adapter_config"])
 

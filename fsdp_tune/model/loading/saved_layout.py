@@ -1,0 +1,235 @@
+"""Find the names and shapes under which files store a model's parameters, from the conversions of the installed transformers.
+
+`revert_weight_conversion`, which `save_pretrained` calls, runs on meta tensors. Each result is a view of a parameter, so that its
+offset and strides tell which elements it has; nothing is read or copied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+
+from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.loading.exported_config import base_folder
+from fsdp_tune.model.loading.stored_tensors import tensors_of
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
+from fsdp_tune.run.directory import run_of
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def base_layout(recipe: Recipe, model: PreTrainedModel) -> BaseLayout:
+    """Return the layout of the files of a recipe's base, as far as it differs from that of the model's parameters.
+
+    Without such files on this machine it is that of `save_pretrained`, as of the models on the hub.
+    """
+    folder = base_folder(recipe)
+    if folder is not None and (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
+        return BaseLayout.read(run.base_layout_json) or saved_layout(model)
+    return saved_layout(model, _stored_shapes(folder) if folder is not None else None)
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    """Return {name: shape} of the tensors in a model directory; None for the shapes of files that are not there, or are pickled."""
+    index = next((path for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if (path := folder / name).is_file()), None)
+    files: dict[str, str] = {}
+    if index is not None:
+        try:
+            files = dict(json.loads(index.read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError):
+            return {}  # the loader reports a damaged index
+    found: dict[str, tuple[int, ...] | None] = dict.fromkeys(files)
+    for file in set(files.values()) or {SAFE_WEIGHTS_NAME}:
+        if file.endswith(".safetensors") and (folder / file).is_file():
+            found.update((name, stored.shape) for name, stored in tensors_of(folder / file))
+    return found
+
+
+def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | None] | None = None) -> BaseLayout:
+    """Return the layout of a model's files where it differs from that of its parameters.
+
+    `stored`: {name: shape, None if unknown} of the tensors in the files of the base. Parameters that these hold as the model does keep
+    their names and shapes, and so do all parameters if transformers converts in a way that is not a view.
+    """
+    state = {
+        own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+        if (own := name_in_base(name)) is not None
+    }
+    tensors = _file_tensors(model, state)
+    if tensors is None or not _is_reversible(model, tensors, state):
+        return BaseLayout()
+    kept = [tensor for group in _groups(tensors) if not _is_stored_as_parameters(group, state, stored or {}) for tensor in group]
+    renamed = {tensor.pieces[0].parameter: tensor.name for tensor in kept if _is_whole(tensor, state)}
+    others = [tensor for tensor in kept if not _is_whole(tensor, state)]
+    return BaseLayout({name: new for name, new in renamed.items() if name != new}, tuple(_numbered(others)))
+
+
+class _Views(TorchFunctionMode):
+    """Leaves views as they are where a conversion asks for contiguous memory, and records what is concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[torch.Tensor, int, Sequence[torch.Tensor]]] = {}
+        """{storage: (tensor, dimension, its parts)}"""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ == "contiguous":
+            return args[0]
+        result = func(*args, **kwargs)
+        if func.__name__ in ("cat", "concat"):
+            dimension = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            self.joined[_storage(result)] = (result, dimension % result.ndim, args[0])
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # the address of the data is 0 on the meta device
+
+
+def _file_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[FileTensor] | None:
+    """Return the tensors that `save_pretrained` writes; None if they are not made of boxes of the parameters, each element once."""
+    owners = {_storage(tensor): name for name, tensor in state.items()}
+    with _Views() as views:
+        try:
+            saved = revert_weight_conversion(model, dict(state))
+        except (ValueError, RuntimeError, AttributeError, KeyError, TypeError):
+            return None  # a conversion of a model that is not complete here
+    found: list[FileTensor] = []
+    for name, tensor in saved.items():
+        pieces = _pieces(tensor, state, owners, views)
+        if pieces is None:
+            return None
+        found.append(FileTensor(name, tuple(tensor.shape), tuple(pieces)))
+    elements: dict[str, int] = defaultdict(int)
+    for tensor in found:
+        for piece in tensor.pieces:
+            elements[piece.parameter] += math.prod(piece.sizes)
+    return found if all(elements[name] == tensor.numel() for name, tensor in state.items()) else None
+
+
+def _pieces(tensor: torch.Tensor, state: Mapping[str, torch.Tensor], owners: Mapping[int, str], views: _Views) -> list[Piece] | None:
+    owner = owners.get(_storage(tensor))
+    if owner is not None:
+        piece = _box(owner, tensor, state[owner])
+        return None if piece is None else [piece]
+    whole, dimension, parts = views.joined.get(_storage(tensor), (None, 0, ()))
+    if whole is None or tensor.shape != whole.shape or tensor.stride() != whole.stride():
+        return None
+    found: list[Piece] = []
+    at = 0
+    for part in parts:
+        inner = _pieces(part, state, owners, views)
+        if inner is None:
+            return None
+        found += [
+            replace(piece, position=(*piece.position[:dimension], piece.position[dimension] + at, *piece.position[dimension + 1 :]))
+            for piece in inner
+        ]
+        at += part.shape[dimension]
+    return found
+
+
+def _box(name: str, view: torch.Tensor, parameter: torch.Tensor) -> Piece | None:
+    """Return the box of a parameter that a view shows; None if it is not one, as of a strided view."""
+    steps = parameter.stride()
+    rest, start = view.storage_offset(), list[int]()
+    for size, step in zip(parameter.shape, steps, strict=True):
+        start.append(min(rest // step, size - 1))
+        rest -= start[-1] * step
+    axes: list[int] = []
+    for size, step in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        free = [axis for axis in reversed(range(parameter.ndim)) if axis not in axes]
+        fitting = [axis for axis in free if (steps[axis] == step or size == 1) and start[axis] + size <= parameter.shape[axis]]
+        if not fitting:
+            return None
+        axes.append(fitting[0])
+    sizes = tuple(view.shape)
+    return Piece(name, tuple(start), tuple(reversed(axes)), sizes, (0,) * len(sizes)) if rest == 0 else None
+
+
+def _is_whole(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a tensor is one parameter as it is."""
+    first = tensor.pieces[0]
+    return len(tensor.pieces) == 1 and first.sizes == tuple(state[first.parameter].shape) and first.axes == tuple(range(len(first.axes)))
+
+
+def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state: dict[str, torch.Tensor]) -> bool:
+    """Return whether transformers finds the parameters under the names of the tensors, and no name twice."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    for tensor in sorted(tensors, key=lambda each: each.name):
+        found, _ = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
+        if found not in {piece.parameter for piece in tensor.pieces}:
+            return False
+    return len({tensor.name for tensor in tensors}) == len(tensors)
+
+
+def _groups(tensors: Sequence[FileTensor]) -> Iterator[list[FileTensor]]:
+    """Yield the tensors that have parameters in common, which can only be stored in the one way or in the other."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while (above := parent.setdefault(name, name)) != name:
+            name = above
+        return name
+
+    for tensor in tensors:
+        for piece in tensor.pieces[1:]:
+            parent[root(piece.parameter)] = root(tensor.pieces[0].parameter)
+    groups: dict[str, list[FileTensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[root(tensor.pieces[0].parameter)].append(tensor)
+    yield from groups.values()
+
+
+def _is_stored_as_parameters(
+    group: Sequence[FileTensor], state: Mapping[str, torch.Tensor], stored: Mapping[str, tuple[int, ...] | None]
+) -> bool:
+    """Return whether the files of the base hold the parameters of a group as the model does, and not as the group has them."""
+
+    def has(name: str, shape: tuple[int, ...]) -> bool:
+        return name in stored and stored[name] in (None, shape)
+
+    names = {piece.parameter for tensor in group for piece in tensor.pieces}
+    return all(has(name, tuple(state[name].shape)) for name in names) and not all(has(tensor.name, tensor.shape) for tensor in group)
+
+
+def _numbered(tensors: Sequence[FileTensor]) -> Iterator[FileTensor]:
+    """Yield the tensors, those of all experts of a parameter as one with a `count`."""
+    series: dict[tuple[Any, ...], list[FileTensor]] = defaultdict(list)
+    for tensor in tensors:
+        number = _last_number(tensor.name)
+        template = tensor.name if number is None else tensor.name[: number.start()] + "{}" + tensor.name[number.end() :]
+        same = tuple(replace(piece, start=piece.start[1:]) for piece in tensor.pieces)
+        series[(template, tensor.shape, same)].append(tensor)
+    for (template, shape, _), members in series.items():
+        if len(members) > 1 and all(_is_numbered(each, index) for index, each in enumerate(members)):
+            yield FileTensor(template, shape, members[0].pieces, len(members))
+        else:
+            yield from members
+
+
+def _last_number(name: str) -> re.Match[str] | None:
+    return max(_NUMBER.finditer(name), key=lambda match: match.start(), default=None)
+
+
+def _is_numbered(tensor: FileTensor, index: int) -> bool:
+    number = _last_number(tensor.name)
+    return number is not None and int(number[0]) == index and all(piece.start[0] == index for piece in tensor.pieces)

@@ -1,0 +1,113 @@
+"""A merged model has the names and shapes of the base's files, and transformers 5 reads the trained weights in them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from fsdp_tune.merge.copy import gather, write
+from tests.architectures.tiny import config_of, make_model
+from tests.data.test_exported_tokenizer import write_base as write_tokenizer
+from tests.exports.case import write_run
+from tests.merge.checkpoints import SHARDS, finish_checkpoint, merged_tensors, same_bits, save_on_ranks
+from tests.model.families import FAMILIES
+
+ROWS = 300
+IDS = torch.tensor([[5, 17, 40, 3, 99, 101, 7, 64]])
+OTHERS = ("phimoe", "qwen3_moe", "olmoe", "granitemoe", "jamba", "aria_text", "deepseek_v3", "sarvam_moe", "hrm_text")
+
+
+def base_of(family: str, folder: Path, **changes: Any) -> Path:
+    fields = FAMILIES[family] if family in FAMILIES else config_of(family) | {"output_router_logits": False}
+    make_model(fields | {"vocab_size": ROWS} | changes, folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def assert_exported_as_base(merged: Path, base: Path, trained: dict[str, torch.Tensor]) -> None:
+    stored, found = merged_tensors(base), merged_tensors(merged)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()
+    }
+    model, report = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", output_loading_info=True)
+    assert not any(report.values())
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    expected.load_state_dict(trained)
+    assert all(same_bits(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(IDS, use_cache=False).logits, expected(IDS, use_cache=False).logits)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_neox", "qwen2_moe", "gpt_oss", "llama", *OTHERS])
+def test_merged_model_has_names_and_shapes_of_the_base(family: str, merge: Any, tmp_path: Path) -> None:
+    base = base_of(family, tmp_path / "base")
+    run, trained = write_run(base, tmp_path)
+    assert_exported_as_base(merge(run, dtype="keep").output, base, trained)
+
+
+@pytest.mark.parametrize(("ranks", "dimension"), [(3, 0), (5, 1), (2, 2)])
+def test_experts_are_gathered_from_the_parts_of_all_ranks(ranks: int, dimension: int, merge: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    for module in (gather, write):
+        monkeypatch.setattr(module, "BUFFER_BYTES", 4096)
+    base = base_of("mixtral", tmp_path / "base")
+    run, trained = write_run(base, tmp_path)
+
+    def state_of(_: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (ranks,))
+        return {"model": {name: distribute_tensor(t, mesh, [Shard(min(dimension, t.ndim - 1))]) for name, t in trained.items()}}
+
+    save_on_ranks(ranks, run / "checkpoint-2" / SHARDS, state_of)
+    finish_checkpoint(run / "checkpoint-2", 2)
+    assert_exported_as_base(merge(run, step=2, dtype="keep", verify="full").output, base, trained)
+
+
+def test_base_with_the_names_of_the_model_keeps_them(merge: Any, tmp_path: Path) -> None:
+    base = base_of("mixtral", tmp_path / "base")
+    own = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in own.items()}, base / "model.safetensors", {"format": "pt"})
+    run, trained = write_run(base, tmp_path)
+    assert_exported_as_base(merge(run, dtype="keep").output, base, trained)
+
+
+def test_run_without_a_base_is_exported_as_save_pretrained_writes(merge: Any, tmp_path: Path) -> None:
+    fields = tmp_path / "config.json"
+    fields.write_text(json.dumps(FAMILIES["mixtral"] | {"vocab_size": ROWS}))
+    base = base_of("mixtral", tmp_path / "base")
+    run, trained = write_run(base, tmp_path, name_or_path=None, from_config=str(fields), tokenizer=str(base))
+    assert_exported_as_base(merge(run, dtype="keep").output, base, trained)
+
+
+def test_average_shards_and_dtype_apply_to_single_experts(merge: Any, tmp_path: Path) -> None:
+    base = base_of("mixtral", tmp_path / "base")
+    run, trained = write_run(base, tmp_path)
+    save_on_ranks(1, run / "checkpoint-2" / SHARDS, lambda _: {"model": {name: 3 * tensor for name, tensor in trained.items()}})
+    finish_checkpoint(run / "checkpoint-2", 2)
+    output = merge(run, average="1,2", dtype="bf16", max_shard_bytes=40_000, verify="full").output
+    found = merged_tensors(output)
+    assert found.keys() == merged_tensors(base).keys()
+    assert len(list(output.glob("model-*.safetensors"))) > 2
+    expert = trained["model.layers.1.mlp.experts.gate_up_proj"][2]
+    assert torch.equal(found["model.layers.1.block_sparse_moe.experts.2.w3.weight"], (2 * expert[48:]).bfloat16())
+
+
+def test_run_without_a_record_of_the_base_is_merged_with_the_names_of_the_model(merge: Any, tmp_path: Path) -> None:
+    run, trained = write_run(base_of("mixtral", tmp_path / "base"), tmp_path)
+    (run / "model" / "base_layout.json").unlink()
+    assert merged_tensors(merge(run, dtype="keep").output).keys() == trained.keys()
+
+
+def test_tied_head_of_another_name_is_left_out(merge: Any, tmp_path: Path) -> None:
+    base = base_of("gpt_neox", tmp_path / "base", tie_word_embeddings=True)
+    run, trained = write_run(base, tmp_path)
+    output = merge(run, dtype="keep").output
+    assert_exported_as_base(output, base, trained)
+    assert json.loads((output / "merge.json").read_bytes())["tied"] == {"embed_out.weight": "gpt_neox.embed_in.weight"}
