@@ -63,12 +63,13 @@ def resolve_recipe(
     starts_ranks: bool = False,
     starts_here: bool = False,
     strict: bool = False,
+    resume: str | None = None,
 ) -> Resolution:
     """Resolve a recipe for this machine. Reports the notices of loading; those of the resolution are the caller's to report.
 
     `starts_ranks`: the job starts ranks or checks whether it could, so variables and trackers matter. `starts_here`: on this machine
     and now, so the devices that the recipe names must be here; without it a GPU is assumed where this machine shows none.
-    `strict`: the caller makes errors of notices about keys without effect. Raises: FsdpTuneError.
+    `strict`: the caller makes errors of notices about keys without effect. `resume`: of `TrainOptions`. Raises: FsdpTuneError.
     """
     observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     refuse_code(loaded.recipe, allowed, starts_ranks=starts_ranks)
@@ -81,6 +82,7 @@ def resolve_recipe(
         assume=None if starts_here else "cuda",
         needs_trackers=starts_ranks,
         positions=loaded.positions,
+        resume=resume,
     )
 
 

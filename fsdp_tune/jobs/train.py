@@ -53,6 +53,7 @@ from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.findings import as_problem
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.schedule import schedule_of_steps
 from fsdp_tune.recipe.schema import Recipe
@@ -143,7 +144,7 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
 
 def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
     """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
-    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here)
+    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
     observer.notices(resolution.notices)
     recipe = resolution.recipe
     rank = machine_rank_of(recipe, options.machine_rank, os.environ) if starts_here else options.machine_rank or 0
@@ -251,17 +252,20 @@ class _Job:
             yield self
 
     def _inspected(self, start: Start) -> Recipe:
-        """Return the recipe of the model to inspect: the checkpoint of a resumed run has the adapter that it was started from."""
-        return self.recipe if start.checkpoint is None else without_adapter(self.recipe)
+        """Return the recipe of the model to inspect: a resumed run and its checkpoint have what only its start reads."""
+        if start.checkpoint is None:
+            return self.recipe
+        return without_adapter(from_run(self.recipe, start.checkpoint.path.parent, start.from_run))
 
     def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
         """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
         recipe, observer = self.recipe, self.observer
         with children.threads(2) as pool:
-            inspecting = pool.submit(inspect_model, self._inspected(start), answer=early.inspection if early is not None else None)
-            planning = pool.submit(plan_here, recipe)
+            here = self._inspected(start)
+            inspecting = pool.submit(inspect_model, here, answer=early.inspection if early is not None else None)
+            planning = pool.submit(plan_here, here)
             try:
-                encoder = load_encoder(recipe)
+                encoder = load_encoder(here)
                 observer.notices(encoder.notices)
                 sample_prompts(recipe, encoder)
                 counter = WorkCounter(self.plan.run, recipe.launch.num_machines)
@@ -293,7 +297,8 @@ class _Job:
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
-        resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
+        planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
+        resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
         return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -63,12 +64,13 @@ def _local_inputs(recipe: Recipe, cwd: Path) -> list[Path]:
     return [path.resolve() for path in paths if path.exists()]
 
 
-def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], list[Finding]]:
+def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None) -> tuple[dict[str, str], list[Finding]]:
     """Make the local paths in the dumped recipe `data` absolute, in place. Return the reason of each change, and findings of missing files.
 
-    Missing files of a data source are reported by the code that reads them.
+    Missing files of a data source are reported by the code that reads them. `resumed`: the directory of a run, which has what a resume
+    needs of the model, the tokenizer and the chat template with which it was started.
     """
-    work = _Paths(cwd)
+    work = _Paths(cwd, recorded=_recorded(resumed) if resumed is not None else {}, is_adapter=data["lora"] is not None)
     model = data["model"]
     same = model["tokenizer"] == model["name_or_path"]
     model["name_or_path"] = work.local(model["name_or_path"], "model.name_or_path", must_exist=True)
@@ -88,6 +90,9 @@ def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], lis
 @dataclass(slots=True)
 class _Paths:
     cwd: Path
+    recorded: dict[str, str] = field(default_factory=dict[str, str])
+    """The values of a run that is resumed."""
+    is_adapter: bool = False
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     findings: list[Finding] = field(default_factory=list[Finding])
 
@@ -102,6 +107,8 @@ class _Paths:
         if path.exists():
             self.reasons[key] = "found on this machine"
             return str(path.resolve())
+        if self.recorded.get(key) == str(path.resolve()):
+            return self._of_run(key)
         if not can_only_be_a_path(name):
             return name
         if must_exist:
@@ -109,6 +116,16 @@ class _Paths:
             hint = _START.format(cwd=self.cwd) if not Path(name).expanduser().is_absolute() else None
             self.findings.append(Finding("not-found", (key,), message, hint))
         return str(path)
+
+    def _of_run(self, key: str) -> str:
+        """Return the path of a file that is gone, as the resumed run recorded it."""
+        path = self.recorded[key]
+        if key == "model.name_or_path" and self.is_adapter:
+            message = f"`{key}` was `{path}` so far, and it does not exist: the checkpoints of `lora:` hold the adapters alone"
+            self.findings.append(Finding("not-found", (key,), message, f"put the same model there again, or pass `--set {key}=DIR`"))
+        else:
+            self.reasons[key] = "recorded by the run as it was started"
+        return path
 
     def source(self, source: dict[str, Any], key: str) -> None:
         if source["path"] not in BUILDERS:
@@ -122,12 +139,24 @@ class _Paths:
     def config_file(self, name: str) -> str:
         path = self.absolute(name)
         path = path / "config.json" if path.is_dir() else path
+        if not path.is_file() and self.recorded.get("model.from_config") in (str(path.resolve()), str(path.resolve() / "config.json")):
+            return self._of_run("model.from_config")
         if not path.is_file():
             hint = "give a config.json, or the mapping itself: `{model_type: llama, hidden_size: 512}`"
             self.findings.append(
                 Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and `{path}` does not exist", hint)
             )
         return str(path.resolve())
+
+
+def _recorded(run: Path) -> dict[str, str]:
+    """Return the paths in the recipe of a run; {} if it cannot be read, which is reported where the run is."""
+    try:
+        raw: dict[str, dict[str, Any]] = json.loads((run / "recipe.json").read_bytes())
+        found = {f"{section}.{key}": value for section in ("model", "data") for key, value in raw[section].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 _START = "relative paths start at {cwd}"

@@ -57,11 +57,13 @@ def resolve(
     assume: str | None = None,
     needs_trackers: bool = True,
     positions: Mapping[str, Where] | None = None,
+    resume: str | None = None,
 ) -> Resolution:
     """Fill every unset key. Raises: FsdpTuneError with all problems that depend on the machine or the number of ranks.
 
     `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
     without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
+    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
@@ -82,7 +84,8 @@ def resolve(
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     work.adapter(cwd, output)
-    local_paths, path_problems = absolute_paths(work.data, cwd)
+    source = output if resume == "auto" else Path(cwd, resume).resolve().parent if resume is not None else None
+    local_paths, path_problems = absolute_paths(work.data, cwd, source)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
     if work.problems:

@@ -91,3 +91,5 @@ class ResumeRequest(Document):
     resume_from: str | None = None
     digests_checked: bool = False
     """Whether the launcher has just verified the digest of every file in it."""
+    from_run: list[str] = field(default_factory=list[str])
+    """Keys of the recipe whose files are gone (`recipe.read.start_inputs`). The launcher decides, since all ranks must load in one way."""

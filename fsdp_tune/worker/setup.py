@@ -31,6 +31,7 @@ from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
+from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
@@ -64,22 +65,24 @@ def build_trainer(
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
-    resume = _resume(run, recipe)
+    resume, request = _resume(run, recipe)
     if rank.is_first:
         remove_leftovers(run)
     prepared = Prepared.read(run.data_json)
     assert prepared is not None, "a run directory has it before its recipe.json"
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
-    start = recipe if resume is None else without_adapter(recipe)  # the checkpoint has it, and its files may be gone
-    loaded = load(start, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    start = recipe
+    if resume is not None:  # run and checkpoint have what only a start reads, and its files may be gone
+        start = without_adapter(from_run(recipe, resume.path.parent, request.from_run))
+    loaded = load(start, model_config(start), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
     share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
     collator = _collator(recipe, prepared, loaded)
     parts = Parts(
         recipe=recipe,
         loaded=loaded,
-        rows=_training_rows(recipe, prepared, collator, rank, run),
+        rows=_training_rows(start, prepared, collator, rank, run),
         evals={label: RowStore(path) for label, path in prepared.evals.items()},
         collator=collator,
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
@@ -91,7 +94,7 @@ def build_trainer(
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
-    sampling = [Samples(recipe)] if recipe.training.sample is not None else []
+    sampling = [Samples(start)] if recipe.training.sample is not None else []
     shares = StepShares(loaded.wrapped, device)
     loads = [] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]  # hooks inside compiled layers are not called
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
@@ -166,12 +169,12 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
     live_state.load_model(Live(loaded.wrapped, None, full=False), chosen.path)
 
 
-def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
+def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeRequest]:
     """The launcher's choice, agreed by all ranks; hashed here unless the launcher has just done so."""
     request = ResumeRequest.read(run.resume_json) or ResumeRequest()
     digests = recipe.checkpoint.verify == "digest" and not request.digests_checked
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
-    return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds)
+    return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds), request
 
 
 def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:

@@ -18,6 +18,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.launch.machines.work import WorkWatch
 from fsdp_tune.launch.supervise.process_tree import is_rank_of
+from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
@@ -67,6 +68,8 @@ class Start:
     """Content key of the training data so far; None for a new run."""
     revision: RunRevision | None = None
     """The directory before anything else in it was read."""
+    from_run: Sequence[str] = ()
+    """Keys of the recipe whose files are gone, and taken from the checkpoint's run."""
 
     @property
     def step(self) -> int:
@@ -104,7 +107,20 @@ def decide(
         _refuse_read_only(run)
     max_steps = training_value(recipe.training, "max_steps")
     refuse_beyond_end(start, max_steps if isinstance(max_steps, int) and max_steps > 0 else None)
-    return replace(start, revision=revision)
+    return replace(_without_missing_inputs(start, recipe), revision=revision)
+
+
+def _without_missing_inputs(start: Start, recipe: Recipe) -> Start:
+    """Return the start with what it takes from the checkpoint's run, since the files that the recipe names are gone."""
+    if start.checkpoint is None or start.is_finished:
+        return start
+    kept = start.checkpoint.path.parent / "model"
+    gone = missing_start_inputs(recipe)
+    notices = [
+        Notice("input-from-run", f"`{key}` is `{name}`, which is not there: {kept} has what the resume needs of it")
+        for key, name in gone.items()
+    ]
+    return replace(start, from_run=tuple(gone), notices=[*start.notices, *notices])
 
 
 def refuse_beyond_end(start: Start, total_steps: int | None) -> None:

@@ -101,7 +101,8 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
     LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, files.plan.to_json()).write(run.launch_json)
     checkpoint = files.start.checkpoint
-    ResumeRequest(str(checkpoint.path) if checkpoint else None, files.start.digests_checked).write(run.resume_json)
+    resume_from = str(checkpoint.path) if checkpoint else None
+    ResumeRequest(resume_from, files.start.digests_checked, list(files.start.from_run)).write(run.resume_json)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
 
 

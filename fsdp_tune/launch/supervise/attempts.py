@@ -22,6 +22,7 @@ from fsdp_tune.launch.machines.work import WorkCounter
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES
+from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest
@@ -114,7 +115,10 @@ class Attempts:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
         digests_checked = self._recipe.checkpoint.verify == "digest"
-        ResumeRequest(str(checkpoint.path) if checkpoint else None, digests_checked).write(run.resume_json)
+        request = ResumeRequest()
+        if checkpoint is not None:
+            request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)))
+        request.write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0
         append_event(
