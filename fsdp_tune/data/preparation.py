@@ -41,7 +41,7 @@ ROWS_FORMAT = 1
 """Incremented when the same files would have other numbers of rows."""
 SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
-DATA_FORMAT = 11
+DATA_FORMAT = 12
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 
 

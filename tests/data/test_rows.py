@@ -167,3 +167,50 @@ def test_template_without_the_tokenizers_beginning_of_sequence_is_reported(tmp_p
     found = prepared_chats(tmp_path, encoder, conversation("a", "hm")[:2])
     assert found.report["bos_missing_in_chat"] == missing
     assert ("bos-not-in-template" in {notice["code"] for notice in found.notices}) == bool(missing)
+
+
+END_CASES = [
+    ("a</s>", "[a</s>]"),
+    ("a</s>\n", "[a</s>]\n"),
+    ("a</s> \t\n\n", "[a</s>] \t\n\n"),
+    ("a</s>\nb", "[a</s>\nb</s>]"),
+    ("a\n", "[a\n</s>]"),
+    ("a<|im_end|>\n", "[a<|im_end|>\n</s>]"),
+    ("a</s></s>\n", "[a</s></s>]\n"),
+]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_white_space_after_the_end_of_sequence_is_no_reason_for_a_second_one(tmp_path: Path, packing: bool) -> None:
+    encoder = ByteEncoder()
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text, _ in END_CASES])
+    found = prepared(tmp_path, rows, encoder=encoder, packing=packing)
+    wanted = [expected.replace("[a", "a[", 1) for _, expected in END_CASES]  # the first token of an example is never a target
+    texts = [marked(row, encoder) for row in rows_of(found)]
+    if packing:
+        assert len(texts) < len(wanted)
+        texts = [f"a[{text}" for text in "".join(texts).split("a[")[1:]]
+    assert sorted(texts) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "q", "completion": "a</s>\n"}, "q[a</s>]\n"),
+        ({"segments": [{"text": "q", "label": False}, {"text": "a</s>\n", "label": True}]}, "q[a</s>]\n"),
+        ({"input_ids": [113, 97, 257, 10]}, "q[a</s>]\n"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_white_space_after_the_end_of_sequence_is_not_trained_in_any_format(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    encoder = ByteEncoder()
+    assert encoder.eos_id == 257
+    found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]), encoder=encoder, append_eos=True)
+    assert [marked(each, encoder) for each in rows_of(found)] == [expected]
+
+
+def test_row_that_is_cut_before_the_white_space_keeps_its_end_of_sequence(tmp_path: Path) -> None:
+    encoder = ByteEncoder()
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "aaa</s>\n\n\n"}])
+    found = prepared(tmp_path, rows, encoder=encoder, max_length=5, overlong="truncate")
+    assert [marked(row, encoder) for row in rows_of(found)] == ["a[aa</s>]\n"]

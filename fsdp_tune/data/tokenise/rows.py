@@ -136,6 +136,7 @@ class _Chunk:
         self._encoder, self._settings = encoder, settings
         self._special = SpecialTokens(encoder)
         self._has_way_out = False
+        self._white_space: dict[int, bool] = {}
         self._ids: list[int] = []
         self._trained: list[bool] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
@@ -245,12 +246,25 @@ class _Chunk:
         return True
 
     def _ended(self, ids: list[int], trained: list[bool], settings: FormatSettings) -> tuple[list[int], list[bool]]:
-        """Append the end-of-sequence token, trained, unless it is there already; an empty text stays empty and is dropped later."""
+        """Append the end-of-sequence token, trained, unless the row has its own, before white space or not; that is not trained then.
+
+        An empty text stays empty and is dropped later.
+        """
+        eos = self._encoder.eos_id
         if not settings.append_eos or not ids:
             return ids, trained
-        if ids[-1] == self._encoder.eos_id:
-            return ids, [*trained[:-1], True]
-        return [*ids, self._encoder.eos_id], [*trained, True]
+        end = len(ids)
+        while end and ids[end - 1] != eos and self._is_white_space(ids[end - 1]):
+            end -= 1
+        if end and ids[end - 1] == eos:
+            return ids, [*trained[: end - 1], True, *[False] * (len(ids) - end)]
+        return [*ids, eos], [*trained, True]
+
+    def _is_white_space(self, token: int) -> bool:
+        known = self._white_space.get(token)
+        if known is None:
+            known = self._white_space[token] = not self._encoder.decode([token]).strip()
+        return known
 
     def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
         encoder = self._encoder
