@@ -263,6 +263,11 @@ _NOTES = (
         hint="add their schemas as `tools`, unless the system prompt has them",
     ),
     Notice(
+        "arguments-not-an-object",
+        "the arguments of calls are not an object, so the template writes them as they are",
+        hint="write them as an object or its JSON text, as with `json.dumps`, unless the function takes plain text",
+    ),
+    Notice(
         "mark-without-effect", "marks such as `train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"
     ),
     Notice(

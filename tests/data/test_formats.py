@@ -535,3 +535,31 @@ def test_roles_of_other_tools_are_known_under_both_names(role: str, wanted: str,
     chat = example("messages", {"messages": [USER, call, {speaker: role, text: "x"}, ANSWER]}, loss_on="assistant")
     assert chat.messages[2] == {"role": wanted, "content": "x"}
     assert chat.trained[2] is (wanted == "assistant")
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ({"x": 1}, None),
+        ('{"x": 1}', None),
+        ("", None),
+        ("{'x': 1}", "text that is not JSON"),
+        ("print(1)", "text that is not JSON"),
+        ('{"x": 1', "text that is not JSON"),
+        ('["x"]', "JSON text of a list"),
+        ("1", "JSON text of a number"),
+        ([1], "a list"),
+    ],
+)
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+@pytest.mark.parametrize("kind", ["tool_calls", "function_call", "turn"])
+def test_arguments_that_are_not_an_object_are_noted(given: Any, note: str | None, loss_on: str, kind: str) -> None:
+    function = {"name": "f", "arguments": given}
+    answers: dict[str, dict[str, Any]] = {
+        "tool_calls": {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        "function_call": {"role": "assistant", "content": "", "function_call": function},
+        "turn": {"role": "tool_call", "content": json.dumps(function)},
+    }
+    row = {"messages": [{"role": "user", "content": "q"}, answers[kind]], "tools": [{"name": "f"}]}
+    chat = example("messages", row, loss_on=loss_on)
+    assert [each.detail for each in chat.notes if each.kind == "arguments-not-an-object"] == ([] if note is None else [note])

@@ -378,6 +378,23 @@ def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> boo
     return has_calls and tools is None
 
 
+def odd_arguments(messages: list[Message]) -> Iterator[str]:
+    """Yield what the arguments of each call are that are neither an object nor its JSON text: a template writes them as they are."""
+    for message in messages:
+        for call in tool_calls(message):
+            given: object = call.get("arguments")
+            if isinstance(given, str):
+                try:
+                    parsed: object = parse_text(given)
+                except ValueError:
+                    yield "text that is not JSON"
+                    continue
+                if not isinstance(parsed, dict):
+                    yield f"JSON text of {kind_of(parsed)}"
+            elif given is not None and not isinstance(given, dict):
+                yield kind_of(given)
+
+
 def tool_calls(message: Message) -> Iterator[Message]:
     """Yield the calls of a message, each with `name` and `arguments`."""
     for call in cast(list[Message], message.get("tool_calls") or []):

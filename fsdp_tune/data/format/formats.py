@@ -12,6 +12,7 @@ from fsdp_tune.data.format.conversations import (
     MessageReader,
     after_system,
     check_tool_messages,
+    odd_arguments,
     parsed_column,
     read_template_variables,
     read_tools,
@@ -252,15 +253,17 @@ class FormatSettings:
         tools = read_tools(row)
         variables = read_template_variables(row)
         lacks_tools = check_tool_messages(messages, tools)
+        found = [Note("arguments-not-an-object", each) for each in odd_arguments(messages)]
+        found += self._unread_variables(variables)
         if self.loss_on == "all":
             if False in marks:
                 raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
-            return Chat(messages, None, tools, variables, self._unread_variables(variables))
+            return Chat(messages, None, tools, variables, tuple(dict.fromkeys(found)))
         wanted = answers[-1:] if self.loss_on == "last_assistant" else answers
         kept = messages[: answers[-1] + 1]
         trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
         notes = [Note("mark-without-effect", f"`{messages[at]['role']}`") for at, mark in enumerate(marks) if mark and at not in wanted]
-        notes += self._unread_variables(variables)
+        notes += found
         if lacks_tools:
             notes.append(Note("tools-missing", "tool calls"))
         if len(kept) < len(messages):
