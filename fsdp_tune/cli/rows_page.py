@@ -11,6 +11,7 @@ import numpy as np
 from fsdp_tune.cli.terminal import printable
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.account import SourceSample
+from fsdp_tune.data.format.row_account import describe_use
 from fsdp_tune.planner.page import html_document, html_table
 
 SAMPLES = 10
@@ -24,6 +25,7 @@ def rows_page(name: str, report: dict[str, Any], notices: Sequence[Notice], samp
     parts = [
         _sets(report),
         _sources(samples, longest),
+        _keys(report),
         _notices(notices),
         "<p>Trained text is <mark>marked</mark>.</p>",
         *(_examples(sample) for sample in samples),
@@ -65,6 +67,16 @@ def _sources(samples: Sequence[SourceSample], longest: int) -> str:
     ]
     head = ("source", "examples", "tokens", "trained", "cut", "tokens each: median / 95 % / most", f"lengths, 0 to {longest:,}")
     return "<h2>Training sources</h2>\n" + html_table(head, rows)
+
+
+def _keys(report: dict[str, Any]) -> str:
+    """Return the account of the keys of every source: each is read, is metadata, or is ignored."""
+    rows = [
+        [_text(given["path"]), _text(each["key"]), _text(describe_use(each["how"], each["meaning"])), f"{each['rows']:,}"]
+        for given in report["inputs"]
+        for each in given["keys"]
+    ]
+    return "<h2>Keys of the rows</h2>\n" + html_table(("source", "key", "use", "rows"), rows) if rows else ""
 
 
 def _spread(sample: SourceSample) -> str:

@@ -91,6 +91,26 @@ def test_page_shows_rows_by_source_and_escapes_them(recipe: Path, tmp_path: Path
     assert "<td>&lt;b&gt;</td><td>30</td>" in text
 
 
+def test_page_has_the_account_of_keys(recipe: Path, tmp_path: Path) -> None:
+    rows, held_out, page = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl", tmp_path / "page.html"
+    row = {"prompt": "a", "completion": " b", "source": "web", "<i>": 1}
+    rows.write_text("".join(json.dumps(row | ({"id": number} if number else {})) + "\n" for number in range(9)))
+    held_out.write_text(json.dumps(row | {"weight": 1}) + "\n")
+    sets = (f"data.train=[{{path: {rows}}}]", f"data.eval=[{{path: {held_out}, label: e}}]", "data.ignore_columns=[<i>]")
+    options = [word for each in sets for word in ("--set", each)]
+    done = CliRunner().invoke(app, [str(recipe), *options, "--set", "training.eval_strategy=epoch", "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    for path, key, use, count in (
+        (rows, "prompt", "read", 9),
+        (rows, "id", "ignored as metadata", 8),
+        (rows, "&lt;i&gt;", "ignored by `data.ignore_columns`", 9),
+        (held_out, "source", "ignored as metadata", 1),
+    ):
+        assert f"<tr><td>{path}</td><td>{key}</td><td>{use}</td><td>{count}</td></tr>" in text
+    assert f"<td>{held_out}</td><td>weight</td><td>read as " in text
+
+
 def test_bad_row_exits_2_with_its_line(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')

@@ -191,8 +191,12 @@ def account_line(keys: Sequence[Mapping[str, Any]]) -> str:
     for each in keys:
         if each["how"] != "read" or each["meaning"] or "." not in each["key"]:
             shown.setdefault((each["how"], each["meaning"]), []).append(each["key"])
-    parts = [f"{listed_keys(names)} {_HOW_SHOWN[how]}{f' as {meaning}' if meaning else ''}" for (how, meaning), names in shown.items()]
-    return "; ".join(parts)
+    return "; ".join(f"{listed_keys(names)} {describe_use(how, meaning)}" for (how, meaning), names in shown.items())
+
+
+def describe_use(how: str, meaning: str) -> str:
+    """Describe how a key of an account is used."""
+    return f"{_HOW_SHOWN[how]}{f' as {meaning}' if meaning else ''}"
 
 
 def ignored_by_none(ignored: Iterable[str], accounts: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
