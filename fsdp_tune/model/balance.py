@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.sequence_parallel import shared_rows
 from fsdp_tune.model.shard.wrap import bare_class
 
@@ -99,7 +99,7 @@ def require_known_balance(model: PreTrainedModel) -> None:
 def _is_standard(function: Any) -> bool:
     """Return whether the model's function equals `summed_balance` for a batch of one example, on random logits."""
     # The planner builds the model under a mode in which tensors have no values.
-    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+    with DISABLE_MODES.get()(), torch.device("cpu"), torch.no_grad():
         logits = tuple(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
         ids, lengths = torch.zeros(5, dtype=torch.int64), torch.tensor([5.0])
         try:

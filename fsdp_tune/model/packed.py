@@ -7,24 +7,19 @@ already has this information.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import masking_utils, modeling_flash_attention_utils
+
+from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, IS_PACKED
 
 
 @contextmanager
 def packing_known(*, is_packed: bool) -> Iterator[None]:
     """Within the context, models use `is_packed` (whether position ids restart at 0 in some row of the batch) without a check."""
-    find, ask = masking_utils.find_packed_sequence_indices, modeling_flash_attention_utils._is_packed_sequence
-    masking_utils.find_packed_sequence_indices = example_numbers if is_packed else _none
-    if not is_packed:
-        modeling_flash_attention_utils._is_packed_sequence = _no
-    try:
+    with FIND_PACKED.replaced(example_numbers if is_packed else _none), nullcontext() if is_packed else IS_PACKED.replaced(_no):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices, modeling_flash_attention_utils._is_packed_sequence = find, ask
 
 
 def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:

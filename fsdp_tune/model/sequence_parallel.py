@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.model import packed
-from fsdp_tune.model.heads import heads_by_layer
+from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
+from fsdp_tune.model.kernels.heads import heads_by_layer
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -90,8 +91,9 @@ def rows_known(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[N
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     config: Any = _bare(wrapped).config
+    FIND_PACKED_IN_PART.get()
     # transformers must not look for packed examples itself: it would see this rank's tokens only.
-    with packed.packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), str(config._attn_implementation)):
+    with packed.packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), attention_of(config)):
         yield
 
 
@@ -187,7 +189,8 @@ class _ModuleView:
     """An attention module as a kernel sees it, with some attributes replaced."""
 
     def __init__(self, module: nn.Module, **replaced: Any) -> None:
-        self.__dict__.update(replaced, _module=module)
+        self._module = module
+        self.__dict__.update(replaced)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -229,7 +232,7 @@ def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
     config: Any = _bare(wrapped).config
-    kernel = str(config._attn_implementation)
+    kernel = attention_of(config)
     ALL_ATTENTION_FUNCTIONS[kernel] = own_value
     try:
         yield
@@ -242,7 +245,7 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
     size = recipe.parallelism.sp_size
     if size == 1:
         return
-    if not model._supports_attention_backend:
+    if not SUPPORTS_INTERFACE.of(model):
         raise _not_shareable(f"{type(model).__name__} does not use transformers' attention interface in every layer")
     if indivisible := next((heads for heads, _ in heads_by_layer(model.config) if heads % size), None):
         raise _heads_do_not_divide(indivisible, size)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from fsdp_tune.model.internals.torch_internals import FOREACH_MUL, FOREACH_NORM
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.sequence_parallel import rows_known
@@ -146,7 +147,7 @@ def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if device.type == "cpu":
         norms = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in gradients]
     else:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # without `dtype`, the norm of bf16 gradients would be bf16
+        norms = FOREACH_NORM.get()(gradients, 2, dtype=torch.float32)  # without `dtype`, the norm of bf16 gradients would be bf16
     return torch.cat([norm.reshape(-1).to(exact) for norm in norms]).square().sum()
 
 
@@ -165,7 +166,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | f
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             by_kind[local.device, local.dtype].append(local)
     for (device, _), gradients in by_kind.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+        FOREACH_MUL.get()(gradients, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ import psutil
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
+from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
 from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.run.directory import RunDir
@@ -85,7 +86,7 @@ class RunCallback(TrainerCallback):
         if (later := max(each.later for each in every)) > allowed:
             raise not_causal(later, name, model.config)
         if (packed := max(each.packed or 0.0 for each in every)) > allowed:
-            raise not_isolated(packed, name, str(model.config._attn_implementation))
+            raise not_isolated(packed, name, attention_of(model.config))
         errors = [error for each in every if (error := not_shareable(each, recipe, model)) is not None]
         if errors:
             raise errors[0]

@@ -150,22 +150,29 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
 
 def time_limits_seconds(group: Any) -> list[float]:
     """Return how long a collective of the group may take, by backend."""
-    return [backend.options._timeout.total_seconds() for backend in _backends(group)]
+    from fsdp_tune.model.internals import torch_internals as internals
+
+    return [internals.BACKEND_TIMEOUT.of(backend.options).total_seconds() for backend in _backends(group)]
 
 
 def share_time_limit(groups: Iterable[Any]) -> None:
     """Give process groups the time limit of the default group; torch gives groups of a mesh 10 or 30 minutes regardless of it."""
     import torch.distributed as dist
 
+    from fsdp_tune.model.internals import torch_internals as internals
+
     limit = timedelta(seconds=max(time_limits_seconds(dist.group.WORLD)))
     for group in groups:
         for backend in _backends(group):
-            backend._set_default_timeout(limit)
+            internals.SET_TIMEOUT.of(backend)(limit)
 
 
 def _backends(group: Any) -> list[Any]:
     """Those whose limit torch lets us read and set."""
-    backends = {id(backend): backend for device in group._device_types if (backend := group._get_backend(device))}
+    from fsdp_tune.model.internals import torch_internals as internals
+
+    of_device = internals.BACKEND.of(group)
+    backends = {id(backend): backend for device in internals.DEVICE_TYPES.of(group) if (backend := of_device(device))}
     return [backend for backend in backends.values() if backend.name() in ("gloo", "nccl")]
 
 

@@ -21,6 +21,7 @@ from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.store import RowStore, evaluation_hashes
 from fsdp_tune.data.stream.row_stream import open_stream
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
@@ -130,7 +131,7 @@ def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:
         prepared.pad_token_id,
         recipe.data.pad_to_multiple_of,
         recipe.data.max_length,
-        variable_lengths=packs and has_variable_lengths(loaded.model.config._attn_implementation),
+        variable_lengths=packs and has_variable_lengths(attention_of(loaded.model.config)),
         names_examples=auxiliary_loss_weight(loaded.model) > 0,
         sources=len(recipe.data.train) if has_source_losses else 0,
     )

@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
@@ -72,6 +73,7 @@ class FsdpTrainer(Trainer):
     optimizer: Any  # None until it is created
 
     def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
+        require_trainer_hooks()
         self.parts = parts
         super().__init__(
             model=parts.loaded.model,
@@ -94,6 +96,7 @@ class FsdpTrainer(Trainer):
         self._batches_done = 0
         self._step_tokens = 0  # over all ranks, padding left out
         self._audited = False
+        self._last_line_step = 0
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
 
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
@@ -122,6 +125,7 @@ class FsdpTrainer(Trainer):
         self.wrapped.zero_grad = self.optimizer.zero_grad
         self.callback_handler.train_dataloader = train_dataloader
         self.lines.start(self.state.global_step)
+        self._last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -248,8 +252,8 @@ class FsdpTrainer(Trainer):
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log or self.control.should_evaluate:
             self.gate.check_pending()
-        if self.control.should_log and step > self._globalstep_last_logged:
-            self._globalstep_last_logged = step
+        if self.control.should_log and step > self._last_line_step:
+            self._last_line_step = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
         if self.control.should_evaluate:
             was_ending = self.control.should_training_stop
@@ -264,8 +268,8 @@ class FsdpTrainer(Trainer):
 
     def _end_early(self, step: int, grad_norm: Any, learning_rate: float | None) -> None:
         """Write the line of the last steps, which no later one would count, and why the run ends here."""
-        if step > self._globalstep_last_logged:
-            self._globalstep_last_logged = step
+        if step > self._last_line_step:
+            self._last_line_step = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
         stopping = self.parts.recipe.training.early_stopping
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"

@@ -26,12 +26,14 @@ def main(mode: str, folder: Path) -> dict[str, Any]:
 
 def parameter_list(folder: Path) -> dict[str, Any]:
     """{"parameters": {name: shape}, "tied": {name: name it is tied to}, "ignored": patterns that may be missing}."""
+    from fsdp_tune.model.internals.transformers_internals import MAY_BE_MISSING
+
     model = _on_meta(folder)
     parameters = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return {
         "parameters": parameters,
         "tied": dict(getattr(model, "all_tied_weights_keys", None) or {}),
-        "ignored": [*(model._keys_to_ignore_on_load_missing or ())],
+        "ignored": [*(MAY_BE_MISSING.of(model) or ())],
     }
 
 
@@ -45,9 +47,11 @@ def _on_meta(folder: Path) -> Any:
 def _config(folder: Path) -> Any:
     import transformers
 
+    from fsdp_tune.model.internals.transformers_internals import ATTENTION as KERNEL
+
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # By attribute: a config.json may have `_attn_implementation`, which wins over the argument.
-    config._attn_implementation = ATTENTION
+    KERNEL.set(config, ATTENTION)
     return config
 
 
@@ -80,9 +84,9 @@ def load_and_run(folder: Path) -> dict[str, Any]:
 
 def _run_on_shapes(folder: Path) -> list[int]:
     """Run the forward pass on fake tensors, without weights. Meta tensors do not work: transformers' masks read values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
 
-    with FakeTensorMode():
+    with FAKE_TENSOR_MODE.get()():
         return list(_run(_from_config(folder)).shape)
 
 

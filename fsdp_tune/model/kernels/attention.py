@@ -11,7 +11,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.heads import widest_head
+from fsdp_tune.model.internals.transformers_internals import OWN_FLASH_KERNELS, SUPPORTS_FLASH, SUPPORTS_SDPA, attention_of
+from fsdp_tune.model.kernels.heads import widest_head
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.varlen import against_torch_varlen, has_attention_dropout
 from fsdp_tune.recipe.schema import Recipe
@@ -49,7 +50,7 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
         against = f"{against}; {against_varlen}"
     if model_class is None:
         return KernelChoice("auto", against)
-    kernel = "sdpa" if model_class._supports_sdpa else "eager"
+    kernel = "sdpa" if SUPPORTS_SDPA.of(model_class) else "eager"
     if kernel == "eager":
         against = f"{model_class.__name__} has no other"
     elif recipe.data.packing:
@@ -65,9 +66,9 @@ def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -
         return "FlashAttention computes in bf16 and fp16 only"
     if model_class is None:
         return f"the kernels of {type(config).__name__}'s model are unknown, so its default is used"
-    if not model_class._supports_flash_attn:
+    if not SUPPORTS_FLASH.of(model_class):
         return f"{model_class.__name__} does not support FlashAttention"
-    if getattr(model_class, "_compatible_flash_implementations", None):
+    if OWN_FLASH_KERNELS.of(model_class):
         return f"{model_class.__name__} declares its own flash kernels, which auto does not choose"
     if (width := widest_head(config)) > _MAX_HEAD_WIDTH:
         return f"FlashAttention takes heads of width {_MAX_HEAD_WIDTH} at most, and the model's have {width}"
@@ -92,7 +93,7 @@ def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 def live_attention(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     """Return the attention kernel of the built model, which may differ from the chosen one."""
-    chosen, live = choose_attention(recipe, model.config), str(model.config._attn_implementation)
+    chosen, live = choose_attention(recipe, model.config), attention_of(model.config)
     if chosen.value in ("auto", live):
         return KernelChoice(live, chosen.reason)
     return KernelChoice(live, f"transformers uses it instead of {chosen.value}")

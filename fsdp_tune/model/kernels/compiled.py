@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
@@ -37,20 +38,21 @@ def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
     When a size first differs between batches, a second graph is compiled, in which it is a variable.
     """
-    from torch._dynamo import config as dynamo
-
     layers = decoder_layers(model, recipe.layer_classes)
     # Layers share code objects, and Dynamo's limit is per code object; above it they would run uncompiled. Twice the expected number.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_graphs(recipe, [layer for _, layer in layers]))
+    settings: Any = torch.compiler.config
+    settings.recompile_limit = max(settings.recompile_limit, 2 * expected_graphs(recipe, [layer for _, layer in layers]))
     # The number of packed examples differs between batches: a variable from the first graph on.
-    torch.compiler.config.dynamic_sources = r".*\['cu_seq_lens_[qk]'\]"
+    settings.dynamic_sources = r".*\['cu_seq_lens_[qk]'\]"
     # Under DDP, Dynamo would split graphs at buckets, which fails with recomputation and is unnecessary for single layers.
-    dynamo.optimize_ddp = False
+    internals.OPTIMIZE_DDP.set(False)
     # Dynamo does not compile a function that moves saved tensors to the host, so only the recomputed part is compiled there.
     inside = "recomputed_forward" if recipe.fsdp.activation_checkpointing_offload else "forward"
     for _, layer in layers:
         name = inside if hasattr(layer, inside) else "forward"
-        setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND))
+        compiled = torch.compile(getattr(layer, name), backend=BACKEND)
+        internals.COMPILED_FROM.of(compiled)  # otherwise the read-back could not recognise it
+        setattr(layer, name, compiled)
     return [name for name, _ in layers]
 
 
@@ -79,15 +81,13 @@ def _kinds(layers: Sequence[nn.Module]) -> int:
 
 def is_compiled(layer: nn.Module) -> bool:
     """Return whether a layer is compiled, for a live module that FSDP1 may have wrapped."""
-    return any(hasattr(vars(layer).get(name), "_torchdynamo_orig_callable") for name in ("forward", "recomputed_forward"))
+    return any(internals.COMPILED_FROM.exists(vars(layer).get(name)) for name in ("forward", "recomputed_forward"))
 
 
 class CompileClock(logging.Handler):
     """Count compiled graphs, compile time of forward and backward, and functions that hit the limit. One instance per process."""
 
     def __init__(self) -> None:
-        from torch._dynamo.callback import on_compile_end, on_compile_start
-
         super().__init__(logging.WARNING)
         self._fallbacks: list[str] = []
         # Dynamo reports a reached limit only in its log.
@@ -95,8 +95,8 @@ class CompileClock(logging.Handler):
         self.seconds = 0.0
         self._since = 0.0
         self._graphs_before = self._counted()
-        on_compile_start(self._start)
-        on_compile_end(self._end)
+        internals.COMPILE_START.get()(self._start)
+        internals.COMPILE_END.get()(self._end)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith(_LIMIT_MESSAGE):
@@ -119,6 +119,4 @@ class CompileClock(logging.Handler):
 
     @staticmethod
     def _counted() -> int:
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"]["unique_graphs"])
+        return int(internals.COUNTERS.get()["stats"]["unique_graphs"])

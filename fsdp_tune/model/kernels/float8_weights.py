@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_tune.model.internals.torch_internals import LOCAL_TENSOR
+from fsdp_tune.model.internals.torchao_internals import GATHERED_DTYPE, OPERAND, SCALE, SHARD
+
 
 def is_fp8(module: nn.Module) -> bool:
     """Return whether a module is torchao's Linear, possibly as the subclass that FSDP2 creates."""
@@ -24,19 +27,19 @@ def is_fp8(module: nn.Module) -> bool:
 
 def multiplied_as(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype of a matrix operand: fp8 for torchao's operands, whose own dtype is bf16."""
-    return tensor._data.dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype  # type: ignore[attr-defined]
+    dtype: torch.dtype = OPERAND.of(tensor).dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype
+    return dtype
 
 
 def plain(tensor: Any) -> Any:
     """Return the shard inside torchao's tensor subclass, sharing its memory; any other tensor is returned unchanged."""
-    if isinstance(tensor, DTensor) and type(tensor._local_tensor) is not torch.Tensor:
-        inner = plain(tensor._local_tensor)
-        if inner is tensor._local_tensor:
+    if isinstance(tensor, DTensor):
+        local = LOCAL_TENSOR.of(tensor)
+        if (inner := plain(local)) is local:
             return tensor
         size, stride = tensor.size(), tensor.stride()
         return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
-    kind: Any = tensor
-    return kind._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
+    return SHARD.of(tensor) if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
 
 
 def gathered_in_fp8(wrapped: nn.Module) -> Iterator[nn.Module]:
@@ -58,11 +61,12 @@ def refresh_scales(wrapped: nn.Module) -> None:
         return
     from torchao.float8.float8_utils import amax_to_scale
 
-    shards = [plain(weight._local_tensor) for weight in weights]
+    wrapped_shards = [LOCAL_TENSOR.of(weight) for weight in weights]
+    shards = [plain(shard) for shard in wrapped_shards]
     largest = torch.stack([shard.abs().max().float() if shard.numel() else torch.zeros((), device=shard.device) for shard in shards])
     mesh, placements = weights[0].device_mesh, weights[0].placements
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    for weight, scale in zip(weights, amax_to_scale(largest, weights[0]._local_tensor._dtype).unbind(), strict=True):
-        weight._local_tensor._precomputed_scale = scale
+    for shard, scale in zip(wrapped_shards, amax_to_scale(largest, GATHERED_DTYPE.of(wrapped_shards[0])).unbind(), strict=True):
+        SCALE.set(shard, scale)

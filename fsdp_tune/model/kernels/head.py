@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, LossOptions], torch.Tensor]
@@ -54,9 +54,10 @@ def logits_of(model: PreTrainedModel) -> Logits:
         raise OpaqueHead(f"the output embedding of {type(model).__name__} is not a plain linear layer")
     if model.base_model is model:
         raise OpaqueHead(f"{type(model).__name__} has no body separate from its head")
+    disabled_modes = DISABLE_MODES.get()()
     try:
         # The planner builds the model under a mode in which tensors have no values.
-        with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+        with disabled_modes, torch.no_grad(), torch.device("cpu"):
             return _measured(model)
     except OpaqueHead:
         raise

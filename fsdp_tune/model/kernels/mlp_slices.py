@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
 from fsdp_tune.recipe.schema import Recipe
@@ -92,9 +92,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_position_wise(module: nn.Module) -> bool:
     """Return whether slices of the tokens give the slices of the output, measured with a narrow copy of the module on random values."""
+    disabled_modes = DISABLE_MODES.get()()
     try:
         # The planner builds the model under a mode in which tensors have no values.
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with disabled_modes, torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             narrow, width = _narrow_copy(module)
             hidden = torch.randn(1, 7, width)

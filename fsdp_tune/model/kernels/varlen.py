@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from fsdp_tune.model.internals.transformers_internals import ATTENTION, SUPPORTS_INTERFACE, SUPPORTS_SDPA, attention_of
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
@@ -43,9 +44,9 @@ def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | No
         return "torch's variable-length attention has no dropout, and the model's attention uses it"
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return f"torch's variable-length attention has no soft-cap, and {name} uses one"
-    if not model_class._supports_sdpa:
+    if not SUPPORTS_SDPA.of(model_class):
         return f"torch's variable-length attention has no sinks and no bias, and {name}, without support for sdpa, may use them"
-    if not model_class._supports_attention_backend:
+    if not SUPPORTS_INTERFACE.of(model_class):
         return f"{name} does not pass the lengths of examples to its attention"
     return None
 
@@ -119,11 +120,11 @@ AttentionMaskInterface.register(TORCH_VARLEN, AttentionMaskInterface()["flash_at
 @contextmanager
 def attention_with_masks(config: PreTrainedConfig) -> Iterator[None]:
     """Within the context, sdpa replaces torch's variable-length attention, which has no padding on the left and no cache of keys."""
-    kernel = config._attn_implementation
+    kernel = attention_of(config)
     if kernel == TORCH_VARLEN:
-        config._attn_implementation = "sdpa"
+        ATTENTION.set(config, "sdpa")
     try:
         yield
     finally:
         if kernel == TORCH_VARLEN:
-            config._attn_implementation = kernel
+            ATTENTION.set(config, kernel)

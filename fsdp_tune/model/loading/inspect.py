@@ -23,6 +23,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts, name_in_base
     from fsdp_tune.model.adapters.nf4 import count_elements
     from fsdp_tune.model.adapters.nf4_linear import describe_nf4, layers_in_4_bits, nf4_notices
+    from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.kernels.attention import large_mask_notices
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
@@ -49,7 +50,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             **_embeddings(model),
             "max_positions": positions_of_run(recipe, config),
-            "attention": model.config._attn_implementation,
+            "attention": attention_of(model.config),
         }
         if recipe.lora is not None:
             found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}

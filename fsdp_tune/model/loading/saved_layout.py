@@ -99,7 +99,7 @@ class _Views(TorchFunctionMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # the address of the data is 0 on the meta device
+    return id(tensor.untyped_storage())  # the address of the data is 0 on the meta device; the object lives as long as the storage
 
 
 def _file_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[FileTensor] | None:

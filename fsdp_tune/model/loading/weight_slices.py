@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
+from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.bitsandbytes_files import by_layer
 from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, tensors_of
 from fsdp_tune.model.shard.local import offset_of
@@ -44,7 +45,7 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
 
     def file(filename: str) -> Path | None:
-        found = cached_file(name, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(name, filename, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
         return Path(found) if found is not None else None
 
     index = file(SAFE_WEIGHTS_INDEX_NAME)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema import Recipe
 
@@ -35,9 +36,9 @@ def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad:
                 parameter.sharded_param.grad_dtype = None  # any; torch 2.15 reads it in `_lazy_init` and keeps `reduce_dtype`
-    wrapped._get_fsdp_state()._lazy_init()  # otherwise the first forward would set the dtype again
+    internals.LAZY_INIT.of(internals.FSDP_STATE.of(wrapped)())()  # otherwise the first forward would set the dtype again
     for group in groups:
-        group._orig_dtype = torch.float32  # what `foreach_reduce` casts its output to before torch 2.15
+        internals.ORIGINAL_DTYPE.set(group, torch.float32)  # what `foreach_reduce` casts its output to before torch 2.15
 
 
 def round_before_step(optimizer: Any) -> None:

@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 
+from fsdp_tune.model.internals.torch_internals import INIT_GROUP
 from fsdp_tune.model.shard.local import local_part
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW whose `state` holds DTensors where parameters are DTensors, as in torch, so that checkpoints are the same."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        INIT_GROUP.get()  # torch would update slowly, not wrongly, if it no longer called the method below
+        super().__init__(*args, **options)
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fill the lists for the kernel (parameters, gradients, moments, steps, by position) and replace DTensors by local tensors."""

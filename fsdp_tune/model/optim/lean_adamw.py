@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fsdp_tune.model.internals.torch_internals import FUSED_ADAMW
 from fsdp_tune.model.shard.local import local_part, sharding_of
 
 PIECE = 1 << 24
@@ -60,10 +61,11 @@ class LeanAdamW(torch.optim.AdamW):
         stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
         gradient = _flat(parameter.grad)
         beta1, beta2 = group["betas"]
+        update = FUSED_ADAMW.get()
         for start, length, index in _pieces(parameter):
             pieces = [tensor[start : start + length] for tensor in stored]
             wide = [piece.float() for piece in pieces]
-            torch._fused_adamw_(
+            update(
                 [wide[0]],
                 [gradient[start : start + length].float()],
                 [wide[1]],

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.shard.local import local_part, sharding_of
 from fsdp_tune.model.step import plain_name
@@ -66,7 +66,7 @@ class _MatrixPart:
 
     def apply(self, update: torch.Tensor, group: dict[str, Any]) -> None:
         self.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], self.shape)
+        rate: float = ADJUST_RATE.get()(group["lr"], group["adjust_lr_fn"], self.shape)
         self.parameter.add_(update.view(self.parameter.shape).to(self.parameter.device), alpha=-rate)
 
 
@@ -162,4 +162,5 @@ def _rows_by_rank(rows: int, ranks: int) -> list[int]:
 
 def _orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Return the orthogonalised matrix; overwrites `matrix`."""
-    return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    orthogonal: torch.Tensor = ORTHOGONALISE.get()(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return orthogonal

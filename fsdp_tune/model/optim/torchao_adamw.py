@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.shard.local import local_part, wraps_others
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
@@ -39,11 +40,10 @@ def require_optimizer(recipe: Recipe) -> None:
 
 @functools.cache
 def torchao_class(bits: int) -> type[torch.optim.Optimizer]:
-    from torch.utils._python_dispatch import _disable_current_modes
     from torchao import optim
     from torchao.optim import subclass_4bit, subclass_8bit
 
-    with _disable_current_modes():  # torchao caches these tables, which must not be the planner's fake tensors
+    with DISABLE_MODES.get()():  # torchao caches these tables, which must not be the planner's fake tensors
         for module in (subclass_4bit, subclass_8bit):
             module.get_qmap_signed()
             module.get_qmap_unsigned()

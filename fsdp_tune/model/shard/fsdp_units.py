@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.internals.transformers_internals import LAYER_CLASSES
 from fsdp_tune.recipe.schema import Recipe
 
 _ROOT = -1
@@ -43,7 +44,7 @@ def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None =
                     hint="its repeated classes are " + ", ".join(f"{known} ({count})" for known, count in _candidates(model)),
                 )
         return tuple(wanted)
-    declared = [name for name in sorted(getattr(model, "_no_split_modules", None) or []) if present[name]]
+    declared = [name for name in sorted(LAYER_CLASSES.of(model) or []) if present[name]]
     repeated = {name for name, _ in _candidates(model)}
     found = [name for name in declared if name in repeated] or [name for name, _ in _candidates(model)[:1]] or declared
     if not found:

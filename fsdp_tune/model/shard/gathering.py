@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 
+from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import plain_name
 
@@ -39,11 +39,11 @@ def gathered_units(units: Units) -> list[str]:
 def _is_gathered(unit: Any) -> bool:
     if not isinstance(unit, FullyShardedDataParallel):
         return not unit.is_sharded
-    handle = unit._handle
+    handle = internals.HANDLE.of(unit)
     if handle is None or not handle.uses_sharded_strategy:
         return False
     # The first forward allocates the storage for full parameters.
-    return hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
+    return internals.FULL_PARAMETER.of(handle.flat_param) is not None and not handle.needs_unshard()
 
 
 @contextlib.contextmanager
@@ -60,9 +60,9 @@ def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
         for _, unit in units_of(wrapped):
             if isinstance(unit, FullyShardedDataParallel):
                 if _is_gathered(unit):
-                    reshard_fsdp1(unit, unit._handle, True)
+                    internals.RESHARD.get()(unit, internals.HANDLE.of(unit), True)
             else:
                 unit.reshard()
                 # A backward prefetches in the recorded order of forwards. This forward has no backward; the next one would use its record.
                 unit.comm_ctx.post_forward_order.clear()
-                unit._post_forward_indices.clear()
+                internals.FORWARD_RECORD.of(unit).clear()

@@ -16,28 +16,30 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
 from fsdp_tune.recipe.schema import Recipe
 
 aten = torch.ops.aten
+
+
 # Attention and matrix products have most of a layer's FLOPs; the other operations are cheap to recompute.
-_ATTENTION_OPS = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,  # other accelerators
-    aten._flash_attention_forward.default,
-}
+@functools.cache
+def _attention_operators() -> frozenset[Any]:
+    return frozenset(name.get() for name in ATTENTION_OPERATORS)
+
+
 # Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values must not change.
-_MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
+@functools.cache
+def _products() -> frozenset[Any]:
+    return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, SCALED_MM.get()})
 
 
 def _is_attention(op: Any) -> bool:
     """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn package
     (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
-    if op in _ATTENTION_OPS:
+    if op in _attention_operators():
         return True
     namespace, _, name = str(op).partition(".")  # `flash_attn._flash_attn_varlen_forward.default`
     name = name.partition(".")[0]
@@ -54,7 +56,7 @@ class _SaveAttentionAndEverySecondMatmul:
     def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if _is_attention(op):
             return CheckpointPolicy.MUST_SAVE
-        if op in _MATMUL_OPS:
+        if op in _products():
             self.matmuls[context.is_recompute] += 1
             if self.matmuls[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

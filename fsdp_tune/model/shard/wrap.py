@@ -17,11 +17,12 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals import torch_internals as internals
+from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
@@ -102,7 +103,9 @@ def _keep_recorded_outputs(model: PreTrainedModel) -> None:
 
     Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard` replaces.
     """
-    registry: dict[str, Any] = modeling_utils._CAN_RECORD_REGISTRY
+    if not RECORDED_OUTPUTS.exists() and not getattr(model.config, "output_router_logits", False):
+        return
+    registry: dict[str, Any] = RECORDED_OUTPUTS.get()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(module, FSDPModule):
             dict.__setitem__(registry, str(type(module)), dict.get(registry, str(bare_class(module))))
@@ -114,7 +117,7 @@ def allow_integer_parameters() -> None:
     floating-point tensors can be, and gathers it in the compute dtype."""
     if Version(torch.__version__) >= Version("2.13"):
         return
-    module: Any = _fsdp_param
+    module: Any = internals.FSDP_PARAM.get()
     in_mixed_precision: Callable[[Any, MixedPrecisionPolicy], None] = module.FSDPParam.init_dtype_attrs
 
     def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
@@ -143,10 +146,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 keeps a list, 2.11 a single one
-            if groups is None:
-                groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            groups = internals.PARAM_GROUPS.of(internals.FSDP_STATE.of(module)())
             found |= {id(group): group for group in groups}
     return list(found.values())
 
@@ -201,7 +201,7 @@ def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
-        sharding_strategy=ShardingStrategy["_HYBRID_SHARD_ZERO2" if strategy == "HYBRID_SHARD_ZERO2" else strategy],
+        sharding_strategy=internals.HYBRID_ZERO2.get() if strategy == "HYBRID_SHARD_ZERO2" else ShardingStrategy[strategy],
         auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen),
         mixed_precision=MixedPrecision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype),
         cpu_offload=CPUOffload(offload_params=recipe.fsdp.offload_params),

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.planner.hardware.efficiency import TILE_TOKENS
 from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
 
-aten = torch.ops.aten
 _DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -164,7 +164,7 @@ def work(
     if name.startswith("_foreach") and not outputs:
         written = [leaf for leaf in args[0] if isinstance(leaf, torch.Tensor)]
     launches = math.ceil(len(inputs) / _TENSORS_PER_LAUNCH) if name.startswith(("_foreach", "_fused")) else 1
-    scratch = _SCRATCH.get(func.overloadpacket)
+    scratch = _SCRATCH.get(name)
     sizes = _sizes(inputs) + _sizes(written)
     of_batch = sum(size for size in sizes if size % micro_batch == 0)
     of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
@@ -215,7 +215,7 @@ def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: t
     return tuple(scratch)
 
 
-_SCRATCH: dict[Any, Callable[..., tuple[int, ...]]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward_scratch}
+_SCRATCH: dict[str, Callable[..., tuple[int, ...]]] = {"_scaled_dot_product_flash_attention_backward": _flash_backward_scratch}
 
 
 class CudaAttention:
@@ -254,19 +254,17 @@ class CudaAttention:
             padding = -width % 8
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            out = internals.FLASH_ATTENTION.get()(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., :width] if padding else out
         if not (grouped and enable_gqa):
             self.used.add("memory-efficient")
             bias = _as_bias(attn_mask, query, key)
             needs_backward = query.requires_grad or key.requires_grad or value.requires_grad
-            return aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[
-                0
-            ]
+            kernel = internals.EFFICIENT_ATTENTION.get()
+            return kernel(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[0]
         self.used.add("math")
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        kernel = internals.MATH_ATTENTION.get()
+        return kernel(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -296,6 +294,6 @@ def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[st
 def _group(argument: Any) -> dist.ProcessGroup | None:
     if isinstance(argument, dist.ProcessGroup):
         return argument
-    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(internals.SCRIPT_TYPE.of(argument)()):
         return dist.ProcessGroup.unbox(argument)
     return None

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import distributed
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals.torch_internals import VERIFY_SHAPES
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.scopes import Names
-from fsdp_tune.planner.trace.substitute import nothing, replaced
+from fsdp_tune.planner.trace.substitute import nothing
 from fsdp_tune.recipe.schema import Recipe
 
 COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
@@ -25,7 +25,7 @@ def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, 
     DDP allocates gradients in buckets when it wraps and never frees them. A bucket spans layers, so its memory and its sum are recorded
     for each parameter: the bytes are the same, and `planner.predict.timing` forms the buckets of later steps at any depth.
     """
-    with replaced(distributed, "_verify_param_shape_across_processes", nothing), recorder.hidden():  # it reads values
+    with VERIFY_SHAPES.replaced(nothing), recorder.hidden():  # it reads values
         loaded = wrap_whole(recipe, model, None, where)
     wrapped: Any = loaded.wrapped
     wrapped.register_comm_hook(recorder, _all_is_ready)

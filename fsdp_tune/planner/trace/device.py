@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from fsdp_tune.model.internals.torch_internals import BACKEND_MODULE, REGISTER_BACKEND
 
 DEVICE = "gpu"
 # FSDP2 creates its streams in this order, in the first forward (`FSDPCommContext.lazy_init`). A stream with an explicit priority of 0
@@ -101,8 +102,8 @@ def current_stream(*_device: Any) -> Stream:
     return Stream(index=clock.streams[-1])
 
 
-class _Module(_DummyBackendModule):
-    """The device module, as `torch.cuda` is for CUDA."""
+class _Module:
+    """The device module, as `torch.cuda` is for CUDA, on top of torch's own for a backend in Python."""
 
     Stream, Event = Stream, Event
 
@@ -139,4 +140,4 @@ class _Module(_DummyBackendModule):
 def install() -> None:
     """Register the device with torch, once per process; it cannot be undone."""
     if not hasattr(torch, DEVICE):
-        _setup_privateuseone_for_python_backend(DEVICE, _Module())
+        REGISTER_BACKEND.get()(DEVICE, type("DeviceModule", (_Module, BACKEND_MODULE.get()), {})())

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.model.internals.transformers_internals import SUPPORTS_FLASH
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.positions import beyond_table_of_positions
@@ -34,7 +35,7 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    if not model._supports_flash_attn:
+    if not SUPPORTS_FLASH.of(model):
         message = f"`model.attn_implementation`: {type(model).__name__} does not support FlashAttention"
         raise usage_error("model-refused", message, hint="--set model.attn_implementation=auto")
     return recipe, model

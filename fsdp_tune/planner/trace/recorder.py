@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.kernels.float8_weights import plain
 from fsdp_tune.planner.predict.blend import slice_for
 from fsdp_tune.planner.predict.fusion import Call
@@ -59,11 +58,10 @@ _ASKS_FOR_DEVICE = torch.ops.prim.device.default
 _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
 
 
-class Recorder(TorchDispatchMode):
-    """Enter inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
+class Recorder:
+    """Records while `recording`, inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
 
     def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool) -> None:
-        super().__init__()
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.slice_tokens = slice_for(micro_batch)
         self.in_slice = False
@@ -83,11 +81,6 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
         self._paused = False
         self._hidden = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not wrap every call to exclude its compiler; nothing is compiled here."""
-        return False
 
     # ---- Tensors
 
@@ -116,7 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensor: Any, kind: str, layer: int | None = None) -> None:
         """Set the kind of a tensor's memory; record its allocation if it is new."""
-        tensor = plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+        tensor = plain(internals.LOCAL_TENSOR.of(tensor) if isinstance(tensor, DTensor) else tensor)
         allocation = self._seen(tensor)
         if allocation is not None and allocation.size:
             self.kinds[allocation.block] = allocation.kind = KIND[kind]
@@ -192,7 +185,8 @@ class Recorder(TorchDispatchMode):
 
     # ---- Operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and record it."""
         if func is _ASKS_FOR_DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # more than half of all calls, and not an operation
         if any(map(kernels.is_made_of_others, types)):
@@ -340,9 +334,9 @@ class Recorder(TorchDispatchMode):
             # FSDP1 calls it to make the allocator keep a block until a stream is done, which a trace cannot express.
             stack.enter_context(replaced(torch.Tensor, "record_stream", nothing))
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
-            for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
-                stack.enter_context(replaced(ShardingPropagator, name, self._quiet(getattr(ShardingPropagator, name))))
-            stack.enter_context(self)
+            for rule in (internals.PROPAGATE_SHAPES, internals.PROPAGATE_SHARDING):
+                stack.enter_context(rule.replaced(self._quiet(rule.get())))
+            stack.enter_context(internals.recording_mode(self.dispatch))
             yield
 
     def _quiet(self, function: Any) -> Any:

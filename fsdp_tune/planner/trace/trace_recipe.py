@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
+from fsdp_tune.model.internals.torch_internals import CHUNKS, FAKE_STORE
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
@@ -78,11 +77,11 @@ def fake_world(size: int) -> Iterator[None]:
     assert not dist.is_initialized(), "a trace needs a separate process"
     device.install()
     autocast.install()
-    dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
     try:
         # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the last gradient.
         on_accelerator = replaced(torch.accelerator, "current_stream", device.current_stream)
-        with on_accelerator, replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
+        with on_accelerator, CHUNKS.replaced(_Chunks):
             yield
     finally:
         dist.destroy_process_group()

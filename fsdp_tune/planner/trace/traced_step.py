@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionMaskInterface, PreTrainedModel
 
+from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
 from fsdp_tune.model.kernels.float8 import convert_to_fp8
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
@@ -70,7 +70,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
     mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
     set_sequence_group(model, sequence_group)
-    with FakeTensorMode(allow_non_fake_inputs=True), _masks(has_masks=has_masks), _no_garbage(), attention.installed():
+    with FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks), _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
         recorder = Recorder(device.restart(), _groups(mesh, sequence_group), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)

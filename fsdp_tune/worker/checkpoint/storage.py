@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model.internals.torch_internals import STORAGE_INFO
 from fsdp_tune.run.dcp_metadata import METADATA_NAME, DcpMetadata, Shape, StoredChunk
 from fsdp_tune.run.dtypes import DTYPES, DType
 from fsdp_tune.run.manifest import Digester, FileEntry
@@ -151,7 +152,7 @@ def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunk
     properties = TensorProperties(getattr(torch, dtype.name))
     metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), listed)
     for entry, chunk in zip(listed, chunks, strict=True):
-        metadata.storage_data[MetadataIndex(name, entry.offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length_bytes)
+        metadata.storage_data[MetadataIndex(name, entry.offsets)] = STORAGE_INFO.get()(chunk.file, chunk.start, chunk.length_bytes)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.step import plain_name
 
 _INDEX_ARGUMENTS = ("top_k_index", "router_indices")
@@ -28,7 +29,8 @@ class ExpertLoads(TrainerCallback):
         self._layers: dict[str, torch.Tensor] = {}
         """Tokens of each expert by layer, on this rank, int64 on the device; one more for indices that stand for no expert."""
         self._is_counting = self._is_counted = False
-        for name, module in model.named_modules():
+        self._backward: Any = GRAPH_TASK.get()
+        for name, module in model.named_modules() if self._backward is not None else ():
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
             argument = next((index for index, each in enumerate(parameters) if each in _INDEX_ARGUMENTS), None)
             experts = getattr(module, "num_experts", None)
@@ -39,7 +41,7 @@ class ExpertLoads(TrainerCallback):
     def _count_calls(self, module: nn.Module, position: int, name: str, counts: torch.Tensor) -> None:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A layer that is recomputed runs a second time, inside the backward.
-            if not self._is_counting or not module.training or torch._C._current_graph_task_id() != _NO_BACKWARD:
+            if not self._is_counting or not module.training or self._backward() != _NO_BACKWARD:
                 return
             indices = (kwargs[name] if name in kwargs else args[position]).detach().reshape(-1)
             counts.scatter_add_(0, indices.long(), torch.ones_like(indices, dtype=torch.int64))

@@ -33,12 +33,10 @@ def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
     `name`, `number` in its `group`, whether it has `ended`, and the last number `entered` in each group. None where torch
     has no recorder (a device without one) or nothing was recorded.
     """
-    import torch._C._distributed_c10d as c10d
+    from fsdp_tune.model.internals.torch_internals import FLIGHT_RECORDS
 
-    # Each backend has its own recorder; on an accelerator, that of gloo would name CPU collectives only.
-    kind = {"cpu": "fr", "cuda": "nccl", "xpu": "xccl"}.get(device_type)
-    whole: Any = getattr(c10d, f"_dump_{kind}_trace", None)
-    as_json: Any = getattr(c10d, f"_dump_{kind}_trace_json", None)
+    records = FLIGHT_RECORDS.get(device_type)
+    whole, as_json = (record.get() for record in records) if records is not None else (None, None)
     if whole is None or as_json is None:
         return None
     (run.flight_recorder / f"{FILE_PREFIX}{rank}").write_bytes(whole())

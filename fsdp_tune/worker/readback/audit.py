@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.model.internals.torch_internals import OBSERVING_MODE, observing_mode
 from fsdp_tune.model.kernels.float8_weights import multiplied_as
 from fsdp_tune.recipe.rules.optimizer import rounds_stochastically
 from fsdp_tune.recipe.schema import Recipe
@@ -46,7 +46,7 @@ MANY_RANKS = 64
 """From here on the rounding of a bf16 sum over ranks is as large as the gradient noise of a usual batch: 2**-8 per addition."""
 
 
-class DtypeAudit(TorchDispatchMode):
+class DtypeAudit:
     """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
 
     A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good and without a word:
@@ -54,26 +54,24 @@ class DtypeAudit(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._uncompiled = contextlib.ExitStack()
+        self._observing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-        return super().__enter__()
+        self._observing.enter_context(torch.compiler.set_stance("force_eager"))
+        self._observing.enter_context(observing_mode(self._see))
+        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._uncompiled.close()
+    def __exit__(self, *_: object) -> None:
+        self._observing.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def _see(self, func: Any, args: tuple[Any, ...]) -> None:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
                 if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):  # a unit of several dtypes
                     self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
                     break
-        return func(*args, **(kwargs or {}))
 
     def report(self) -> dict[str, dict[str, int]]:
         """kind → dtype → number of calls."""
@@ -90,6 +88,8 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     """Return warnings for operations in the trace that lose precision unexpectedly."""
     found: list[str] = []
+    if not OBSERVING_MODE.exists():
+        found.append(f"the dtypes in which operations ran are not known: {OBSERVING_MODE.refused()}")
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
         found.append("master weights are bf16: updates smaller than about 1/256 of a weight are lost (model.dtype: fp32 keeps them)")
     for kind, what in (("norm", "norms"), ("loss", "the loss")):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME
 from fsdp_tune.model.kernels.float8_weights import gathered_in_fp8, is_fp8
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.shard.wrap import fsdp_groups
@@ -77,7 +78,7 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
 
 def _owners_by_unit(loaded: Loaded) -> list[list[nn.Module]]:
     """Return, for each unit, the modules that own its parameters."""
-    return [[parameter._module_info.module for parameter in group.fsdp_params] for group in fsdp_groups(loaded.model)]
+    return [[MODULE_INFO.of(parameter).module for parameter in group.fsdp_params] for group in fsdp_groups(loaded.model)]
 
 
 def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
@@ -86,9 +87,10 @@ def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
         return None
     expected = {id(module): _FP8 for module in _to_gather(recipe, loaded)}
     for parameter in (parameter for group in fsdp_groups(loaded.model) for parameter in group.fsdp_params):
-        owner = parameter._module_info.module
-        if is_fp8(owner) and parameter._module_info.param_name == "weight" and parameter.all_gather_outputs:
+        info = MODULE_INFO.of(parameter)
+        owner = info.module
+        if is_fp8(owner) and info.param_name == "weight" and parameter.all_gather_outputs:
             sent = str(parameter.all_gather_outputs[0].dtype).removeprefix("torch.")
             if sent != (wanted := expected.get(id(owner), _BF16)):
-                return f"fp8: {parameter._param_fqn} is to be gathered in {wanted}, and was in {sent}"
+                return f"fp8: {PARAM_NAME.of(parameter)} is to be gathered in {wanted}, and was in {sent}"
     return None

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.units import MIB
+from fsdp_tune.model.internals import torch_internals as internals
+from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import choose_attention, stands_for
 from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.head import loss_kernel_of
@@ -61,7 +63,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "global_batch_size": trainer.parts.rows.global_batch,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
         "micro_batch": trainer.parts.rows.micro_batch,
-        "attention": getattr(loaded.model.config, "_attn_implementation", None),
+        "attention": attention_of(loaded.model.config),
         "parameters": loaded.size.parameters,
         "trained_parameters": loaded.size.trained_parameters,
         "local_bytes": sum(local_part(p).numel() * p.element_size() for _, p in parameters),
@@ -144,7 +146,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         tensors = [parameter.sharded_param for parameter in group.fsdp_params]
         placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors if not _is_inside(tensor))
         policies = [parameter.mp_policy for parameter in group.fsdp_params]
-        state: Any = group.modules[0]._get_fsdp_state()
+        state: Any = internals.FSDP_STATE.of(group.modules[0])()
         units.append(
             {
                 "modules": [names.get(id(m), "?") for m in group.modules],
@@ -154,9 +156,9 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
                 "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
                 "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
                 "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
-                "forward_prefetch": len(state._states_to_forward_prefetch),
+                "forward_prefetch": len(internals.FORWARD_PREFETCH.of(state)),
                 # A list of the unit itself ends the prefetching: no unit before it has a backward.
-                "backward_prefetch": sum(other is not state for other in state._states_to_backward_prefetch),
+                "backward_prefetch": sum(other is not state for other in internals.BACKWARD_PREFETCH.of(state)),
             }
         )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]

@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.topology import Topology
+from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.accumulation import sums_need_fp32
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
@@ -343,5 +344,5 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in NON_PERSISTENT.of(module)
     }

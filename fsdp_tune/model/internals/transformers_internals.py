@@ -1,0 +1,75 @@
+"""Private names of transformers. Each entry: what it is for, what needs it, and what replaces it where a version does not have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
+
+READ_IN = ("5.17", "5.23", "5.24")
+_CHOICE = "the choice of `model.attn_implementation`"
+_MODEL = "transformers:PreTrainedModel"
+
+ATTENTION = Attribute("transformers:PreTrainedConfig._attn_implementation", "reading the attention kernel of a model", READ_IN)
+"""The attention kernel of a model, which transformers may have replaced."""
+
+
+def attention_of(config: Any) -> str:
+    """Return the name of the attention kernel of a model with this configuration."""
+    return str(ATTENTION.of(config))
+
+
+# ---- What the class of a model declares
+
+SUPPORTS_SDPA = Attribute(f"{_MODEL}._supports_sdpa", _CHOICE, READ_IN, fallback=lambda _: False)
+SUPPORTS_FLASH = Attribute(f"{_MODEL}._supports_flash_attn", _CHOICE, READ_IN, fallback=lambda _: False)
+SUPPORTS_INTERFACE = Attribute(f"{_MODEL}._supports_attention_backend", _CHOICE, READ_IN, fallback=lambda _: False)
+"""Whether a model takes these kernels. Fallback: it does not, so that `auto` chooses a slower one."""
+OWN_FLASH_KERNELS = Attribute(f"{_MODEL}._compatible_flash_implementations", _CHOICE, READ_IN, fallback=lambda _: None)
+"""Flash kernels of a model's own. Fallback: it has none."""
+LAYER_CLASSES = Attribute(f"{_MODEL}._no_split_modules", "`fsdp.auto_wrap_policy`", READ_IN, fallback=lambda _: None)
+"""Names of the classes of decoder layers. Fallback: the members of the model's largest list of modules."""
+MAY_BE_MISSING = Attribute(f"{_MODEL}._keys_to_ignore_on_load_missing", "the check of a merged model", READ_IN, fallback=lambda _: None)
+"""Patterns of parameters that files need not have. Fallback: files must have all."""
+
+# ---- The forward of a model
+
+FIND_PACKED = Name("transformers.masking_utils:find_packed_sequence_indices", "packed rows without synchronisation", READ_IN, fallback=None)
+IS_PACKED = Name(
+    "transformers.modeling_flash_attention_utils:_is_packed_sequence", "packed rows without synchronisation", READ_IN, fallback=None
+)
+"""Checks of position ids on the device. Fallback: the checks are made, and each waits for the device."""
+FIND_PACKED_IN_PART = Name("transformers.masking_utils:find_packed_sequence_indices", "`parallelism.sp_size`", READ_IN)
+"""The same check, of the tokens of one rank that shares rows with others, where it would find wrong examples."""
+RECORDED_OUTPUTS = Name("transformers.modeling_utils:_CAN_RECORD_REGISTRY", "`output_router_logits: true` under FSDP2", READ_IN)
+"""The outputs of layers that a model can record, by its printed class, which FSDP2 replaces."""
+NO_ERROR_FOR_MISSING = Parameter(
+    "transformers.utils.hub:cached_files._raise_exceptions_for_missing_entries", "reading the weights of a model", READ_IN
+)
+"""A keyword that `cached_file` passes on. False: a file that a model does not have is None."""
+
+# ---- Methods of the Trainer that `worker/trainer.py` overrides or calls
+
+_HOOKS = (
+    "_prepare_for_training",
+    "_init_training_state",
+    "_run_epoch",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_maybe_log_save_evaluate",
+    "_evaluate",
+    "_determine_best_metric",
+    "_save_checkpoint",
+    "_load_best_model",
+    "_load_rng_state",
+    "_load_from_checkpoint",
+    "_load_callback_state",
+)
+TRAINER_HOOKS = {name: Name(f"transformers:Trainer.{name}", "`fsdp-tune train`", READ_IN) for name in _HOOKS}
+"""The Trainer would train another way if it no longer called one of them."""
+
+
+def require_trainer_hooks() -> None:
+    """Check that the Trainer has each method that is overridden. Raises: usage error (exit 2)."""
+    for hook in TRAINER_HOOKS.values():
+        hook.get()
