@@ -67,7 +67,8 @@ def compare(name: str, python: Path) -> dict[str, Any]:
         folder = Path(scratch)
         jobs: list[Job] = []
         try:
-            base = make_model(_sensitive(config_of(name) | {"vocab_size": VOCABULARY}), folder / "base")
+            config = config_of(name) | {"vocab_size": VOCABULARY, "output_router_logits": False}
+            base = make_model(_sensitive({key: value for key, value in config.items() if key in config_of(name)}), folder / "base")
             write_tokenizer(base)
             jobs.append(Job("full", train_and_export(base, folder / "full")))
         except Exception as error:  # noqa: BLE001  the reason is the result

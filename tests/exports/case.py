@@ -37,7 +37,7 @@ def train_and_export(base: Path, out: Path, *, lora: bool = False, **model: Any)
 
 def write_run(base: Path, out: Path, *, lora: bool = False, **model: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Write the files of a run on `base` with changed weights. Returns (run, its weights)."""
-    sections: dict[str, Any] = {"lora": {"r": 4, "target_modules": "all-linear"}} if lora else {}
+    sections: dict[str, Any] = {"lora": {"r": 1, "target_modules": "all-linear"}} if lora else {}
     sections |= {"data": {"train": [{"path": "x"}], "max_length": 64}}
     recipe = recipe_of({"name_or_path": str(base), "tokenizer": None, **model}, **sections)
     document, encoder = facts(recipe), load_encoder(recipe)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.model_files import save_model_files
+from tests.architectures.tiny import config_of
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.model.test_bitsandbytes_files import NF4, RECIPE
+from tests.model.test_model_files import FakeTokenizer
 
 COMMON = {"architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.51.3", "some_tool": {"note": 1}}
 LINEAR = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -115,3 +120,24 @@ def test_quantisation_of_the_base_is_not_exported(tmp_path: Path) -> None:
     found = facts(recipe)
     assert "exported_config" in found, found["problems"]
     assert "quantization_config" not in found["exported_config"]
+
+
+@pytest.mark.parametrize("written", [math.inf, {"__float__": "Infinity"}])
+def test_infinity_of_a_base_is_read_and_exported_as_a_word_that_both_versions_read(written: Any, tmp_path: Path) -> None:
+    fields = config_of("mamba2") | {"time_step_limit": [0.0, written]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    document = document_of(tmp_path)
+    assert read(document["exported_config"], tmp_path / "again").time_step_limit == [0.0, math.inf]
+    files = tmp_path / "files"
+    files.mkdir()
+    save_model_files(files, document, FakeTokenizer(), TokenizerOrigin())
+    assert json.loads((files / "config.json").read_text())["time_step_limit"] == [0.0, math.inf]
+
+
+def test_rotary_base_of_gpt_neox_has_the_names_of_transformers_4(tmp_path: Path) -> None:
+    AutoConfig.for_model(**FAMILIES["gpt_neox"], rope_parameters={"rope_theta": 54321.0, "partial_rotary_factor": 0.5}).save_pretrained(
+        tmp_path
+    )
+    exported = document_of(tmp_path)["exported_config"]
+    assert (exported["rotary_emb_base"], exported["rotary_pct"]) == (54321.0, 0.5)
+    assert read(exported, tmp_path / "again").rope_parameters["rope_theta"] == 54321.0

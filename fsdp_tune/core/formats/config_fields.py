@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
 _OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
 """Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
+_OF_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+"""Names that the classes of GPT-NeoX had instead."""
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,13 +33,32 @@ def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
         inner = config.get(name)
         is_nested = _is_nested(name, inner) and _is_nested(name, value)
         merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
-    return merged | (old_rope_fields(merged["rope_parameters"]) if "rope_parameters" in changes else {})
+    return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {})
 
 
 def with_old_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
-    old = {name: with_old_spellings(value) if _is_nested(name, value) else value for name, value in config.items()}
-    return old | old_rope_fields(config.get("rope_parameters"))
+    old = {name: with_old_spellings(value) if _is_nested(name, value) else with_floats(value) for name, value in config.items()}
+    return old | _old_rope_fields_of(config)
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of a config.json with the infinities and NaN that transformers 5 tags as floats."""
+    match value:
+        case {"__float__": str(word), **rest} if not rest and word in _TAGGED:
+            return _TAGGED[word]
+        case dict():
+            return {name: with_floats(inner) for name, inner in cast("dict[str, Any]", value).items()}
+        case list():
+            return [with_floats(inner) for inner in cast("list[Any]", value)]
+        case _:
+            return value
+
+
+def _old_rope_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    fields = old_rope_fields(config.get("rope_parameters"))
+    is_neox = str(config.get("model_type", "")).startswith("gpt_neox")
+    return fields | ({old: fields[name] for name, old in _OF_NEOX.items() if name in fields} if is_neox else {})
 
 
 def old_rope_fields(parameters: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from fsdp_tune.core.formats.config_fields import changed_fields, with_changes, with_old_spellings
+from fsdp_tune.core.formats.config_fields import changed_fields, with_changes, with_floats, with_old_spellings
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
@@ -52,9 +52,10 @@ def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrain
 
 
 def _is_of_transformers_5(written: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has rotary positions that transformers 4 does not read, in a nested configuration or not."""
+    """Return whether a config.json has what transformers 4 does not read: its rotary positions, or an infinity that is an object."""
     nested = [value for name, value in written.items() if name.endswith("_config") and isinstance(value, dict)]
-    return ("rope_parameters" in written and "rope_theta" not in written) or any(map(_is_of_transformers_5, nested))
+    has_new_rope = "rope_parameters" in written and "rope_theta" not in written
+    return has_new_rope or with_floats(written) != written or any(map(_is_of_transformers_5, nested))
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 def _reads_as(candidate: Mapping[str, Any], config: PreTrainedConfig) -> bool:
     """Return whether a config.json is read as this configuration; fields of other readers may be added."""
     try:
-        found = _fields(type(config).from_dict(json.loads(json.dumps(candidate))))
+        found = _fields(type(config).from_dict(with_floats(json.loads(json.dumps(candidate)))))
     except (TypeError, ValueError, KeyError, AttributeError):
         return False
     return not _compared(changed_fields(found, _fields(config)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,8 @@ def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenize
     document of `model.loading.inspect`, `origin` the tokenizer before the recipe changed it."""
     save_tokenizer(directory, tokenizer, origin)
     config = facts["exported_config"]
-    write_json(directory / "config.json", config | _changes_of_run(facts, tokenizer))
+    # Not as strict JSON: transformers 4 writes and reads a bare `Infinity`, as in the configurations of Mamba 2.
+    write_file(directory / "config.json", json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n")
     generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     write_json(directory / "generation_config.json", generation)
     if "auto_map" in config and facts["base_folder"] is not None:
