@@ -80,7 +80,7 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "schedule not restored",
         "worker.checkpoint.restore:restore_schedule",
-        statement("scheduler.last_epoch", "step = 0; _"),
+        statement("scheduler.base_lrs", "step = 0; _"),
         rows="F098 F091",
     ),
     plant(
