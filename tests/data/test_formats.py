@@ -563,3 +563,82 @@ def test_arguments_that_are_not_an_object_are_noted(given: Any, note: str | None
     row = {"messages": [{"role": "user", "content": "q"}, answers[kind]], "tools": [{"name": "f"}]}
     chat = example("messages", row, loss_on=loss_on)
     assert [each.detail for each in chat.notes if each.kind == "arguments-not-an-object"] == ([] if note is None else [note])
+
+
+USE = {"type": "tool_use", "id": "u1", "name": "f", "input": {"x": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "u1", "content": "7"}
+INPUT_SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+ADDER = {"name": "f", "description": "d", "parameters": INPUT_SCHEMA}
+
+
+def test_calls_and_results_of_anthropics_parts_are_read() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+    row = {
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "tools": [{"name": "f", "description": "d", "input_schema": INPUT_SCHEMA}],
+        "messages": [
+            USER,
+            {"role": "assistant", "content": [thinking, {"type": "text", "text": "so"}, USE, USE | {"id": "u2", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    RESULT | {"is_error": False},
+                    RESULT | {"tool_use_id": "u2", "content": [{"type": "text", "text": "8"}]},
+                    {"type": "text", "text": "and?"},
+                ],
+            },
+            ANSWER,
+        ],
+    }
+    chat = example("messages", row, loss_on="assistant")
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": given}} for name, given in (("u1", {"x": 1}), ("u2", {}))
+    ]
+    assert chat.messages == [
+        {"role": "system", "content": "s"},
+        USER,
+        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "7", "tool_call_id": "u1"},
+        {"role": "tool", "content": "8", "tool_call_id": "u2"},
+        {"role": "user", "content": "and?"},
+        ANSWER,
+    ]
+    assert chat.tools == [{"type": "function", "function": ADDER}]
+    assert chat.trained == (False, False, True, False, False, False, True)
+    assert chat.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([USE | {"input": "x"}], "a call, with `name` as text and `input` as an object"),
+        ([{"type": "tool_use", "input": {}}], "a call, with `name` as text and `input` as an object"),
+        ([USE | {"caller": {"type": "direct"}}], "`messages.content.caller` is not read"),
+        ([USE, {"type": "text", "text": "so"}], "reasoning, text and calls have this order"),
+        ([{"type": "redacted_thinking", "data": "x"}, USE], "is of type `redacted_thinking`"),
+    ],
+)
+def test_anthropics_calls_that_cannot_be_read_are_refused(content: list[Any], says: str) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": content}], "tools": [ADDER]}
+    assert says in refused("messages", row, loss_on="assistant")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([RESULT | {"is_error": True}], "`messages.content.is_error` is not read"),
+        ([{"type": "text", "text": "b"}, RESULT], "the result of a tool follows a message from `user`"),
+        ([RESULT | {"content": [{"type": "image", "source": {}}]}], "is of type `image`"),
+    ],
+)
+def test_anthropics_results_that_cannot_be_read_are_refused(content: list[Any], says: str) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": content}, ANSWER]}
+    assert says in refused("messages", row, loss_on="assistant")
+
+
+@pytest.mark.parametrize("tools", [[ADDER], json.dumps([ADDER])])
+def test_tools_of_alpaca_rows_are_read_with_a_chat_template(tools: Any) -> None:
+    row = {"instruction": "a?", "output": "b", "tools": tools, "enable_thinking": False}
+    chat = example("alpaca", row, template="{{ tools }}{{ enable_thinking }}")
+    assert (chat.tools, chat.variables, chat.messages) == ([ADDER], {"enable_thinking": False}, [USER, ANSWER])
+    assert "column `tools` needs a chat template" in refused("alpaca", row)

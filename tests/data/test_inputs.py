@@ -62,6 +62,31 @@ def test_hints_about_preferences_lead_to_the_chosen_answer(tmp_path: Path, row: 
     assert [text.rstrip("\n") for text in prepared_by_hints(tmp_path, row)] == [rendered.rstrip("\n")]
 
 
+def test_hint_about_openais_preferences_leads_to_the_preferred_answer(tmp_path: Path) -> None:
+    row = {
+        "input": {"messages": [USER], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [GOOD],
+        "non_preferred_output": [BAD],
+    }
+    old, new = write_jsonl(tmp_path / "old.jsonl", [row]), tmp_path / "new.jsonl"
+    encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
+    with pytest.raises(FsdpTuneError) as caught:
+        prepared(tmp_path, old, encoder=encoder, max_length=256)
+    [problem] = caught.value.problems
+    assert "input, preferred_output, non_preferred_output" in problem.message
+    found = re.search(r"`jq -c '(.*)' OLD.jsonl > NEW.jsonl`", problem.hint or "")
+    assert found is not None
+    written = {}
+    for part in found[1].strip("{}").split(", "):  # jq itself is not installed everywhere
+        name, _, path = part.partition(": .")
+        value: Any = row
+        for key in path.split("."):
+            value = value[key]
+        written[name] = value
+    [text] = [marked(each, encoder) for each in rows_of(prepared(tmp_path, write_jsonl(new, [written]), encoder=encoder, max_length=256))]
+    assert text.rstrip("\n") == ASKED.rstrip("\n")
+
+
 @pytest.mark.parametrize(
     ("row", "rendered"),
     [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 from fsdp_tune.data.format.marks import MARKS, MEANING, mark_of_parts, take_mark
-from fsdp_tune.data.format.row_account import RowAccount
+from fsdp_tune.data.format.row_account import NESTED_METADATA, RowAccount
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
 
 Message = dict[str, Any]
@@ -27,8 +28,10 @@ RESERVED_VARIABLES = (
 """Arguments of transformers' `apply_chat_template` that the package sets."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of `content`; the last two are those of OpenAI's Responses."""
-REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls")
-"""LLaMA-Factory's types of parts of an answer, next to text."""
+USE_PART, RESULT_PART = "tool_use", "tool_result"
+"""Anthropic's types of parts: a call in an answer, and its result in a message of the user."""
+REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls", USE_PART)
+"""LLaMA-Factory's types of parts of an answer, next to text, and Anthropic's for a call."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for its reasoning: text, or a list of parts as in axolotl."""
 ROLES = {
@@ -55,6 +58,8 @@ MESSAGE_KEYS = {
 """Keys of a message, and what they are read as where that is not their name."""
 PAIR_KEYS = {"human": "", "assistant": ""}
 PART_KEYS = {"type": "", "text": "", "value": "", "content": "", **dict.fromkeys(MARKS, MEANING)}
+USE_KEYS = {"type": "", "id": "the id of a call", "name": "", "input": "the arguments of a call"}
+RESULT_KEYS = {"type": "", "tool_use_id": "the id of a call", "content": "the result of a call", **dict.fromkeys(MARKS, MEANING)}
 REASONING_KEYS = PART_KEYS | dict.fromkeys(REASONING_PARTS, "reasoning")
 FUNCTION_KEYS = {"name": "", "arguments": ""}
 CALL_KEYS = {"id": "", "type": "", "function": "", **FUNCTION_KEYS}
@@ -84,7 +89,10 @@ class MessageReader:
         A message with a mark of what is trained has it as `train`, whatever its name in the row.
         """
         path = f"{self.names_in_file.get(column, column)}."
-        turns = [turn for index, value in enumerate(_turns(row, column), 1) for turn in self._turns_of(_object(value, index), path)]
+        given = _turns(row, column)
+        if isinstance(row.get("system"), list) and row["system"]:  # parts, as Anthropic's
+            row, given = row | {"system": None}, [{"role": "system", "content": row["system"]}, *given]
+        turns = [turn for index, value in enumerate(given, 1) for turn in self._turns_of(_object(value, index), path)]
         messages: list[Message] = []
         for index, turn in enumerate(turns, 1):
             message = self._message(turn, index, path)
@@ -104,7 +112,28 @@ class MessageReader:
         if "human" in turn and "assistant" in turn and not any(key in turn for key in ("role", "from")):
             pair = self._closed(turn, PAIR_KEYS, path)
             return [{"from": speaker, "value": pair.get(speaker)} for speaker in PAIR_KEYS]
-        return [self._closed(turn, MESSAGE_KEYS, path)]
+        return list(self._with_results(self._closed(turn, MESSAGE_KEYS, path), path))
+
+    def _with_results(self, turn: Message, path: str) -> Iterator[Message]:
+        """Yield a turn; for Anthropic's results in a message of the user, a message for each, and those of the text between them."""
+        name = "value" if "value" in turn else "content"
+        content: object = turn.get(name)
+        parts = cast(list[Any], content) if isinstance(content, list) else []
+        if not any(map(_is_result, parts)):
+            yield turn
+            return
+        marks = {mark: turn[mark] for mark in MARKS if mark in turn}
+        for is_result, group in groupby(parts, _is_result):
+            if not is_result:
+                yield turn | {name: list(group)}
+                continue
+            for part in group:
+                # An error is described by the content, which is what the model receives.
+                metadata = NESTED_METADATA | {"is_error"} if part.get("is_error") is False else NESTED_METADATA
+                closed = self.account.close(part, RESULT_KEYS, path=f"{path}{name}.", metadata=metadata)
+                call = {"tool_call_id": closed["tool_use_id"]} if "tool_use_id" in closed else {}
+                own = {mark: closed[mark] for mark in MARKS if mark in closed}
+                yield {"role": "tool", "content": closed.get("content", ""), **call, **(marks | own)}
 
     def _closed(self, values: Message, known: Mapping[str, str], path: str) -> Message:
         return self.account.close(values, known, path=path, template=self.template)
@@ -185,6 +214,10 @@ class MessageReader:
                     f"{where} of `content` is of type `{kind}`, after one of another type: reasoning, text and calls have this order"
                 )
             last = order
+            if kind == USE_PART:
+                found.calls.append(self._use(fields, where, f"{path}{name}."))
+                found.marks.append(None)
+                continue
             known = REASONING_KEYS if kind in REASONING_PARTS else PART_KEYS
             # Parts are joined to text, so the template does not receive their keys, though it may read them of messages.
             closed = self.account.close(fields, known, path=f"{path}{name}.")
@@ -206,6 +239,14 @@ class MessageReader:
             else:
                 found.text += value
         return found
+
+    def _use(self, part: Message, where: str, path: str) -> Message:
+        """Return Anthropic's part for a call as one of `tool_calls`."""
+        closed = self.account.close(part, USE_KEYS, path=path)
+        if not isinstance(closed.get("name"), str) or not isinstance(closed.get("input", {}), dict):
+            raise RowError(f"{where} of `content` is a call, with `name` as text and `input` as an object")
+        call = {"type": "function", "function": {"name": closed["name"], "arguments": closed.get("input", {})}}
+        return {"id": closed["id"], **call} if "id" in closed else call
 
     def _function_calls(self, content: object, index: int, path: str) -> list[Message]:
         """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
@@ -277,46 +318,6 @@ def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def read_tools(row: dict[str, Any]) -> list[Any] | None:
-    """Return the list in the column `tools`, which may be JSON text, or the functions of OpenAI's older format; None if it is empty."""
-    tools, functions = parsed_column(row, "tools"), parsed_column(row, FUNCTIONS)
-    if tools and functions:
-        raise ColumnError(FUNCTIONS, "means the same as the column `tools`; remove one of them")
-    if isinstance(functions, list):
-        tools = [{"type": "function", "function": function} for function in cast(list[Any], functions)]
-    elif functions:
-        raise ColumnError(FUNCTIONS, f"holds {kind_of(functions)} instead of a list")
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
-    column = FUNCTIONS if functions else "tools"
-    return without_nulls([_read_tool(tool, column, number) for number, tool in enumerate(cast(list[Any], tools), 1)])
-
-
-def _read_tool(value: object, column: str, number: int) -> Message:
-    """Return tool `number` of a column as an object. It, its function and its parameters may be JSON text, as Arrow's columns require."""
-    tool = _parsed_object(value)
-    function = tool if tool is None or "function" not in tool else _parsed_object(cast(object, tool["function"]))
-    parameters: object = None if function is None else function.get("parameters")
-    is_text = isinstance(parameters, str) and bool(parameters.strip())
-    schema = _parsed_object(parameters) if is_text else None
-    if tool is None or function is None or (is_text and schema is None):
-        raise ColumnError(column, f"holds at position {number} something other than a function, as an object or its JSON text")
-    function = function | {"parameters": schema} if is_text else function
-    return tool | {"function": function} if "function" in tool else function
-
-
-def _parsed_object(value: object) -> Message | None:
-    """Return an object, or the object whose JSON text `value` is; None if it is something else."""
-    if isinstance(value, str):
-        try:
-            value = cast(object, parse_text(value))
-        except ValueError:
-            return None
-    return cast(Message, value) if isinstance(value, dict) else None
-
-
 def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
     """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
     variables = parsed_column(row, VARIABLES)
@@ -345,60 +346,6 @@ def parsed_column(row: dict[str, Any], column: str) -> object:
         return parse_text(value) if value.strip() else None
     except ValueError as error:
         raise ColumnError(column, f"holds text that is not JSON: {error}") from error
-
-
-def tool_names(tools: list[Any]) -> Iterator[str | None]:
-    """Yield the name of each tool's function; None if it has none."""
-    for tool in tools:
-        described = cast(dict[str, Any], tool) if isinstance(tool, dict) else {}
-        function: Any = described.get("function", described)
-        name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
-        yield name if isinstance(name, str) else None
-
-
-def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> bool:
-    """Check that results follow calls, and that `tools` defines every function that is called, if the row has tools.
-
-    Return whether the row has calls and no tools. Raises: RowError.
-    """
-    defined = None if tools is None else set(tool_names(tools))
-    has_calls = False
-    for index, message in enumerate(messages, 1):
-        before = messages[index - 2]["role"] if index > 1 else None
-        if message["role"] == "tool" and before not in ("assistant", "tool"):
-            where = f"follows a message from `{before}`" if before else "is the first message"
-            raise RowError(f"message {index}: the result of a tool {where}; it must follow the assistant's call")
-        for call in tool_calls(message):
-            has_calls = True
-            name: object = call.get("name")
-            if name is not None and not isinstance(name, str):
-                raise RowError(f"message {index}: the name of a called function holds {kind_of(name)} instead of text")
-            if defined is not None and None not in defined and name not in defined:
-                raise RowError(f"message {index} calls `{name}`, which `tools` does not define; add its schema to the row's `tools`")
-    return has_calls and tools is None
-
-
-def odd_arguments(messages: list[Message]) -> Iterator[str]:
-    """Yield what the arguments of each call are that are neither an object nor its JSON text: a template writes them as they are."""
-    for message in messages:
-        for call in tool_calls(message):
-            given: object = call.get("arguments")
-            if isinstance(given, str):
-                try:
-                    parsed: object = parse_text(given)
-                except ValueError:
-                    yield "text that is not JSON"
-                    continue
-                if not isinstance(parsed, dict):
-                    yield f"JSON text of {kind_of(parsed)}"
-            elif given is not None and not isinstance(given, dict):
-                yield kind_of(given)
-
-
-def tool_calls(message: Message) -> Iterator[Message]:
-    """Yield the calls of a message, each with `name` and `arguments`."""
-    for call in cast(list[Message], message.get("tool_calls") or []):
-        yield call["function"] if isinstance(call.get("function"), dict) else call
 
 
 def without_nulls(value: Any) -> Any:
@@ -456,6 +403,10 @@ def _with_arguments(function: Message) -> Message:
     given: object = function.get("arguments")
     is_blank = given is None or (isinstance(given, str) and not given.strip())
     return function | {"arguments": {}} if is_blank and "name" in function else function
+
+
+def _is_result(part: Any) -> bool:
+    return isinstance(part, dict) and cast(Message, part).get("type") == RESULT_PART
 
 
 def _is_call(value: Any) -> bool:

@@ -11,14 +11,12 @@ from fsdp_tune.data.format.conversations import (
     Message,
     MessageReader,
     after_system,
-    check_tool_messages,
-    odd_arguments,
     parsed_column,
     read_template_variables,
-    read_tools,
 )
 from fsdp_tune.data.format.marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
 from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount, names_variable
+from fsdp_tune.data.format.row_tools import check_tool_messages, odd_arguments, read_tools
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
@@ -227,7 +225,8 @@ class FormatSettings:
     def _alpaca(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
         question, answer = needed_columns("alpaca", row)
         known = {question: "", answer: ""} | ({"input": ""} if question == "instruction" else {})
-        row = self._read(row, account, known | {"system": CHAT_KEYS["system"], "history": "earlier turns"})
+        more_keys = CHAT_KEYS | {"history": "earlier turns"}
+        row = self._read(row, account, known | more_keys)
         instruction, output = _text(row, question), _text(row, answer)
         more = _text(row, "input") if row.get("input") is not None else ""
         if not output.strip():
@@ -236,8 +235,8 @@ class FormatSettings:
             asked = f"{instruction}\n\n{more}" if more else instruction
             messages = [*_earlier_turns(row), {"role": "user", "content": asked}, {"role": "assistant", "content": output}]
             return self._chat(after_system(messages, row), row)
-        for column in ("system", "history"):
-            if row.get(column):
+        for column in more_keys:
+            if row.get(column) not in (None, "", [], {}):
                 hint = f"set `{self.template_key}`, for example to `plain`; `fsdp-tune templates` lists the bundled ones"
                 raise ColumnError(column, "needs a chat template, and the tokenizer has none", hint=hint)
         prompt = STANFORD_WITH_INPUT if more else STANFORD_WITHOUT_INPUT

@@ -209,6 +209,9 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
 def _renaming_hint(columns: Sequence[str]) -> str:
     """Return a hint with the columns to rename, so that a file that fits no format fits one; those of preferences to the better answer."""
     renames = _renames(columns)
+    if {"input", "preferred_output"}.issubset(columns):  # OpenAI's preferences: the question is below `input`
+        program = "{prompt: .input.messages, completion: .preferred_output, tools: .input.tools}"
+        return f"write the better answers as rows of their own: `jq -c '{program}' OLD.jsonl > NEW.jsonl`"
     if not renames:
         return (
             "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or `text`: rename columns with "

@@ -47,7 +47,7 @@ METADATA = frozenset((
 NESTED_METADATA = frozenset((
     "id", "_id", "idx", "index", "uid", "uuid", "message_id", "parent_id", "turn_id", "hash", "source", "model", "model_name",
     "timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "language", "lang", "score", "rating",
-    "metadata", "meta", "extra_info", "cache_control", "annotations", "token_count", "num_tokens",
+    "metadata", "meta", "extra_info", "cache_control", "signature", "annotations", "token_count", "num_tokens",
 ))
 # fmt: on
 """The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are not ignored."""

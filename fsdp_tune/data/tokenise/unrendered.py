@@ -14,8 +14,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from fsdp_tune.data.format.conversations import Message, tool_calls, tool_names
+from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.row_tools import tool_calls, tool_names
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.answers import Answer, Rendering, common_length
