@@ -20,6 +20,8 @@ from typing import Any
 
 NVML_SUCCESS = 0
 TORCH_FACTS_SECONDS = 120.0
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""The control groups of this process, and where their limits are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,39 @@ class Device:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, limited by containers and `taskset`; on macOS, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a container; on macOS, all cores."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([allowed, *_core_quotas()])
+
+
+def _core_quotas() -> Iterator[int]:
+    """Yield the CPU time of this process's control group and of those around it, in cores, rounded up, where it is limited.
+
+    `docker run --cpus` and Kubernetes limit the time and leave all cores visible: threads for each of them would wait for it in turns.
+    """
+    try:
+        groups = [line.split(":", 2)[1:] for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines()]
+    except OSError:  # not Linux
+        return
+    for controllers, group in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = GROUPS / controllers  # of version 1 each; one of version 2 has no name
+        for parent in {folder / path.relative_to("/") for path in (Path(group), *Path(group).parents)}:
+            quota, period = _cpu_time(parent)
+            if quota > 0 and period > 0:
+                yield max(1, -(-quota // period))
+
+
+def _cpu_time(group: Path) -> tuple[int, int]:
+    """Return the CPU time of a control group in each period, both in microseconds, by cgroup v2 or v1; 0 if it is not limited."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((group / name).read_text(encoding="ascii") for name in files).split()
+            return (int(words[0]), int(words[1])) if words[0] not in ("max", "-1") else (0, 0)
+        except (OSError, ValueError, IndexError):
+            continue
+    return 0, 0
 
 
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:

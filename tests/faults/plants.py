@@ -363,5 +363,25 @@ PLANTS: tuple[Plant, ...] = (
         rows="F132",
         by=("parity/test_breaks.py::run_stops_at_a_planted_bug_of_its_adapters[adapter scaled twice]",),
     ),
+    # surroundings
+    plant(
+        "pickles in archives loaded",
+        "data.read.tar_rows:_members",
+        value("content", "__import__('pickle').load(archive.extractfile(member)) if ending == 'pkl' else _"),
+        rows="F133",
+        by=("data/test_stream_units.py::members_of_a_tar_are_grouped_and_pickles_are_not_loaded",),
+    ),
+    plant(
+        "failed job ends the children of all jobs",
+        "core.processes:threads",
+        value("running", "[child for each in _POOLS for child in each.running]"),
+        rows="F134",
+    ),
+    plant("closed streams stay closed", "core.processes:open_standard_streams", drop("os.set_inheritable"), rows="F135"),
+    plant("temporary directories of killed commands stay", "core.ownership:_remove_abandoned", never("is_ours read_owner"), rows="F136"),
+    plant("unusable cache not refused", "jobs.session:_reason_unusable", catch("KeyError"), rows="F137"),
+    plant("CPU time of containers ignored", "core.devices:_cpu_time", value("words", "['max']"), rows="F138"),
+    plant("full temporary directory ends the command", "launch.supervise.early_launch:start_early", catch("KeyError"), rows="F139"),
+    plant("used port not noticed", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F140"),
     plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
 )
