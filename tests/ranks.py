@@ -22,11 +22,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+from tests.cuda.environment import with_gpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300.0
@@ -48,10 +50,11 @@ class Leaves(Exception):
 
 @dataclass
 class RankPool:
-    """`folder` holds the rendezvous files and what the ranks print."""
+    """`folder` holds the rendezvous files and what the ranks print; `environment` is theirs, by default that of this process."""
 
     folder: Path
     size: int = 4
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     restarts: int = 0
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
@@ -105,7 +108,8 @@ class RankPool:
             ours, theirs = Pipe()
             with open(self._log_path(rank), "wb") as log:
                 command = [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(os.getpid())]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+                paths = filter(None, [self.environment.get("PYTHONPATH"), str(REPOSITORY)])
+                environment = {**self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
                 process = subprocess.Popen(
                     command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
                 )
@@ -146,10 +150,10 @@ class RankPool:
 
 
 @functools.cache
-def shared_pool() -> RankPool:
-    """The pool of this session, whichever tests ask for it."""
+def shared_pool(device: str = "cpu") -> RankPool:
+    """The pool of this session for a device, whichever tests ask for it. Ranks on `cuda` each have an emulated GPU."""
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pool = RankPool(folder)
+    pool = RankPool(folder) if device == "cpu" else RankPool(folder, environment=with_gpus(RankPool.size))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(pool.close)
     return pool
@@ -200,7 +204,11 @@ def _enter_world(rank: int, world_size: int, rendezvous: str) -> None:
     # What a launcher exports; Accelerate reads it although the group exists.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    backends = "gloo"
+    if "EMULATED_CUDA" in os.environ:
+        torch.cuda.set_device(rank)
+        backends = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     dist.barrier()  # else a rank that fails at once closes connections that others are still opening
 
 

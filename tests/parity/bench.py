@@ -32,15 +32,18 @@ Worker = Callable[[str], dict[str, Any]]
 
 
 class Bench:
-    def __init__(self, folder: Path, pool: RankPool) -> None:
-        self.folder, self.pool = folder, pool
-        self.store = make_store(folder / "store")
-        self._references: dict[tuple[object, ...], reference.Trajectory] = {}
+    """Runs on the ranks of a pool. Those on a GPU share models, rows and references with `on_cpu`."""
+
+    def __init__(self, folder: Path, pool: RankPool, device: str = "cpu", on_cpu: Bench | None = None) -> None:
+        self.folder, self.pool, self.device = folder, pool, device
+        self.files = on_cpu.files if on_cpu else folder
+        self.store = on_cpu.store if on_cpu else make_store(folder / "store")
+        self._references: dict[tuple[object, ...], reference.Trajectory] = on_cpu._references if on_cpu else {}
         self._runs: dict[Case, RunDir] = {}
         self._count = 0
 
     def model(self, architecture: str, vocabulary: int | None = None) -> Path:
-        folder = self.folder / "models" / f"{architecture}-{vocabulary}"
+        folder = self.files / "models" / f"{architecture}-{vocabulary}"
         return folder if folder.exists() else make_model(architecture, folder, vocabulary=vocabulary)
 
     def new_folder(self) -> Path:
@@ -75,12 +78,12 @@ class Bench:
 
     def adapter(self, case: Case) -> Path:
         """A PEFT adapter for the case's model, made by PEFT alone, whose B is not zero: AdamW's first update of a zero B is its sign."""
-        folder = self.folder / "adapters" / f"{case.architecture}-{case.lora}"
+        folder = self.files / "adapters" / f"{case.architecture}-{case.lora}"
         return folder if folder.exists() else make_adapter(self.model(case.architecture), dict(case.lora), folder)
 
     def model_in_4_bits(self, architecture: str, scales: str) -> Path:
         """The architecture's model with the values that its weights have in 4 bits."""
-        folder = self.folder / "models" / f"{architecture}-nf4-{scales}"
+        folder = self.files / "models" / f"{architecture}-nf4-{scales}"
         return folder if folder.exists() else round_to_nf4(self.model(architecture), scales, folder)
 
     def run(self, case: Case) -> RunDir:
@@ -102,6 +105,7 @@ class Bench:
             recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
         if case.nf4 is not None:
             recipe["quantization"] = {"scales": case.nf4}
+        recipe["launch"]["device"] = self.device
         run = runs.write_run(self.new_folder(), recipe, self.store, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
@@ -125,7 +129,7 @@ def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
 
 
 @functools.cache
-def shared_bench() -> Bench:
+def shared_bench(device: str = "cpu") -> Bench:
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Bench(folder, shared_pool())
+    return Bench(folder, shared_pool(device), device, None if device == "cpu" else shared_bench())

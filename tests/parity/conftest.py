@@ -4,9 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda.devices import DEVICES, leave_to_slow_tests, require
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.report import markdown, summary
 from tests.ranks import RankPool, shared_pool
+
+# Modules whose tests run on an emulated GPU as well as on the CPU, and those that `scripts/test` runs there.
+ON_CUDA_TOO = {"test_matrix", "test_adapters", "test_fp8", "test_lean_state", "test_optimizers", "test_resume", "test_shared_rows"}
+FAST_ON_CUDA = {
+    "test_run_follows_the_reference": {
+        "llama, 2 ranks, FULL_SHARD",
+        "llama, 2 ranks, NO_SHARD",
+        "llama, 2 ranks, FULL_SHARD, offload True",
+    },
+}
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +26,20 @@ def pool() -> RankPool:
 
 
 @pytest.fixture(scope="session")
-def bench() -> Bench:
-    return shared_bench()
+def bench(request: pytest.FixtureRequest) -> Bench:
+    device = getattr(request, "param", "cpu")
+    require(device)
+    return shared_bench(device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "bench" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2] in ON_CUDA_TOO:
+        metafunc.parametrize("bench", DEVICES, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_slow_tests(items, FAST_ON_CUDA)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

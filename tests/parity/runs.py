@@ -61,7 +61,9 @@ def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: boo
     run = RunDir(folder)
     run.logs.mkdir(parents=True)
     recipe = Recipe.model_validate(merged(BASE, changes | {"output_dir": str(folder)}))
-    resolved = resolve(recipe, Machine(None, 0, 2, None), cwd=folder).recipe
+    device = recipe.launch.device
+    machine = Machine(None, 0, 2, None) if device == "cpu" else Machine(device, 4, 2, None)
+    resolved = resolve(recipe, machine, cwd=folder).recipe
     run.recipe_json.write_text(resolved.model_dump_json(by_alias=True))
     suffix = "-packed" if packed else ""
     prepared = Prepared(

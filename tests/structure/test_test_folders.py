@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-SUITES = {"architectures", "benchmarks", "chaos", "exports", "faults", "fuzz", "gpu", "parity", "structure"}
+SUITES = {"architectures", "benchmarks", "chaos", "cuda", "exports", "faults", "fuzz", "gpu", "parity", "structure"}
 """Folders that test several rooms together."""
 
 

@@ -1,0 +1,26 @@
+"""Run a test on CPU ranks and on emulated GPUs: `DEVICES` parametrises a fixture of a room's conftest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import pytest
+
+from tests.cuda.build import why_not
+
+DEVICES = ["cpu", "cuda"]
+
+
+def require(device: str) -> None:
+    """Skip the test if the device cannot be emulated here."""
+    if device == "cuda" and (reason := why_not()) is not None:
+        pytest.skip(reason)
+
+
+def leave_to_slow_tests(items: Iterable[pytest.Item], fast: Mapping[str, Collection[str]]) -> None:
+    """Mark tests on an emulated GPU as slow, but for those of `fast`: function → words of the id that name the fast cases."""
+    for item in items:
+        function, _, identifier = item.name.removesuffix("]").partition("[")
+        words = identifier.split("-")
+        if "cuda" in words and not any(case in words for case in fast.get(function, ())) and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.slow)

@@ -1,0 +1,343 @@
+"""What `torch.cuda` shows of the emulated device (`native/`): the functions of `torch._C` that a torch without CUDA lacks.
+
+It runs in every process of a command and imports nothing of the project.
+"""
+
+import atexit
+import collections
+import importlib.util
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import torch
+
+PREFIX = "EMULATED_CUDA_"
+
+
+def install(native):
+    """Give torch the device. Called once, after torch is imported."""
+    for part in (_devices, _memory, _streams, _storages, _process_groups, _kernels):
+        part(native)
+    report = Report(native)
+    if folder := os.environ.get(PREFIX + "REPORT"):
+        report.begin(Path(folder))
+
+
+def _set(**functions):
+    for name, function in functions.items():
+        setattr(torch._C, name, function)
+
+
+def _properties():
+    major, minor = map(int, os.environ[PREFIX + "CAPABILITY"].split("."))
+    memory = int(float(os.environ[PREFIX + "MEMORY_GIB"]) * 2**30)
+    return types.SimpleNamespace(
+        name=os.environ[PREFIX + "NAME"],
+        major=major,
+        minor=minor,
+        total_memory=memory,
+        multi_processor_count=int(os.environ[PREFIX + "MULTIPROCESSORS"]),
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 * 2**20,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000001",
+        pci_bus_id=1,
+    )
+
+
+def _devices(native):
+    generators = tuple(native.default_generator(index) for index in range(native.device_count()))
+    properties = _properties()
+
+    def init():
+        torch.cuda.default_generators = generators
+        torch.cuda._get_device_properties = lambda device: properties
+
+    _set(
+        _cuda_init=init,
+        _cuda_getDeviceCount=native.device_count,
+        _cuda_getDevice=native.current_device,
+        _cuda_setDevice=native.set_device,
+        _cuda_exchangeDevice=native.exchange_device,
+        _cuda_maybeExchangeDevice=native.exchange_device,
+        _cuda_canDeviceAccessPeer=lambda one, other: True,
+        _cuda_isInBadFork=lambda: False,
+        _cuda_getCompiledVersion=lambda: 13000,
+        _cuda_getDriverVersion=lambda: 13000,
+        _cuda_getArchFlags=lambda: "sm_75 sm_80 sm_86 sm_90 sm_100",
+        _cuda_synchronize=lambda: native.synchronize(native.current_device()),
+        _cuda_ipc_collect=lambda: None,
+        _cuda_sleep=lambda cycles: None,
+        _cuda_getCurrentBlasHandle=lambda: 0,
+        _cuda_isCurrentStreamCapturing=lambda: False,
+        _cuda_getCurrentRawStream=lambda device: torch.accelerator.current_stream(torch.device("cuda", device)).stream_id,
+        _has_cuda=True,
+        _cuda_CUDAAllocator_AllocatorState=type("AllocatorState", (), {}),
+        _set_cached_tensors_enabled=lambda enabled: None,
+    )
+    cuda = torch.cuda
+    cuda._exchange_device = native.exchange_device
+    cuda._maybe_exchange_device = lambda index: native.exchange_device(index)  # dynamo knows each by its own object
+    cuda._cudart = Runtime(native)
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.nccl.version = lambda: (2, 28, 9)
+    torch.version.cuda = "13.0"
+    torch.backends.cuda.is_built = lambda: True
+    torch.backends.cudnn.version = lambda: 91000
+    cuda.default_generators = generators
+
+
+class Runtime:
+    """`torch.cuda.cudart()`."""
+
+    class cudaError:
+        success = 0
+
+        def __new__(cls, code):
+            return code
+
+    def __init__(self, native):
+        self._native = native
+
+    def cudaHostRegister(self, pointer, size, flags):
+        if os.environ.get(PREFIX + "PINNING") == "fails":
+            return 2
+        self._native.pin(pointer, size)
+        return 0
+
+    def cudaHostUnregister(self, pointer):
+        self._native.unpin(pointer)
+        return 0
+
+    def cudaMemGetInfo(self, device=0):
+        stats = self._native.memory_stats(device)
+        reserved = sum(stats[pool]["reserved_bytes"]["current"] for pool in ("small_pool", "large_pool"))
+        return self._native.total_memory() - reserved, self._native.total_memory()
+
+    def cudaGetErrorString(self, code):
+        return "no error" if code == 0 else "out of memory"
+
+    def cudaProfilerStart(self):
+        return 0
+
+    def cudaProfilerStop(self):
+        return 0
+
+
+def _memory(native):
+    def stats(device):
+        pools = native.memory_stats(device)
+        found = {"num_alloc_retries": pools["num_alloc_retries"], "num_ooms": pools["num_ooms"], "num_sync_all_streams": 0}
+        for kind in pools["small_pool"]:
+            small, large = pools["small_pool"][kind], pools["large_pool"][kind]
+            both = {name: small[name] + large[name] for name in small}
+            both["peak"] = pools["peaks"][kind]
+            found[kind] = {"all": both, "small_pool": small, "large_pool": large}
+        return found
+
+    trace = []
+
+    def record(*_, **options):
+        if options.get("enabled", "all") is None or (_ and _[0] is None):
+            native.on_memory_change(None)
+            return
+        trace.clear()
+
+        def changed(device, address, size, requested):
+            action = "alloc" if size > 0 else "free_completed"
+            stream = torch.accelerator.current_stream(torch.device("cuda", device)).stream_id
+            trace.append({"action": action, "addr": address, "size": abs(requested), "stream": stream, "frames": [], "time_us": 0})
+
+        native.on_memory_change(changed)
+
+    _set(
+        _cuda_memoryStats=stats,
+        _cuda_resetPeakMemoryStats=native.reset_peaks,
+        _cuda_resetAccumulatedMemoryStats=lambda device: None,
+        _cuda_hostMemoryStats=dict,
+        _cuda_emptyCache=lambda: native.empty_cache(native.current_device()),
+        _cuda_memorySnapshot=lambda *_: {"segments": native.segments(), "device_traces": [list(trace)], "allocator_settings": {}},
+        _cuda_record_memory_history=record,
+        _cuda_recordMemoryHistory=record,
+        _cuda_record_memory_history_legacy=record,
+        _cuda_getAllocatorBackend=lambda: "native",
+        _cuda_setMemoryFraction=lambda fraction, device: native.set_memory_limit(int(fraction * native.total_memory())),
+    )
+
+
+# torch's C++ wants the very types of its generic streams and events, so these classes make and recognise those.
+class _Generic(type):
+    def __instancecheck__(cls, it):
+        return isinstance(it, cls.generic)
+
+
+class Stream(metaclass=_Generic):
+    generic = torch.Stream
+
+    def __new__(cls, device=None, priority=0, **_):
+        return torch.Stream(torch.device("cuda", _index(device)), priority=priority)
+
+
+class ExternalStream(Stream):
+    pass
+
+
+class Event(metaclass=_Generic):
+    generic = torch.Event
+
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+def _index(device):
+    return torch.cuda._utils._get_device_index(device, optional=True)
+
+
+class StreamContext:
+    """`with torch.cuda.stream(…)`."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is not None:
+            self._device = torch.cuda.device(self.stream.device)
+            self._device.__enter__()
+            self._before = torch.accelerator.current_stream(self.stream.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(self, *_):
+        if self.stream is not None:
+            torch.accelerator.set_stream(self._before)
+            self._device.__exit__(None, None, None)
+
+
+def _streams(native):
+    cuda = torch.cuda
+    new = {
+        "Stream": Stream,
+        "ExternalStream": ExternalStream,
+        "Event": Event,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(torch.device("cuda", _index(device))),
+        "default_stream": lambda device=None: native_default(_index(device)),
+        "set_stream": lambda stream: None if stream is None else torch.accelerator.set_stream(stream),
+    }
+
+    def native_default(index):
+        return torch.Stream(stream_id=0, device_index=index, device_type=1)
+
+    for name, value in new.items():
+        setattr(cuda, name, value)
+    for name in ("Stream", "Event", "ExternalStream"):
+        setattr(sys.modules["torch.cuda.streams"], name, new[name])
+
+
+def _storages(native):
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage, size):
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        native.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), int(size))
+        return storage
+
+    torch.UntypedStorage.resize_ = resized
+
+
+def _process_groups(native):
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    native.bind_nccl()
+    module = sys.modules["torch._C._distributed_c10d"]
+    c10d._NCCL_AVAILABLE = True
+    for holder in (module, c10d, dist):
+        holder.ProcessGroupNCCL = native.ProcessGroupNCCL
+    module._DEFAULT_PG_NCCL_TIMEOUT = c10d.default_pg_nccl_timeout = module._DEFAULT_PG_TIMEOUT
+
+
+def _kernels(native):
+    compiled = torch.compile
+
+    def compile_without_triton(*arguments, backend="inductor", **options):
+        """Trace and differentiate as the compiler does, and run operation by operation: Triton has no target here."""
+        if backend == "inductor":
+            backend = "aot_eager"
+            options.pop("mode", None)
+            options.pop("options", None)
+        return compiled(*arguments, backend=backend, **options)
+
+    torch.compile = compile_without_triton
+    spec = importlib.util.spec_from_file_location("emulated_cuda_kernels", Path(__file__).parent / "kernels.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install(native)
+
+
+class Report:
+    """What a process counted, as `PID.json` in a folder when it ends.
+
+    `synchronisations`: kind, operation, call sites from the innermost, times, and in how many steps of an optimizer; `races`: sentences;
+    `operations`: kernels launched.
+    """
+
+    FRAMES = 12
+
+    def __init__(self, native):
+        self._native = native
+        self._counts = collections.defaultdict(collections.Counter)
+        self._step = 0
+
+    def begin(self, folder):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._stepped)
+        self._native.on_synchronise(self._synchronised)
+        if os.environ.get(PREFIX + "RACES"):
+            self._native.watch_orders(lambda: " < ".join(self._sites()))
+        atexit.register(self._write, folder)
+
+    def _stepped(self, *_):
+        self._step += 1
+
+    def _synchronised(self, kind, what):
+        self._counts[(kind, what, " < ".join(self._sites()))][self._step] += 1
+
+    def _sites(self):
+        frame, sites = sys._getframe(), []
+        while frame is not None and len(sites) < self.FRAMES:
+            path = frame.f_code.co_filename
+            if path != __file__:
+                sites.append(f"{_short(path)}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        return sites or ["a thread of C++"]
+
+    def _write(self, folder):
+        self._native.on_synchronise(None)
+        folder.mkdir(parents=True, exist_ok=True)
+        counts = [
+            {"kind": kind, "operation": what, "site": site, "times": steps.total(), "steps": len(steps)}
+            for (kind, what, site), steps in self._counts.items()
+        ]
+        document = {"argv": sys.argv, "rank": os.environ.get("RANK"), "synchronisations": counts, "races": self._native.races()}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(document | {"operations": self._native.operations()}, indent=1))
+
+
+def _short(path):
+    for root in ("site-packages/", "fsdp_tune/"):
+        _, found, after = path.rpartition(root)
+        if found:
+            return after if root == "site-packages/" else f"fsdp_tune/{after}"
+    return path

@@ -1,0 +1,60 @@
+"""The environment of a command that shall find emulated GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cuda.build import built
+
+STARTUP = Path(__file__).parent / "startup"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a GPU says of itself. `memory_gib` is what CUDA reports."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+    multiprocessors: int
+
+
+GPUS = {
+    "T4": Gpu("Tesla T4", (7, 5), 14.56, 40),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 79.15, 108),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.19, 132),
+    "B200": Gpu("NVIDIA B200", (10, 0), 178.36, 148),
+}
+
+
+def with_gpus(
+    count: int = 2,
+    gpu: str = "H100",
+    *,
+    base: Mapping[str, str] | None = None,
+    report: Path | None = None,
+    races: bool = False,
+    **other: str,
+) -> dict[str, str]:
+    """Return an environment in which torch finds `count` GPUs.
+
+    `report`: a folder to which each process writes what it counted (`emulation.Report`); `races`: look for them too. `other` are further
+    variables of the emulation without their prefix: `memory_gib="2"`, `fresh="zero"`, `pinning="fails"`.
+    """
+    device, model = built(), GPUS[gpu]
+    environment = dict(os.environ if base is None else base)
+    paths = [str(STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
+    libraries = [str(device.nvml), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "EMULATED_CUDA": str(device.device),
+    }
+    emulated = {"devices": count, "name": model.name, "capability": f"{model.capability[0]}.{model.capability[1]}"}
+    emulated |= {"memory_gib": model.memory_gib, "multiprocessors": model.multiprocessors}
+    emulated |= {"report": report} if report is not None else {}
+    emulated |= ({"races": 1} if races else {}) | other
+    return environment | {f"EMULATED_CUDA_{name.upper()}": str(value) for name, value in emulated.items()}

@@ -1,0 +1,112 @@
+// The fused kernels of scaled_dot_product_attention: what CUDA's return, computed by the kernel of the CPU.
+#include <ATen/Context.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <torch/library.h>
+
+#include "operators.hpp"
+
+namespace emulated {
+namespace {
+using sdp::SDPBackend;
+
+bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16; }
+
+// aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash before memory-efficient before math. Dropout and nested tensors are not
+// computed by the CPU's kernel and fall to math.
+int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout, bool,
+               std::optional<double>, bool has_groups) {
+  auto& context = at::globalContext();
+  bool fits = query.dim() == 4 && dropout == 0 && query.size(-1) == value.size(-1) && query.size(-1) <= 256 && query.size(-1) % 8 == 0 && !query.is_nested();
+  if (fits && is_half(query) && !mask.has_value() && context.userEnabledFlashSDP()) return static_cast<int64_t>(SDPBackend::flash_attention);
+  bool has_equal_heads = query.dim() == 4 && key.dim() == 4 && query.size(1) == key.size(1);
+  if (fits && has_equal_heads && !has_groups && context.userEnabledMemEfficientSDP()) return static_cast<int64_t>(SDPBackend::efficient_attention);
+  TORCH_CHECK(context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
+  return static_cast<int64_t>(SDPBackend::math);
+}
+
+struct Heads {  // keys and values repeated for the heads that share them
+  at::Tensor key, value;
+  int64_t shared;
+  Heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) : key(k), value(v), shared(q.size(1) / k.size(1)) {
+    if (shared == 1) return;
+    key = k.repeat_interleave(shared, 1);
+    value = v.repeat_interleave(shared, 1);
+  }
+  at::Tensor summed(const at::Tensor& gradient) const {
+    return shared == 1 ? gradient : gradient.unflatten(1, {gradient.size(1) / shared, shared}).sum(2);
+  }
+};
+
+at::Tensor nothing(c10::Device device) { return empty_on_device({0}, {1}, at::kLong, device); }
+std::optional<at::Tensor> mask_on_cpu(const std::optional<at::Tensor>& mask) { return mask.has_value() && mask->defined() ? std::make_optional(on_cpu(*mask)) : std::nullopt; }
+
+std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
+                                          bool is_causal, std::optional<double> scale) {
+  TORCH_CHECK(dropout == 0, "the emulated device has no fused attention with dropout");
+  Kernel kernel(q.device().index());
+  for (const auto& each : {q, k, v}) kernel.reads(each);
+  Heads heads(q, on_cpu(k), on_cpu(v));
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(on_cpu(q), heads.key, heads.value, 0.0, is_causal, mask_on_cpu(mask), scale);
+  auto results = std::make_pair(to_device(out, q.device()), to_device(lse.contiguous(), q.device()));
+  kernel.writes(results.first);
+  return results;
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                                                        const at::Tensor& lse, const std::optional<at::Tensor>& mask, bool is_causal, std::optional<double> scale) {
+  Kernel kernel(q.device().index());
+  for (const auto& each : {gradient, q, k, v, out, lse}) kernel.reads(each);
+  Heads heads(q, on_cpu(k), on_cpu(v));
+  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(on_cpu(gradient), on_cpu(q), heads.key, heads.value, on_cpu(out), on_cpu(lse), 0.0, is_causal,
+                                                                               mask_on_cpu(mask), scale);
+  return {to_device(dq, q.device()), to_device(heads.summed(dk), q.device()), to_device(heads.summed(dv), q.device())};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool is_causal, bool, std::optional<double> scale) {
+  auto [out, lse] = forward(q, k, v, std::nullopt, dropout, is_causal, scale);
+  auto device = q.device();
+  auto state = empty_on_device({2}, {1}, at::kUInt64, device);
+  return {out, lse, at::Tensor(), at::Tensor(), q.sym_size(2), k.sym_size(2), state, empty_on_device({}, {}, at::kUInt64, device), nothing(device)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                                                              const at::Tensor& lse, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool is_causal,
+                                                              const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
+  return backward(gradient, q, k, v, out, lse, std::nullopt, is_causal, scale);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias,
+                                                                     bool, double dropout, bool is_causal, std::optional<double> scale) {
+  auto [out, lse] = forward(q, k, v, bias, dropout, is_causal, scale);
+  auto padded = (q.size(2) + 31) / 32 * 32;  // as the kernel of CUDA aligns it
+  auto wide = empty_on_device({q.size(0), q.size(1), padded}, {q.size(1) * padded, padded, 1}, at::kFloat, q.device());
+  on_cpu(wide).zero_().narrow(2, 0, q.size(2)).copy_(on_cpu(lse));
+  auto number = [&] { return empty_on_device({}, {}, at::kLong, q.device()); };
+  return {out, wide, number(), number()};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                                              const at::Tensor& bias, const at::Tensor& out, const at::Tensor& lse, const at::Tensor&,
+                                                                              const at::Tensor&, double, std::array<bool, 4> wanted, bool is_causal,
+                                                                              std::optional<double> scale) {
+  TORCH_CHECK(!wanted[3], "the emulated device has no gradient of an attention bias");
+  auto mask = bias.defined() ? std::make_optional(bias) : std::nullopt;
+  auto narrow = on_cpu(lse).narrow(2, 0, q.size(2)).contiguous();
+  auto [dq, dk, dv] = backward(gradient, q, k, v, out, narrow, mask, is_causal, scale);
+  return {dq, dk, dv, at::Tensor()};
+}
+}  // namespace
+}  // namespace emulated
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("_scaled_dot_product_flash_attention", &emulated::flash);
+  m.impl("_scaled_dot_product_flash_attention_backward", &emulated::flash_backward);
+  m.impl("_scaled_dot_product_efficient_attention", &emulated::efficient);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &emulated::efficient_backward);
+}
+
+namespace at::native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &emulated::choose)
+}

@@ -1,0 +1,6 @@
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace emulated {
+void bind_nccl(pybind11::module_& module);
+}

@@ -1,0 +1,44 @@
+/* The management library of a driver that is not there, as `libnvidia-ml.so.1`. */
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct {
+  unsigned long long total, free, used;
+} memory_t;
+
+static const char *named(const char *name, const char *otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? text : otherwise;
+}
+static unsigned count(void) { return (unsigned)atoi(named("EMULATED_CUDA_DEVICES", "1")); }
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *found) {
+  *found = count();
+  return 0;
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+  snprintf(text, size, "%s", named("EMULATED_CUDA_DRIVER", "580.95.05"));
+  return 0;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+  *handle = (void *)(long)(index + 1);
+  return index < count() ? 0 : 2;
+}
+int nvmlDeviceGetName(void *handle, char *text, unsigned size) {
+  (void)handle;
+  snprintf(text, size, "%s", named("EMULATED_CUDA_NAME", "NVIDIA H100 80GB HBM3"));
+  return 0;
+}
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
+  snprintf(text, size, "GPU-00000000-0000-0000-0000-%012ld", (long)handle);
+  return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
+  (void)handle;
+  memory->total = (unsigned long long)(atof(named("EMULATED_CUDA_MEMORY_GIB", "79.6")) * (1ULL << 30));
+  memory->used = 500ULL << 20;
+  memory->free = memory->total - memory->used;
+  return 0;
+}

@@ -1,0 +1,298 @@
+"""The emulated device behaves as CUDA does where a program could tell. Each function runs in a process that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cuda.devices import require
+from tests.ranks import RankPool, shared_pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    require("cuda")
+    return shared_pool("cuda")
+
+
+def races_of(act: Any) -> list[str]:
+    """The races that `act` has, with the functions of this file that take part."""
+    import emulated_cuda as native  # type: ignore[import-not-found]
+    import torch
+
+    def site() -> str:
+        import sys
+
+        frame = sys._getframe(1)
+        while frame.f_back is not None and "test_device" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        return frame.f_code.co_name
+
+    torch.cuda.synchronize()
+    before = len(native.races())
+    native.watch_orders(site)
+    try:
+        act()
+        torch.cuda.synchronize()
+    finally:
+        native.watch_orders(None)
+    return native.races()[before:]
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    fresh = torch.empty(1000, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(5)
+    drawn = torch.randn(8, device="cuda", generator=generator).cpu()
+    try:
+        fresh + torch.ones(1000)
+        mixed = ""
+    except RuntimeError as error:
+        mixed = str(error)
+    return {
+        "name": torch.cuda.get_device_name(0),
+        "capability": torch.cuda.get_device_capability(),
+        "devices": torch.cuda.device_count(),
+        "is_written": bool(fresh.isfinite().any()),
+        "drawn": bool(torch.equal(drawn, torch.randn(8, generator=torch.Generator().manual_seed(5)))),
+        "mixed": mixed,
+        "scalar of the cpu": float((fresh.zero_() + torch.tensor(2.0)).sum()),
+        "is_compiled": torch.compiler.is_exporting() or torch.backends.cuda.is_built(),
+    }
+
+
+def test_device_says_what_it_is_and_refuses_tensors_of_the_cpu(pool: RankPool) -> None:
+    (found,) = pool.run(1, _facts)
+    assert found.pop("mixed").startswith("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+    assert found == {
+        "name": "NVIDIA H100 80GB HBM3",
+        "capability": (9, 0),
+        "devices": 4,
+        "is_written": False,
+        "drawn": True,
+        "scalar of the cpu": 2000.0,
+        "is_compiled": True,
+    }
+
+
+def _memory() -> dict[str, Any]:
+    import emulated_cuda as native  # type: ignore[import-not-found]
+    import torch
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    one = torch.empty(100, device="cuda")
+    small = torch.cuda.memory_allocated() - base
+    big = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+    reserved = torch.cuda.memory_reserved()
+    del one
+    segments = torch.cuda.memory_snapshot()
+    found = {"small": small, "peak": torch.cuda.max_memory_allocated() - base, "reserved": reserved}
+    found["in segments"] = sum(segment["allocated_size"] for segment in segments) == torch.cuda.memory_allocated()
+    found["sizes of segments"] = sorted({segment["total_size"] for segment in segments})
+    limit = torch.cuda.memory_reserved() + 2**20
+    native.set_memory_limit(limit)
+    try:
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        found["error"] = str(error)
+    finally:
+        native.set_memory_limit(0)
+    del big
+    found["ooms"] = torch.cuda.memory_stats()["num_ooms"] > 0
+    return found
+
+
+def test_memory_is_given_out_as_the_caching_allocator_does(pool: RankPool) -> None:
+    (found,) = pool.run(1, _memory)
+    error = found.pop("error")
+    assert error.startswith("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of ")
+    assert " is reserved by PyTorch but unallocated." in error
+    assert found["small"] == 512
+    assert found["peak"] == 512 + 3 * 2**20
+    assert found["in segments"]
+    assert set(found["sizes of segments"]) <= {2 * 2**20, 20 * 2**20}
+    assert found["ooms"]
+
+
+def _copies() -> dict[str, Any]:
+    import emulated_cuda as native  # type: ignore[import-not-found]
+    import torch
+
+    waits: list[str] = []
+    native.on_synchronise(lambda kind, _: waits.append(kind))
+    try:
+        device = torch.arange(4.0, device="cuda")
+        host = torch.zeros(4, pin_memory=True)
+        host.copy_(device, non_blocking=True)
+        before = bool(host.isnan().all())
+        back = host.to("cuda", non_blocking=True)  # the same stream: what it copies is there
+        torch.cuda.current_stream().synchronize()
+        after = host.tolist()
+        waits_of_pinned = list(waits)
+        device.cpu()
+        device.sum().item()
+        device[device > 1]
+        torch.ones(3).to("cuda")
+    finally:
+        native.on_synchronise(None)
+    return {"before": before, "after": after, "back": back.tolist(), "pinned": waits_of_pinned, "then": waits[len(waits_of_pinned) :]}
+
+
+def test_copies_to_pinned_memory_arrive_when_the_host_has_waited(pool: RankPool) -> None:
+    (found,) = pool.run(1, _copies)
+    assert found == {
+        "before": True,
+        "after": [0.0, 1.0, 2.0, 3.0],
+        "back": [0.0, 1.0, 2.0, 3.0],
+        "pinned": ["stream"],
+        "then": ["copy to the host", "item", "operation", "copy to the device"],
+    }
+
+
+def _unordered(wait: bool) -> list[str]:
+    import torch
+
+    def act() -> None:
+        values = torch.zeros(1000, device="cuda")
+        side = torch.cuda.Stream()
+        if wait:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            values.add_(1)
+        if wait:
+            torch.cuda.current_stream().wait_stream(side)
+        values.sum()
+
+    return races_of(act)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_work_of_two_streams_without_an_event_between_is_a_race(wait: bool, pool: RankPool) -> None:
+    (found,) = pool.run(1, _unordered, wait)
+    assert bool(found) != wait, found
+    assert wait or all(" at act while it may still be written on stream " in race for race in found)
+
+
+def _freed(keep: str) -> list[str]:
+    import torch
+
+    def act() -> None:
+        side = torch.cuda.Stream()
+        values = torch.zeros(3000, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            values.sum()
+        if keep == "record_stream":
+            values.record_stream(side)
+        if keep == "wait":
+            torch.cuda.current_stream().wait_stream(side)
+        del values
+        torch.zeros(3000, device="cuda")
+
+    return races_of(act)
+
+
+@pytest.mark.parametrize("keep", ["", "record_stream", "wait"])
+def test_freed_memory_that_another_stream_reads_is_not_given_out_again(keep: str, pool: RankPool) -> None:
+    (found,) = pool.run(1, _freed, keep)
+    assert [race.startswith("memory is given to a tensor of stream") for race in found] == [True] * (not keep)
+
+
+def _overwritten(wait: bool) -> list[str]:
+    import torch
+
+    def act() -> None:
+        host = torch.zeros(64, pin_memory=True)
+        host.to("cuda", non_blocking=True)
+        if wait:
+            torch.cuda.synchronize()
+        host.fill_(1)
+
+    return races_of(act)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_pinned_memory_that_is_written_while_it_is_copied_is_a_race(wait: bool, pool: RankPool) -> None:
+    (found,) = pool.run(1, _overwritten, wait)
+    assert [race.split(",")[0] for race in found] == ["pinned memory was changed before its copy to the device"] * (not wait)
+
+
+def _collectives() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = torch.arange(8.0, device="cuda") + rank
+    summed, averaged, narrow = values.clone(), values.clone(), values.bfloat16()
+    dist.all_reduce(summed)
+    dist.all_reduce(averaged, dist.ReduceOp.AVG)
+    dist.all_reduce(narrow)
+    gathered = torch.empty(8 * size, device="cuda")
+    dist.all_gather_into_tensor(gathered, values)
+    part = torch.empty(8 // size, device="cuda")
+    dist.reduce_scatter_tensor(part, values)
+    swapped = torch.empty(8, device="cuda")
+    dist.all_to_all_single(swapped, values)
+
+    def unwaited() -> None:
+        work = dist.all_reduce(values, async_op=True)
+        values.sum()
+        work.wait()
+
+    def waited() -> None:
+        dist.all_reduce(values, async_op=True).wait()
+        values.sum()
+
+    return {
+        "sum": summed.tolist(),
+        "average": averaged.tolist(),
+        "bf16": narrow.dtype == torch.bfloat16 and narrow.tolist() == summed.tolist(),
+        "gathered": gathered.tolist(),
+        "part": part.tolist(),
+        "swapped": swapped.tolist(),
+        "races": (len(races_of(unwaited)) > 0, len(races_of(waited))),
+    }
+
+
+def test_collectives_are_those_of_nccl(pool: RankPool) -> None:
+    found = pool.run(2, _collectives)
+    line = [float(index) for index in range(8)]
+    for rank, values in enumerate(found):
+        assert values["sum"] == [2 * value + 1 for value in line]
+        assert values["average"] == [value + 0.5 for value in line]
+        assert values["bf16"]
+        assert values["gathered"] == line + [value + 1 for value in line]
+        assert values["part"] == [2 * value + 1 for value in line[4 * rank : 4 * rank + 4]]
+        assert values["swapped"] == [value + other for other in range(2) for value in line[4 * rank : 4 * rank + 4]]
+        assert values["races"] == (True, 0)
+
+
+def _attention(dtype: str, groups: int) -> dict[str, Any]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    torch.manual_seed(0)
+    shape = (2, 4, 24, 16)
+    tensors = [torch.randn(2, 4 if index == 0 else 4 // groups, 24, 16, dtype=getattr(torch, dtype)) for index in range(3)]
+    upper = torch.randn(shape, dtype=getattr(torch, dtype))
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [each.detach().clone().to(device).requires_grad_() for each in tensors]
+        out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=groups > 1)
+        out.backward(upper.to(device))
+        results.append([out.detach().cpu(), *(each.grad.cpu() for each in inputs)])  # type: ignore[union-attr]
+        kernel = type(out.grad_fn).__name__
+    return {"kernel": kernel, "differences": [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]}
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "Flash"), ("float32", "Efficient")])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dtype: str, kernel: str, groups: int, pool: RankPool) -> None:
+    (found,) = pool.run(1, _attention, dtype, groups)
+    if not (kernel == "Efficient" and groups == 2):
+        assert kernel in found["kernel"]
+    assert max(found["differences"]) <= (2e-2 if dtype == "bfloat16" else 1e-5)
