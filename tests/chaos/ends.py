@@ -134,7 +134,7 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         yield End(FAILED, _REFUSED[disturbance.kind])
         if disturbance.machine != machine:  # a rank that cannot write its outcome is only missing there
             yield End(FAILED, r"rank \d+ ended before it could report")
-        elif disturbance.kind == READ_ONLY_DISK:  # the rank's log and the launcher's are on that disk too
+        if disturbance.kind == READ_ONLY_DISK:  # the rank's log and the launcher's are there too; the other command repeats the verdict
             yield End(FAILED, r"rank \d+ ended with exit code 1 before it could report")
         return
     assert attempt.target is not None

@@ -304,6 +304,12 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
             Attempt([1, 1], ["error: Read-only file system", "error: rank 0 ended before it could report"], situation=Situation(3)),
             id="a disk of one machine, seen from the other",
         ),
+        pytest.param(
+            READ_ONLY_DISK,
+            "",
+            Attempt([1, 1], ["error: rank 0 ended with exit code 1 before it could report"] * 2, situation=Situation(3)),
+            id="a disk of one machine, whose verdict the other repeats",
+        ),
         pytest.param(KILL, RANK, ended(0, text=KILLED_TEXT, restarts=1), id="killed rank, restarted"),
         pytest.param(KILL, RANK, ended(0, is_over=True), id="killed when all was done"),
         pytest.param(KILL, LOADER, ended(1, text=LOADER_TEXT), id="killed loader"),
