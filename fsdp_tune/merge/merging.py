@@ -189,10 +189,10 @@ def _plan(
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
-    """Return how the files of the base store the parameters of a run; nothing for an adapter and for weights that are the base's files."""
-    if selection.run is None or (adapter is not None and (adapter.is_exported or adapter.base is not None)):
-        return BaseLayout()
-    return BaseLayout.read(selection.run.base_layout_json) or BaseLayout()
+    """Return how the files of the base store the parameters of a run. Weights under an adapter are such files' tensors already."""
+    if adapter is not None and (adapter.is_exported or adapter.base is not None):
+        return BaseLayout(dict(adapter.renamed))
+    return (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
 
 
 def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:

@@ -31,14 +31,13 @@ TOLERANCE = 1e-5
 
 def train_and_export(base: Path, out: Path, *, lora: bool = False, **model: Any) -> Path:
     """Write a run on `base` with changed weights, and return its exported model, or its exported adapter."""
-    run, _ = write_run(base, out, lora=lora, **model)
+    run, _ = write_run(base, out, lora={"r": 1, "target_modules": "all-linear"} if lora else None, **model)
     return merge_checkpoint(run, MergeOptions(dtype="keep", adapter=lora, verify="quick")).output
 
 
-def write_run(base: Path, out: Path, *, lora: bool = False, **model: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def write_run(base: Path, out: Path, *, lora: dict[str, Any] | None = None, **model: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Write the files of a run on `base` with changed weights. Returns (run, its weights)."""
-    sections: dict[str, Any] = {"lora": {"r": 1, "target_modules": "all-linear"}} if lora else {}
-    sections |= {"data": {"train": [{"path": "x"}], "max_length": 64}}
+    sections: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": 64}} | ({"lora": lora} if lora is not None else {})
     recipe = recipe_of({"name_or_path": str(base), "tokenizer": None, **model}, **sections)
     document, encoder = facts(recipe), load_encoder(recipe)
     if document["problems"]:

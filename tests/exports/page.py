@@ -20,7 +20,9 @@ scripts/test-exports --write
 
 `5` is the version that trains, `older` the other one. Config, tokenizer and generation settings have the spelling of the base, and
 changed facts those of both versions. Names and shapes of weights are those of the base's files: where version 5 stacks the weights of
-experts or renames a module, they are written as one tensor for each expert and under the older name.
+experts or renames a module, they are written as one tensor for each expert and under the older name. An adapter of stacked experts
+(`lora.target_parameters`) is for transformers 5 alone: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without
+them, with a warning and other logits. Its merged model is equal in both.
 
 vLLM reads an export through the transformers that is installed with it (from its source: `CachedHfTokenizer.from_pretrained` of
 `vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and
@@ -30,6 +32,13 @@ vLLM reads an export through the transformers that is installed with it (from it
 |---|---|---|
 """
 SHOWN = 200
+_CAUSES = {
+    "apertus": """transformers 4 keeps the two parameters of xIELU in bf16 whatever the dtype of the model (`ACT2FN` builds it so), and
+rounds the stored values; with their fp32 values its logits are those of transformers 5. In bf16 nothing is rounded.""",
+    "mamba2": """transformers 4 normalises the gated output over its full width, transformers 5 over each of the `n_groups`. With one group
+the logits are equal; with more the base itself differs between the versions.""",
+}
+"""Of logits that differ: what was found in the sources of both versions."""
 
 
 def page(results: Sequence[dict[str, Any]], known: Sequence[str] = ()) -> str:
@@ -45,6 +54,12 @@ def page(results: Sequence[dict[str, Any]], known: Sequence[str] = ()) -> str:
     old = next((each["versions"][1] for each in ordered if each["versions"][1]), "4")
     text = _INTRODUCTION.format(new=ordered[0]["versions"][0], old=old, counts=counts)
     text += "".join(f"| `{each['architecture']}` | {_cell(each, 'full')} | {_cell(each, 'adapter')} |\n" for each in loaded)
+    causes = [
+        f"- `{each['architecture']}`: {_CAUSES[each['architecture']]}\n"
+        for each in loaded
+        if each["full"] and each["architecture"] in _CAUSES
+    ]
+    text += "\n## Causes\n\n" + "".join(causes) if causes else ""
     text += "\n## Not tried\n\n| architecture | reason |\n|---|---|\n"
     return text + "".join(f"| `{each['architecture']}` | {_escaped(each['not_tried'].get('full', ''))} |\n" for each in missing)
 

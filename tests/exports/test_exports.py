@@ -84,9 +84,12 @@ def test_differences_are_described() -> None:
 def test_page_has_results_and_reasons() -> None:
     rows = [
         {"architecture": "a", "versions": ["5", "4"], "full": [], "adapter": ["logits | differ"], "not_tried": {}},
+        {"architecture": "apertus", "versions": ["5", "4"], "full": ["logits differ by 5.0e-04"], "adapter": None, "not_tried": {}},
         {"architecture": "b", "versions": ["5", ""], "full": None, "adapter": None, "not_tried": {"full": "why"}},
     ]
     text = page(rows)
     assert "| `a` | equal | logits \\| differ |" in text
     assert "| `b` | why |" in text
-    assert "1 of 1 merged models are equal in both, and 0 adapters; 1 architectures were not tried" in text
+    assert "1 of 2 merged models are equal in both, and 0 adapters; 1 architectures were not tried" in text
+    assert "- `apertus`: transformers 4 keeps" in text
+    assert "## Causes" not in page(rows[:1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -111,3 +112,30 @@ def test_tied_head_of_another_name_is_left_out(merge: Any, tmp_path: Path) -> No
     output = merge(run, dtype="keep").output
     assert_exported_as_base(output, base, trained)
     assert json.loads((output / "merge.json").read_bytes())["tied"] == {"embed_out.weight": "gpt_neox.embed_in.weight"}
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a head of an older name, trained in full": ("gpt_neox", {"target_modules": ["query_key_value"], "modules_to_save": ["lm_head"]}),
+    "a head of an older name": ("gpt_neox", {"target_modules": ["query_key_value", "lm_head"]}),
+    "experts of an older name": ("granitemoe", {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "experts apart": ("phimoe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("has_record", [True, False])
+def test_adapter_is_added_to_what_has_another_name_in_the_base(case: str, has_record: bool, merge: Any, tmp_path: Path) -> None:
+    family, lora = ADAPTERS[case]
+    if family == "granitemoe" and not has_record:
+        pytest.skip("without the record the merge is refused: the base has no experts of this name")
+    base = base_of(family, tmp_path / "base")
+    run, _ = write_run(base, tmp_path, lora={"r": 2, "target_modules": ["q_proj"], **lora})
+    adapter = merge(run, adapter=True, output=tmp_path / "adapter").output
+    if not has_record:
+        (run / "model" / "base_layout.json").unlink()
+    merged = merge(run, dtype="keep").output
+    assert merged_tensors(merged).keys() == merged_tensors(base).keys()
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(IDS, use_cache=False).logits
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(merged)(IDS, use_cache=False).logits, expected)

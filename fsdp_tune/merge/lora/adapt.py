@@ -25,7 +25,7 @@ from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.settings import BaseWeights
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
-from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseModel, open_base
+from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 
@@ -51,6 +51,8 @@ class Adapter:
     base_name: str | None
     base_weights: BaseWeights | None = None
     config_changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """{name in the model: name in the files of the base} of tensors of the base that have another name there."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -131,6 +133,7 @@ def _merge(
     config.check_mergeable(has_own_base=is_whole)
     notices: list[Notice] = []
     trained: BaseModel | None = None
+    renamed: dict[str, str] = {}
     if is_whole:
         base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
         below: dict[str, SourceTensor] | None = None
@@ -144,7 +147,7 @@ def _merge(
             companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
-        below = _read_base(stack, base)
+        below, renamed = _with_names_of_model(_read_base(stack, base), selection)
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
@@ -171,7 +174,7 @@ def _merge(
     below_it = {"trained": " of 4 bits that it was trained on", "original": ", which it was not trained on: those were in 4 bits"}
     to_what = f"the weights{below_it[base_weights] if base_weights is not None else ''}"
     notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}"))
-    adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes)
+    adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes, renamed)
     ordered = tuple(sources[0].tensors.values())
     return replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter
 
@@ -240,6 +243,14 @@ def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
     if missing := missing_parts(files, tensors):
         raise as_error(missing)
     return {tensor.name: tensor for tensor in tensors}
+
+
+def _with_names_of_model(below: dict[str, SourceTensor], selection: Selection) -> tuple[dict[str, SourceTensor], dict[str, str]]:
+    """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those names: {new: old}."""
+    layout = BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
+    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below} if layout is not None else {}
+    names = {old: new for new, old in found.items()}
+    return {(name := names.get(old, old)): replace(tensor, name=name) for old, tensor in below.items()}, found
 
 
 # ------------------------------------------------------------------------------------------------------------ exported

@@ -20,6 +20,7 @@ MOST_RANK = 65_536
 WIDEST_BYTES = 8
 """Of one element."""
 VOCABULARY_KEY = "vocab_size"
+_OLD_HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 @dataclass(slots=True)
@@ -39,11 +40,10 @@ class Layers:
     config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def name_in_base(self, name: str) -> str | None:
-        """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does."""
-        if name in self.tensors:
-            return name
-        short = name.partition(".")[2]
-        return short if short in self.tensors else None
+        """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does, and the
+        head of GPT-NeoX as transformers 4 does."""
+        names = (name, name.partition(".")[2], _OLD_HEADS.get(name))
+        return next((each for each in names if each in self.tensors), None)
 
 
 def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> Layers:

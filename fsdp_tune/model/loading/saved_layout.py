@@ -170,11 +170,15 @@ def _is_whole(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state: dict[str, torch.Tensor]) -> bool:
-    """Return whether transformers finds the parameters under the names of the tensors, and no name twice."""
+    """Return whether transformers finds the parameters under the names of the tensors, and no name twice.
+
+    Of names that differ in numbers alone (layers, experts) one is looked up.
+    """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    for tensor in sorted(tensors, key=lambda each: each.name):
+    kinds = {(_NUMBER.sub("", each.name), _NUMBER.sub("", each.pieces[0].parameter)): each for each in reversed(tensors)}
+    for tensor in sorted(kinds.values(), key=lambda each: each.name):
         found, _ = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
         if found not in {piece.parameter for piece in tensor.pieces}:
             return False
