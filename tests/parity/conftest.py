@@ -48,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _row(test: pytest.TestReport) -> dict[str, str] | None:
     row = dict(test.user_properties).get("parity")
-    return row if isinstance(row, dict) and test.when == "call" else None
+    if not isinstance(row, dict) or test.when != "call":
+        return None
+    return row | {"section": f"{row['section']}, on an emulated GPU"} if "[cuda-" in test.nodeid else row
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
