@@ -288,6 +288,8 @@ PHASES = {
     "evaluate": "evaluate",
     "save": "_save_checkpoint",
 }
+SAMPLE = "sample"
+"""The phase in which the ranks generate together."""
 
 
 @dataclass(frozen=True)
@@ -329,18 +331,20 @@ def train(
 
 @contextlib.contextmanager
 def _happening(happening: Happening) -> Iterator[None]:
+    from fsdp_tune.worker.observe.samples import Samples
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-    name = PHASES[happening.phase]
-    original, armed = getattr(FsdpTrainer, name), [True]
+    owner, name = (Samples, "_generate") if happening.phase == SAMPLE else (FsdpTrainer, PHASES[happening.phase])
+    original, armed = getattr(owner, name), [True]
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        if armed and self.state.global_step >= happening.step:
+        trainer = self.trainer if owner is Samples else self
+        if armed and trainer.state.global_step >= happening.step:
             armed.clear()
             for time_ in range(happening.times):
                 time.sleep(happening.apart if time_ else 0.0)
                 os.kill(os.getpid(), happening.number)
         return original(self, *arguments, **options)
 
-    with patch.object(FsdpTrainer, name, method):
+    with patch.object(owner, name, method):
         yield

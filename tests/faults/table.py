@@ -454,6 +454,9 @@ SURROUNDINGS = (
     _row("F138", "p", 9, SURVIVED, "a container with less CPU time than the machine has cores", "core/test_devices::cores_are_limited_by_the_cpu_time_of_a_container"),
     _row("F139", "p", 11, SURVIVED, "a full directory for temporary files", "launch/test_early_launch::full_temporary_directory_means_no_early_start"),
     _row("F140", "p", 11, REFUSED, "another run on the port of the recipe", "launch/test_accelerate::used_port_is_refused_before_launch"),
+    _row("F141", "r", 4, SURVIVED, "a rank killed while the ranks generate samples",
+         "faults/test_train::rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes"),
+    _row("F142", "r", 10, SURVIVED, "two trainings, a merge and a resume in one process", "jobs/test_api::script_trains_twice_merges_and_resumes_through_the_api"),
 )  # fmt: skip
 
 GROUPS = {

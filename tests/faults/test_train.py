@@ -63,6 +63,22 @@ def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int,
 
 
 @slow
+def test_rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes(forks: ForkServer) -> None:
+    sample = {"every": 4, "prompts": ["one plus two is", "two"], "max_new_tokens": 4}
+    training = Training(forks, changes={"training": {"sample": sample}}, vocabulary=384)
+    run = death(training, Happening(1, ranks.SAMPLE, 8))
+    assert verified_steps(run) == [3, 6]
+    training.finish(run)
+    training.is_whole(run)
+    assert samples(run) == samples(training.whole)
+    assert [step for step, _ in samples(run)] == [4, 8, 12]
+
+
+def samples(run: RunDir) -> list[tuple[int, list[str]]]:
+    return [(line["step"], [each["text"] for each in line["samples"]]) for line in runs.lines(run) if line.get("event") == "samples"]
+
+
+@slow
 def test_run_with_all_ranks_killed_resumes(training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, [Happening(0, "forward", 8), Happening(1, "forward", 8)])

@@ -18,6 +18,7 @@ from tests.faults.ranks import Happening
 from tests.parity import runs
 from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
+from tests.parity.store import VOCABULARY
 
 STEPS = 12
 CASE = Case("gpt2-dropout", accumulation=2)
@@ -29,8 +30,10 @@ NOTHING_LOST = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens",
 class Training:
     """One recipe, its uninterrupted run, and runs of it that are interrupted."""
 
-    def __init__(self, forks: ForkServer, case: Case = CASE, changes: dict[str, Any] | None = None) -> None:
-        self.forks, self.case = forks, case
+    def __init__(
+        self, forks: ForkServer, case: Case = CASE, changes: dict[str, Any] | None = None, *, vocabulary: int = VOCABULARY
+    ) -> None:
+        self.forks, self.case, self.vocabulary = forks, case, vocabulary
         self.changes = runs.merged(CHANGES, changes or {})
         self.whole = self.new()
         self.finish(self.whole)
@@ -38,8 +41,9 @@ class Training:
     def new(self, case: Case | None = None, changes: dict[str, Any] | None = None) -> RunDir:
         """`changes`: of what changes no number."""
         case, bench = case or self.case, shared_bench()
-        recipe = runs.merged(runs.merged(case.recipe(str(bench.model(case.architecture))), self.changes), changes or {})
-        return runs.write_run(bench.new_folder(), recipe, bench.store)
+        model = bench.model(case.architecture, None if self.vocabulary == VOCABULARY else self.vocabulary)
+        recipe = runs.merged(runs.merged(case.recipe(str(model)), self.changes), changes or {})
+        return runs.write_run(bench.new_folder(), recipe, bench.store, vocabulary=self.vocabulary)
 
     def attempt(
         self,

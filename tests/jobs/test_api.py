@@ -83,6 +83,7 @@ def test_job_errors_have_line_of_their_key(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json
+import signal
 import fsdp_tune
 
 class Recorder(fsdp_tune.Observer):
@@ -99,8 +100,10 @@ class Recorder(fsdp_tune.Observer):
 if __name__ == "__main__":
     keys = {"training.max_steps": 2, "training.logging_steps": 1, "merge.at_end": "false", "launch.num_processes": 1, "output_dir": "run"}
     recipe = fsdp_tune.load_recipe("gpt2_smoke", [f"{key}={value}" for key, value in keys.items()])
-    recorder = Recorder()
+    recorder, other = Recorder(), Recorder()
     result = fsdp_tune.train(recipe, observer=recorder)
+    second = fsdp_tune.load_recipe("gpt2_smoke", [f"{key}={value}" for key, value in (keys | {"output_dir": "second"}).items()])
+    fsdp_tune.train(second, observer=other)
     merged = fsdp_tune.merge_checkpoint(result.run.path, fsdp_tune.MergeOptions(dtype="bf16"))
     again = fsdp_tune.train(recipe, fsdp_tune.TrainOptions(resume="auto"))
     try:
@@ -109,6 +112,7 @@ if __name__ == "__main__":
         refused = [problem.code for problem in error.problems]
     print(json.dumps({
         "result": result.as_dict(), "losses": recorder.losses, "stages": recorder.stages, "merged": merged.as_dict(),
+        "second": other.losses, "default": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "lines": len(result.metrics.read_text().splitlines()), "had_finished": again.had_finished, "refused": refused,
     }))
 """
@@ -116,7 +120,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_script_trains_merges_and_resumes_through_the_api(tmp_path: Path) -> None:
+def test_script_trains_twice_merges_and_resumes_through_the_api(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -126,5 +130,6 @@ def test_script_trains_merges_and_resumes_through_the_api(tmp_path: Path) -> Non
     assert (len(found["losses"]), found["stages"], found["lines"] > 2) == (2, ["checked", "opened"], True)
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
     assert found["merged"]["dtype"] in ("bfloat16", "bf16")
+    assert (found["second"], found["default"]) == (found["losses"], True)
     assert found["had_finished"]
     assert found["refused"] == ["run-directory-used"]
