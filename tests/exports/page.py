@@ -22,7 +22,7 @@ scripts/test-exports --write
 changed facts those of both versions. Names and shapes of weights are those of the base's files: where version 5 stacks the weights of
 experts or renames a module, they are written as one tensor for each expert and under the older name. An adapter of stacked experts
 (`lora.target_parameters`) is for transformers 5 alone: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without
-them, with a warning and other logits. Its merged model is equal in both.
+them and computes other logits. Its merged model is equal in both.
 
 vLLM reads an export through the transformers that is installed with it (from its source: `CachedHfTokenizer.from_pretrained` of
 `vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and
