@@ -36,7 +36,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device device) const override { return current_stream(resolved(device)); }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(resolved(device), 0); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return stream_of(resolved(device), next_id++); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(resolved(device)); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return set_stream(stream); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
@@ -133,6 +133,7 @@ c10::Stream current_stream(int device) {
   auto found = chosen.find(device);
   return stream_of(device, found == chosen.end() ? 0 : found->second);
 }
+c10::Stream new_stream(int device) { return stream_of(device, next_id++); }
 c10::Stream set_stream(const c10::Stream& stream) {
   auto before = current_stream(stream.device_index());
   chosen[stream.device_index()] = stream.id();

@@ -18,12 +18,15 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using c10d::OpType;
 
-// Done when it was issued; ordered as NCCL orders it: `wait` makes the current stream wait, not the host.
+// Done when it was issued; ordered as NCCL orders it: `wait` makes the current stream wait, not the host, and so does the future, which
+// records an event of the collective's stream. Operands are kept until then, for the allocator.
 struct Issued final : c10d::Work {
-  Issued(int rank, OpType type, Tensors outputs, const Kernel& kernel, int device)
-      : c10d::Work(rank, type), outputs_(std::move(outputs)), clock_(clock_of(kernel.stream())), device_(device) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  Issued(int rank, OpType type, Tensors inputs, Tensors outputs, const c10::Stream& stream)
+      : c10d::Work(rank, type), inputs_(std::move(inputs)), outputs_(std::move(outputs)), clock_(clock_of(index_of(stream))), device_(stream.device_index()) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream.device()});
+    auto before = set_stream(stream);
     future_->markCompleted(c10::IValue(outputs_));
+    set_stream(before);
     finish();
   }
   bool isCompleted() override { return true; }
@@ -31,10 +34,13 @@ struct Issued final : c10d::Work {
     synchronize();
     return true;
   }
-  void synchronize() override { emulated::wait(index_of(current_stream(device_)), clock_); }
+  void synchronize() override {
+    emulated::wait(index_of(current_stream(device_)), clock_);
+    inputs_.clear();
+  }
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  Tensors outputs_;
+  Tensors inputs_, outputs_;
   Clock clock_;
   int device_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -56,7 +62,7 @@ Tensors all_on_cpu(const Tensors& tensors) {
 
 struct Nccl final : c10d::Backend {
   Nccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, c10::intrusive_ptr<Options> options)
-      : c10d::Backend(rank, size), gloo_(std::move(gloo)), options_(std::move(options)), stream_(new_stream()) {}
+      : c10d::Backend(rank, size), gloo_(std::move(gloo)), options_(std::move(options)) {}
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override {
@@ -67,25 +73,30 @@ struct Nccl final : c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override {}
-  WorkPtr endCoalescing() override { return c10::make_intrusive<Issued>(getRank(), OpType::COALESCED, Tensors{}, begin({}, {}), current_device()); }
+  WorkPtr endCoalescing() override {
+    return issue(OpType::COALESCED, true, {}, {}, [] {});
+  }
   void eagerConnectSingleDevice(at::Device) override {}
 
-  // The kernel of a collective: after the work of the current stream, on the stream of the group.
-  Kernel begin(const Tensors& inputs, const Tensors& outputs) {
-    check(inputs);
-    check(outputs);
-    int device = outputs.empty() ? current_device() : outputs[0].device().index();
-    emulated::wait(stream_, clock_of(index_of(current_stream(device))));
-    Kernel kernel(device, stream_);
-    for (const auto& each : inputs) kernel.reads(each);
-    for (const auto& each : outputs) kernel.writes(each);
-    ++sequence_;
-    return kernel;
+  // Of a device: asynchronous collectives run there, after the work of the current stream; the others run on that (since torch 2.8).
+  c10::Stream stream_of(int device, bool is_async) {
+    auto current = current_stream(device);
+    if (!is_async) return current;
+    auto [found, is_new] = streams_.try_emplace(device, current);
+    if (is_new) found->second = new_stream(device);
+    emulated::wait(index_of(found->second), clock_of(index_of(current)));
+    return found->second;
   }
 
   template <typename Act>
-  WorkPtr issue(OpType type, const Tensors& inputs, const Tensors& outputs, const Act& act) {
-    auto kernel = begin(inputs, outputs);
+  WorkPtr issue(OpType type, bool is_async, const Tensors& inputs, const Tensors& outputs, const Act& act) {
+    check(inputs);
+    check(outputs);
+    auto stream = stream_of(outputs.empty() ? current_device() : outputs[0].device().index(), is_async);
+    Kernel kernel(stream);
+    for (const auto& each : inputs) kernel.reads(each);
+    for (const auto& each : outputs) kernel.writes(each);
+    ++sequence_;
     auto began = std::chrono::steady_clock::now();
     auto release = PyGILState_Check() ? std::make_unique<pybind11::gil_scoped_release>() : nullptr;
     try {
@@ -95,7 +106,7 @@ struct Nccl final : c10d::Backend {
       if (waited >= options_->timeout) stop_as_the_watchdog(type, inputs, outputs, waited.count());
       TORCH_CHECK_WITH(DistBackendError, false, "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nLast error:\n", error.what());
     }
-    return c10::make_intrusive<Issued>(getRank(), type, outputs, kernel, outputs.empty() ? current_device() : outputs[0].device().index());
+    return c10::make_intrusive<Issued>(getRank(), type, inputs, outputs, stream);
   }
 
   // torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: the watchdog says what timed out and takes the process down.
@@ -153,23 +164,23 @@ struct Nccl final : c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return issue(OpType::BROADCAST, {}, tensors, [&] {
+    return issue(OpType::BROADCAST, options.asyncOp, {}, tensors, [&] {
       auto host = all_on_cpu(tensors);
       finish(gloo_->broadcast(host, options));
     });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return issue(OpType::ALLREDUCE, {}, tensors, [&] {
+    return issue(OpType::ALLREDUCE, options.asyncOp, {}, tensors, [&] {
       for (auto& each : tensors) reduce_all(each, options.reduceOp);
     });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return issue(OpType::ALLREDUCE_COALESCED, {}, tensors, [&] {
+    return issue(OpType::ALLREDUCE_COALESCED, options.asyncOp, {}, tensors, [&] {
       for (auto& each : tensors) reduce_all(each, options.reduceOp);
     });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return issue(OpType::REDUCE, {}, tensors, [&] {
+    return issue(OpType::REDUCE, options.asyncOp, {}, tensors, [&] {
       for (auto& each : tensors) {
         auto sum = each.clone();
         reduce_all(sum, options.reduceOp);
@@ -178,22 +189,22 @@ struct Nccl final : c10d::Backend {
     });
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return issue(OpType::ALLGATHER, inputs, outputs.at(0), [&] {
+    return issue(OpType::ALLGATHER, options.asyncOp, inputs, outputs.at(0), [&] {
       auto mine = all_on_cpu(inputs);
       std::vector<Tensors> all{all_on_cpu(outputs[0])};
       finish(gloo_->allgather(all, mine, options));
     });
   }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
-    return issue(OpType::_ALLGATHER_BASE, {input}, {output}, [&] { gather_flat(output, input); });
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return issue(OpType::_ALLGATHER_BASE, options.asyncOp, {input}, {output}, [&] { gather_flat(output, input); });
   }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
-    return issue(OpType::COALESCED, inputs, outputs, [&] {
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return issue(OpType::COALESCED, options.asyncOp, inputs, outputs, [&] {
       for (size_t i = 0; i < outputs.size(); ++i) gather_flat(outputs[i], inputs[i]);
     });
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    return issue(OpType::REDUCE_SCATTER, inputs.at(0), outputs, [&] {
+    return issue(OpType::REDUCE_SCATTER, options.asyncOp, inputs.at(0), outputs, [&] {
       for (int rank = 0; rank < getSize(); ++rank) {
         auto part = inputs[0].at(rank).clone();
         reduce_all(part, options.reduceOp);
@@ -202,15 +213,15 @@ struct Nccl final : c10d::Backend {
     });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return issue(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [&] { scatter_sum(output, input, options.reduceOp); });
+    return issue(OpType::_REDUCE_SCATTER_BASE, options.asyncOp, {input}, {output}, [&] { scatter_sum(output, input, options.reduceOp); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return issue(OpType::REDUCE_SCATTER_TENSOR_COALESCED, inputs, outputs, [&] {
+    return issue(OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.asyncOp, inputs, outputs, [&] {
       for (size_t i = 0; i < outputs.size(); ++i) scatter_sum(outputs[i], inputs[i], options.reduceOp);
     });
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return issue(OpType::GATHER, inputs, outputs.empty() ? Tensors{} : outputs[0], [&] {
+    return issue(OpType::GATHER, options.asyncOp, inputs, outputs.empty() ? Tensors{} : outputs[0], [&] {
       auto mine = all_on_cpu(inputs);
       std::vector<Tensors> all;
       for (const auto& each : outputs) all.push_back(all_on_cpu(each));
@@ -218,7 +229,7 @@ struct Nccl final : c10d::Backend {
     });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    return issue(OpType::SCATTER, inputs.empty() ? Tensors{} : inputs[0], outputs, [&] {
+    return issue(OpType::SCATTER, options.asyncOp, inputs.empty() ? Tensors{} : inputs[0], outputs, [&] {
       auto mine = all_on_cpu(outputs);
       std::vector<Tensors> all;
       for (const auto& each : inputs) all.push_back(all_on_cpu(each));
@@ -227,13 +238,13 @@ struct Nccl final : c10d::Backend {
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
                         const c10d::AllToAllOptions& options) override {
-    return issue(OpType::ALLTOALL_BASE, {input}, {output}, [&] {
+    return issue(OpType::ALLTOALL_BASE, options.asyncOp, {input}, {output}, [&] {
       auto to = on_cpu(output), from = on_cpu(input);
       finish(gloo_->alltoall_base(to, from, out_splits, in_splits, options));
     });
   }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    return issue(OpType::ALLTOALL, inputs, outputs, [&] {
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return issue(OpType::ALLTOALL, options.asyncOp, inputs, outputs, [&] {
       auto mine = all_on_cpu(inputs), theirs = all_on_cpu(outputs);
       on_cpu(outputs.at(getRank())).copy_(mine.at(getRank()));
       std::vector<WorkPtr> begun;
@@ -247,28 +258,28 @@ struct Nccl final : c10d::Backend {
     });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    return issue(OpType::SEND, tensors, {}, [&] {
+    return issue(OpType::SEND, true, tensors, {}, [&] {
       auto host = all_on_cpu(tensors);
       finish(gloo_->send(host, to, tag));
     });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    return issue(OpType::RECV, {}, tensors, [&] {
+    return issue(OpType::RECV, true, {}, tensors, [&] {
       auto host = all_on_cpu(tensors);
       finish(gloo_->recv(host, from, tag));
     });
   }
   // A barrier of NCCL is an all-reduce for which the host waits.
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    auto work = issue(OpType::BARRIER, {}, {}, [&] { finish(gloo_->barrier(options)); });
+    auto work = issue(OpType::BARRIER, false, {}, {}, [&] { finish(gloo_->barrier(options)); });
     host_synchronises(Wait::stream, "barrier");
-    host_waits_for(clock_of(stream_));
+    host_waits_for(clock_of(index_of(current_stream(current_device()))));
     return work;
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   c10::intrusive_ptr<Options> options_;
-  int stream_;
+  std::map<int, c10::Stream> streams_;
   uint64_t sequence_ = 0;
 };
 

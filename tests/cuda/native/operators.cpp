@@ -304,8 +304,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 }  // namespace
 
-Kernel::Kernel(int device) : Kernel(device, index_of(current_stream(device))) {}
-Kernel::Kernel(int, int stream) : stream_(stream), tick_(launch(stream)), site_(site()) {}
+Kernel::Kernel(int device) : Kernel(current_stream(device)) {}
+Kernel::Kernel(const c10::Stream& stream) : stream_(index_of(stream)), tick_(launch(stream_)), site_(site()) {}
 void Kernel::touches(const at::Tensor& tensor, bool is_write) const {
   if (watch.orders && tensor.defined() && tensor.is_cuda() && tensor.has_storage()) touch(tensor.storage().data(), stream_, is_write, site_);
 }

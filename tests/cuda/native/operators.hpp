@@ -14,7 +14,7 @@ void resize_storage(const at::Tensor& holder, int64_t bytes);
 class Kernel {
  public:
   explicit Kernel(int device);
-  Kernel(int device, int stream);
+  explicit Kernel(const c10::Stream& stream);
   void reads(const at::Tensor& tensor) const { touches(tensor, false); }
   void writes(const at::Tensor& tensor) const { touches(tensor, true); }
   int stream() const { return stream_; }

@@ -50,11 +50,6 @@ int index_of(int device, int64_t id) {
   return at->second;
 }
 int index_of(const c10::Stream& stream) { return index_of(stream.device_index(), stream.id()); }
-int new_stream() {
-  Guard guard(lock);
-  return add_stream();
-}
-
 int streams_so_far() {
   Guard guard(lock);
   return static_cast<int>(clocks.size());

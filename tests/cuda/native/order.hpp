@@ -44,9 +44,9 @@ struct Event {
 
 int index_of(const c10::Stream& stream);  // dense numbers of (device, id)
 int index_of(int device, int64_t id);
-int new_stream();  // of a process group
 int streams_so_far();
 c10::Stream current_stream(int device);
+c10::Stream new_stream(int device);
 
 int64_t launch(int stream);  // a kernel or copy begins: returns its tick
 void access(History& history, int stream, bool is_write, const std::string& site);
