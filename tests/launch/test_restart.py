@@ -146,7 +146,7 @@ def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt
         "failed_after_step": 2,
         "code": "rank-killed",
     }
-    assert json.loads((run.path / "resume.json").read_text()) == {"version": 1, "resume_from": None, "digests_checked": True}
+    assert json.loads((run.path / "resume.json").read_text())["resume_from"] is None
 
 
 def test_hang_is_restarted(attempt: Any) -> None:

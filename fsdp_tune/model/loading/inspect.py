@@ -30,10 +30,12 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
     from fsdp_tune.model.loading.saved_layout import base_layout
+    from fsdp_tune.model.loading.weight_checks import check_weight_files
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import positions_of_run
 
-    problems: list[Problem] = []
+    problems = check_weight_files(recipe)
+    has_files = not problems
     notices: list[Notice] = []
     found: dict[str, Any] = {}
     try:
@@ -45,7 +47,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
             **_exported(recipe, config, packaged=packaged),
-            "base_layout": base_layout(recipe, model).as_dict(),
+            "base_layout": base_layout(recipe, model).as_dict() if has_files else {},
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             **_embeddings(model),
@@ -126,10 +128,9 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.rotary import fixed_rotary
-    from fsdp_tune.model.loading.weight_checks import check_weight_files
     from fsdp_tune.model.positions import beyond_table_of_positions
 
-    problems: list[Problem] = check_weight_files(recipe)
+    problems: list[Problem] = []
     notices: list[Notice] = [] if found["packaged"] else tie_notices(recipe)
     positions, longest = found["max_positions"], recipe.data.max_length
     if positions is not None and longest > positions:
