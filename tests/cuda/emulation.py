@@ -21,9 +21,10 @@ def install(native):
     """Give torch the device. Called once, after torch is imported."""
     for part in (_devices, _memory, _streams, _storages, _process_groups, _kernels):
         part(native)
-    report = Report(native)
     if folder := os.environ.get(PREFIX + "REPORT"):
-        report.begin(Path(folder))
+        report = Report(native)
+        report.begin(races=PREFIX + "RACES" in os.environ)
+        report.write_at_exit(Path(folder))
 
 
 def _set(**functions):
@@ -287,7 +288,7 @@ def _kernels(native):
 
 
 class Report:
-    """What a process counted, as `PID.json` in a folder when it ends.
+    """What a process counts of waits of the host and of races between streams.
 
     `synchronisations`: kind, operation, call sites from the innermost, times, and in how many steps of an optimizer; `races`: sentences;
     `operations`: kernels launched.
@@ -300,14 +301,33 @@ class Report:
         self._counts = collections.defaultdict(collections.Counter)
         self._step = 0
 
-    def begin(self, folder):
+    def begin(self, *, races):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._races_before = len(self._native.races())
         self._native.on_synchronise(self._synchronised)
-        if os.environ.get(PREFIX + "RACES"):
+        if races:
             self._native.watch_orders(lambda: " < ".join(self._sites()))
-        atexit.register(self._write, folder)
+
+    def end(self):
+        """Stop counting and return what was counted."""
+        self._native.on_synchronise(None)
+        self._native.watch_orders(None)
+        self._hook.remove()
+        counts = [
+            {"kind": kind, "operation": what, "site": site, "times": steps.total(), "steps": len(steps)}
+            for (kind, what, site), steps in self._counts.items()
+        ]
+        document = {"argv": sys.argv, "rank": os.environ.get("RANK"), "operations": self._native.operations()}
+        return document | {"synchronisations": counts, "races": self._native.races()[self._races_before :]}
+
+    def write_at_exit(self, folder):
+        def write():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(self.end(), indent=1))
+
+        atexit.register(write)
 
     def _stepped(self, *_):
         self._step += 1
@@ -323,16 +343,6 @@ class Report:
                 sites.append(f"{_short(path)}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
         return sites or ["a thread of C++"]
-
-    def _write(self, folder):
-        self._native.on_synchronise(None)
-        folder.mkdir(parents=True, exist_ok=True)
-        counts = [
-            {"kind": kind, "operation": what, "site": site, "times": steps.total(), "steps": len(steps)}
-            for (kind, what, site), steps in self._counts.items()
-        ]
-        document = {"argv": sys.argv, "rank": os.environ.get("RANK"), "synchronisations": counts, "races": self._native.races()}
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(document | {"operations": self._native.operations()}, indent=1))
 
 
 def _short(path):

@@ -1,0 +1,151 @@
+"""Bugs that only a device has, planted into a run on emulated GPUs: each is found, and without it nothing is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.cuda.devices import require
+from tests.parity import runs
+from tests.parity.bench import Bench, shared_bench
+from tests.parity.cases import Case
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    require("cuda")
+    return shared_bench("cuda")
+
+
+@contextlib.contextmanager
+def wait_in_each_step() -> Iterator[None]:
+    from fsdp_tune.worker.gradients import GradientGate
+
+    original = GradientGate.pass_or_skip
+
+    def pass_or_skip(self: Any, *arguments: Any) -> Any:
+        norm = original(self, *arguments)
+        float(norm)
+        return norm
+
+    with patch.object(GradientGate, "pass_or_skip", pass_or_skip):
+        yield
+
+
+@contextlib.contextmanager
+def norm_that_is_not_waited_for() -> Iterator[None]:
+    """The host reads the norm of a step before its copy has arrived."""
+    from fsdp_tune.worker.gradients import AsyncScalar
+
+    with patch.object(AsyncScalar, "read", lambda self: float(self._view)):
+        yield
+
+
+@contextlib.contextmanager
+def loss_on_the_cpu() -> Iterator[None]:
+    """A factor of the loss is made without a device."""
+    import torch
+
+    from fsdp_tune.model import step
+
+    original = step.micro_batch_loss
+
+    def micro_batch_loss(*arguments: Any) -> Any:
+        loss, auxiliary = original(*arguments)
+        return (loss * torch.ones(2)).mean(), auxiliary
+
+    with patch.object(step, "micro_batch_loss", micro_batch_loss):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_on_another_stream() -> Iterator[None]:
+    """The norm is computed on a side stream that nobody orders."""
+    import torch
+
+    from fsdp_tune.worker import gradients
+
+    original = gradients.total_norm
+
+    def total_norm(*arguments: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return original(*arguments)
+
+    with patch.object(gradients, "total_norm", total_norm):
+        yield
+
+
+PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "none": contextlib.nullcontext,
+    "wait": wait_in_each_step,
+    "norm": norm_that_is_not_waited_for,
+    "cpu": loss_on_the_cpu,
+    "stream": gradients_on_another_stream,
+}
+
+
+def run_watched(path: str, plant: str) -> dict[str, Any]:
+    """Run the worker on a rank with one bug, and return its outcome with what the device counted."""
+    import sys
+
+    import emulated_cuda as native  # type: ignore[import-not-found]
+
+    report = sys.modules["emulated_cuda_in_python"].Report(native)  # type: ignore[attr-defined]
+    report.begin(races=True)
+    try:
+        with PLANTS[plant]():
+            outcome = runs.run_worker(path)
+    finally:
+        counted = report.end()
+    return outcome | counted
+
+
+def watched(bench: Bench, plant: str) -> tuple[Any, list[dict[str, Any]]]:
+    run = bench.prepared_run(Case())
+    return run, bench.pool.run(2, run_watched, str(run.path), plant)
+
+
+def steady_places(counted: dict[str, Any]) -> set[str]:
+    """Files that wait for the device in most steps, apart from the lines that each step of these runs logs."""
+    steady = [each for each in counted["synchronisations"] if each["steps"] > runs.STEPS // 2]
+    return {each["site"].split(":")[0] for each in steady if "metrics.py" not in each["site"] and "_log" not in each["site"]}
+
+
+@pytest.mark.ranks
+def test_run_without_a_bug_has_no_races_and_waits_where_it_must(bench: Bench) -> None:
+    run, counted = watched(bench, "none")
+    for each in counted:
+        assert each["exit_reason"] == "finished", each["traceback"]
+        assert each["races"] == []
+    assert all(value.isfinite().all() for value in runs.saved_parameters(run, runs.STEPS).values())
+    witness = {"fsdp_tune/worker/readback/witness.py", "fsdp_tune/worker/readback/update_sample.py"}
+    assert steady_places(counted[0]) == steady_places(counted[1]) == witness, "these runs ask for a witness of every step"
+
+
+@pytest.mark.ranks
+def test_wait_in_each_step_is_listed_with_its_place(bench: Bench) -> None:
+    _, counted = watched(bench, "wait")
+    assert [any("test_plants.py" in place for place in steady_places(each)) for each in counted] == [True, True]
+
+
+@pytest.mark.ranks
+def test_number_that_is_read_before_it_arrived_is_nan(bench: Bench) -> None:
+    _, counted = watched(bench, "norm")
+    assert [each["exit_reason"] for each in counted] == ["non_finite", "non_finite"]
+
+
+@pytest.mark.ranks
+def test_tensor_of_the_cpu_is_refused_as_cuda_does(bench: Bench) -> None:
+    _, counted = watched(bench, "cpu")
+    assert all("Expected all tensors to be on the same device" in each["traceback"] for each in counted)
+
+
+@pytest.mark.ranks
+def test_work_on_a_stream_that_nobody_orders_is_a_race(bench: Bench) -> None:
+    _, counted = watched(bench, "stream")
+    assert all(any("total_norm" in race or "sum_of_squares" in race for race in each["races"]) for each in counted)
