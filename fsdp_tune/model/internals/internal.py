@@ -129,7 +129,7 @@ class Attribute(Internal):
 
 @dataclass(frozen=True, slots=True)
 class Parameter(Internal):
-    """A private keyword of a function; there is no fallback for it."""
+    """A private keyword argument of a function. It has no fallback."""
 
     def exists(self) -> bool:
         try:

@@ -35,7 +35,6 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.positions import positions_of_run
 
     problems = check_weight_files(recipe)
-    has_files = not problems
     notices: list[Notice] = []
     found: dict[str, Any] = {}
     try:
@@ -47,7 +46,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
             **_exported(recipe, config, packaged=packaged),
-            "base_layout": base_layout(recipe, model).as_dict() if has_files else {},
+            "base_layout": base_layout(recipe, model).as_dict() if not problems else {},
             "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             **_embeddings(model),

@@ -6,7 +6,6 @@ offset and strides tell which elements it has; nothing is read or copied.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -24,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.loading.exported_config import base_folder
-from fsdp_tune.model.loading.stored_tensors import tensors_of
+from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 from fsdp_tune.run.directory import run_of
@@ -40,18 +39,13 @@ def base_layout(recipe: Recipe, model: PreTrainedModel) -> BaseLayout:
     folder = base_folder(recipe)
     if folder is not None and (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
         return BaseLayout.read(run.base_layout_json) or saved_layout(model)
-    return saved_layout(model, _stored_shapes(folder) if folder is not None else None)
+    return _layout(model, lambda: _stored_shapes(folder) if folder is not None else {})
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
     """Return {name: shape} of the tensors in a model directory; None for the shapes of files that are not there, or are pickled."""
     index = next((path for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if (path := folder / name).is_file()), None)
-    files: dict[str, str] = {}
-    if index is not None:
-        try:
-            files = dict(json.loads(index.read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError):
-            return {}  # the loader reports a damaged index
+    files = read_weight_map(index) if index is not None else {}
     found: dict[str, tuple[int, ...] | None] = dict.fromkeys(files)
     for file in set(files.values()) or {SAFE_WEIGHTS_NAME}:
         if file.endswith(".safetensors") and (folder / file).is_file():
@@ -65,15 +59,21 @@ def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | 
     `stored`: {name: shape, None if unknown} of the tensors in the files of the base. Parameters that these hold as the model does keep
     their names and shapes, and so do all parameters if transformers converts in a way that is not a view.
     """
+    return _layout(model, lambda: stored or {})
+
+
+def _layout(model: PreTrainedModel, read_stored: Callable[[], Mapping[str, tuple[int, ...] | None]]) -> BaseLayout:
+    """Return the layout of `saved_layout`. The files of the base are only read for a model that has conversions."""
     state = {
         own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
         if (own := name_in_base(name)) is not None
     }
     tensors = _file_tensors(model, state)
-    if tensors is None or not _is_reversible(model, tensors, state):
+    if tensors is None or all(_is_unchanged(tensor, state) for tensor in tensors) or not _is_reversible(model, tensors, state):
         return BaseLayout()
-    kept = [tensor for group in _groups(tensors) if not _is_stored_as_parameters(group, state, stored or {}) for tensor in group]
+    stored = read_stored()
+    kept = [tensor for group in _groups(tensors) if not _is_stored_as_parameters(group, state, stored) for tensor in group]
     renamed = {tensor.pieces[0].parameter: tensor.name for tensor in kept if _is_whole(tensor, state)}
     others = [tensor for tensor in kept if not _is_whole(tensor, state)]
     return BaseLayout({name: new for name, new in renamed.items() if name != new}, tuple(_numbered(others)))
@@ -167,6 +167,11 @@ def _is_whole(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a tensor is one parameter as it is."""
     first = tensor.pieces[0]
     return len(tensor.pieces) == 1 and first.sizes == tuple(state[first.parameter].shape) and first.axes == tuple(range(len(first.axes)))
+
+
+def _is_unchanged(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a tensor is one parameter as it is, under its own name."""
+    return tensor.name == tensor.pieces[0].parameter and _is_whole(tensor, state)
 
 
 def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state: dict[str, torch.Tensor]) -> bool:

@@ -6,11 +6,13 @@ cached would be read in page faults of a few pages.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -72,6 +74,15 @@ class Stored:
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file; `nested` scales are not in it."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return {tensor: file} of an index of weights; {} if the index is damaged, which the loader reports."""
+    try:
+        found: Any = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return cast("dict[str, str]", found) if isinstance(found, dict) else {}
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -8,7 +8,6 @@ so that a model without weights, a later `tie_weights` and the size of a plan wo
 from __future__ import annotations
 
 import functools
-import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.formats.tied_names import KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, tensors_of
+from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, read_weight_map, tensors_of
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -80,11 +79,7 @@ def _files(local: Callable[[str], Path | None], single: str, index: str) -> list
     """Return the files that hold heads and embeddings."""
     if (found := local(index)) is None:
         return [path] if (path := local(single)) is not None else []
-    try:
-        places: dict[str, str] = json.loads(found.read_bytes())["weight_map"]
-        names = sorted({file for name, file in places.items() if is_head(name) or is_embedding(name)})
-    except (ValueError, KeyError, AttributeError):
-        return []  # the loader reports a damaged index
+    names = sorted({file for name, file in read_weight_map(found).items() if is_head(name) or is_embedding(name)})
     return [path for path in map(local, names) if path is not None]
 
 
