@@ -5,7 +5,6 @@ It runs in every process of a command and imports nothing of the project.
 
 import atexit
 import collections
-import importlib.util
 import json
 import os
 import sys
@@ -17,10 +16,12 @@ import torch
 PREFIX = "EMULATED_CUDA_"
 
 
-def install(native):
-    """Give torch the device. Called once, after torch is imported."""
-    for part in (_devices, _memory, _streams, _storages, _process_groups, _kernels):
+def install(native, kernels):
+    """Give torch the device and its kernels in Python. Called once, after torch is imported."""
+    for part in (_devices, _memory, _streams, _storages, _process_groups):
         part(native)
+    _compiler()
+    kernels.install(native)
     if folder := os.environ.get(PREFIX + "REPORT"):
         report = Report(native)
         report.begin(races=PREFIX + "RACES" in os.environ)
@@ -148,8 +149,8 @@ def _memory(native):
 
     trace = []
 
-    def record(*_, **options):
-        if options.get("enabled", "all") is None or (_ and _[0] is None):
+    def record(enabled, *_, **__):
+        if not enabled:
             native.on_memory_change(None)
             return
         trace.clear()
@@ -169,7 +170,6 @@ def _memory(native):
         _cuda_emptyCache=lambda: native.empty_cache(native.current_device()),
         _cuda_memorySnapshot=lambda *_: {"segments": native.segments(), "device_traces": [list(trace)], "allocator_settings": {}},
         _cuda_record_memory_history=record,
-        _cuda_recordMemoryHistory=record,
         _cuda_record_memory_history_legacy=record,
         _cuda_getAllocatorBackend=lambda: "native",
         _cuda_setMemoryFraction=lambda fraction, device: native.set_memory_limit(int(fraction * native.total_memory())),
@@ -269,7 +269,7 @@ def _process_groups(native):
     module._DEFAULT_PG_NCCL_TIMEOUT = c10d.default_pg_nccl_timeout = module._DEFAULT_PG_TIMEOUT
 
 
-def _kernels(native):
+def _compiler():
     compiled = torch.compile
 
     def compile_without_triton(*arguments, backend="inductor", **options):
@@ -281,10 +281,6 @@ def _kernels(native):
         return compiled(*arguments, backend=backend, **options)
 
     torch.compile = compile_without_triton
-    spec = importlib.util.spec_from_file_location("emulated_cuda_kernels", Path(__file__).parent / "kernels.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.install(native)
 
 
 class Report:

@@ -64,12 +64,17 @@ def _scores(query, key, scale, is_causal, left, right):
     return scores.masked_fill(hidden, float("-inf"))
 
 
+def _settings(query, options):
+    """Return the scale of the scores and the window to the left and right, from the keywords of the operation."""
+    scale = options.get("scale") or query.shape[-1] ** -0.5
+    return scale, (options.get("window_size_left"), options.get("window_size_right"))
+
+
 def _flash(native):
     def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
         assert dropout_p == 0, "the emulated device has no fused attention with dropout"
         q, k, v, ends_q, ends_k = (None if each is None else native.on_cpu(each) for each in (query, key, value, cum_seq_q, cum_seq_k))
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        windows = options.get("window_size_left"), options.get("window_size_right")
+        scale, windows = _settings(q, options)
         out = torch.empty_like(q)
         heads = q.shape[-2]
         lse = torch.empty((heads, len(q)) if ends_q is not None else (q.shape[0], heads, q.shape[1]), dtype=torch.float32)
@@ -95,8 +100,7 @@ def _flash_backward(native):
         upper, q, k, v, lse, ends_q, ends_k = (
             None if each is None else native.on_cpu(each) for each in (grad_out, query, key, value, logsumexp, cum_seq_q, cum_seq_k)
         )
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        windows = options.get("window_size_left"), options.get("window_size_right")
+        scale, windows = _settings(q, options)
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         groups = q.shape[-2] // k.shape[-2]
         for row, rows, keys in _examples(q, k, ends_q, ends_k, max_q):

@@ -95,7 +95,7 @@ def run_watched(path: str, plant: str) -> dict[str, Any]:
 
     import emulated_cuda as native  # type: ignore[import-not-found]
 
-    report = sys.modules["emulated_cuda_in_python"].Report(native)  # type: ignore[attr-defined]
+    report = sys.modules["emulated_cuda_emulation"].Report(native)  # type: ignore[attr-defined]
     report.begin(races=True)
     try:
         with PLANTS[plant]():

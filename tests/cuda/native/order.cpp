@@ -102,7 +102,6 @@ void record(Event& event, int stream) {
   Guard guard(lock);
   launch(stream);
   event.clock = clocks[stream];
-  event.recorded = true;
   event.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 void wait(int stream, const Clock& clock) {
@@ -151,7 +150,7 @@ void when_seen(int stream, int64_t tick, const void* memory, std::function<void(
 }
 
 void host_synchronises(Wait kind, const char* what) {
-  static const char* names[] = {"item", "copy to the host", "copy to the device", "stream", "event", "device", "operation", "allocation"};
+  static const char* names[] = {"item", "copy to the host", "copy to the device", "stream", "event", "device", "operation"};
   if (watch.synchronised) watch.synchronised(names[static_cast<int>(kind)], what);
 }
 

@@ -39,7 +39,6 @@ struct History {
 struct Event {
   Clock clock;
   double seconds = 0;
-  bool recorded = false;
 };
 
 int index_of(const c10::Stream& stream);  // dense numbers of (device, id)
@@ -64,7 +63,7 @@ void when_seen(int stream, int64_t tick, const void* memory, std::function<void(
 void settle(int stream, const void* memory);
 
 // Counted and listed with the place in the program.
-enum class Wait { item, copy_to_host, copy_to_device, stream, event, device, operation, allocation };
+enum class Wait { item, copy_to_host, copy_to_device, stream, event, device, operation };
 void host_synchronises(Wait kind, const char* what);
 std::string site();  // of the running Python code; empty unless asked for
 

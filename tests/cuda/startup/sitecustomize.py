@@ -34,8 +34,9 @@ class _WithDevice(Loader):
         library = os.environ["EMULATED_CUDA"]
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         self.loader.exec_module(module)
-        emulation = _module("emulated_cuda_in_python", Path(__file__).parent.parent / "emulation.py")
-        emulation.install(_module("emulated_cuda", library))
+        folder = Path(__file__).parent.parent
+        emulation, kernels = (_module(f"emulated_cuda_{name}", folder / f"{name}.py") for name in ("emulation", "kernels"))
+        emulation.install(_module("emulated_cuda", library), kernels)
 
 
 class _Finder(MetaPathFinder):
