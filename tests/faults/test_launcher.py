@@ -43,10 +43,18 @@ def wait_until_it_trains(run: RunDir, command: subprocess.Popen[bytes]) -> None:
 def process_of(whole: list[psutil.Process], who: str) -> psutil.Process:
     """By its command line: the command itself, accelerate with torchrun's agent in it, or a rank."""
     words = {"command": "train", "accelerate": "accelerate.commands.launch", "rank": "fsdp_tune.worker"}[who]
-    found = [process for process in whole if words in process.cmdline()]
+    found = [process for process in whole if words in words_of(process)]
     if who == "rank":
-        found = [process for process in found if "accelerate.commands.launch" not in process.cmdline()]
+        found = [process for process in found if "accelerate.commands.launch" not in words_of(process)]
     return found[0]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty for one that has ended since it was listed, as the probes of a start do."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @pytest.mark.parametrize("who", ["command", "accelerate"])
