@@ -20,7 +20,8 @@ def install(native, kernels):
     """Give torch the device and its kernels in Python. Called once, after torch is imported."""
     for part in (_devices, _memory, _streams, _storages, _process_groups):
         part(native)
-    _compiler()
+    if PREFIX + "TRITON" not in os.environ:
+        _compiler()
     kernels.install(native)
     if folder := os.environ.get(PREFIX + "REPORT"):
         report = Report(native)

@@ -41,6 +41,15 @@ struct Heads {  // keys and values repeated for the heads that share them
   }
 };
 
+// A gradient in the layout that CUDA's kernel gives it: flash that of its operand, memory-efficient with the heads of a token together.
+at::Tensor laid_out(const at::Tensor& gradient, const at::Tensor& operand, bool is_flash) {
+  auto heads = operand.size(1), tokens = operand.size(2), width = operand.size(3);
+  std::vector<int64_t> by_token{tokens * heads * width, width, heads * width, 1};
+  auto fresh = empty_on_device(operand.sizes(), is_flash && operand.is_non_overlapping_and_dense() ? operand.strides() : at::IntArrayRef(by_token), gradient.scalar_type(), operand.device());
+  on_cpu(fresh).copy_(gradient);
+  return fresh;
+}
+
 at::Tensor nothing(c10::Device device) { return empty_on_device({0}, {1}, at::kLong, device); }
 std::optional<at::Tensor> mask_on_cpu(const std::optional<at::Tensor>& mask) { return mask.has_value() && mask->defined() ? std::make_optional(on_cpu(*mask)) : std::nullopt; }
 
@@ -56,13 +65,14 @@ std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor&
   return results;
 }
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-                                                        const at::Tensor& lse, const std::optional<at::Tensor>& mask, bool is_causal, std::optional<double> scale) {
+                                                        const at::Tensor& lse, const std::optional<at::Tensor>& mask, bool is_causal, std::optional<double> scale,
+                                                        bool is_flash) {
   Kernel kernel(q.device().index());
   for (const auto& each : {gradient, q, k, v, out, lse}) kernel.reads(each);
   Heads heads(q, on_cpu(k), on_cpu(v));
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(on_cpu(gradient), on_cpu(q), heads.key, heads.value, on_cpu(out), on_cpu(lse), 0.0, is_causal,
                                                                                mask_on_cpu(mask), scale);
-  return {to_device(dq, q.device()), to_device(heads.summed(dk), q.device()), to_device(heads.summed(dv), q.device())};
+  return {laid_out(dq, q, is_flash), laid_out(heads.summed(dk), k, is_flash), laid_out(heads.summed(dv), v, is_flash)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
@@ -75,7 +85,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::Sym
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                                                               const at::Tensor& lse, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool is_causal,
                                                               const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
-  return backward(gradient, q, k, v, out, lse, std::nullopt, is_causal, scale);
+  return backward(gradient, q, k, v, out, lse, std::nullopt, is_causal, scale, true);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias,
@@ -94,7 +104,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(co
   TORCH_CHECK(!wanted[3], "the emulated device has no gradient of an attention bias");
   auto mask = bias.defined() ? std::make_optional(bias) : std::nullopt;
   auto narrow = on_cpu(lse).narrow(2, 0, q.size(2)).contiguous();
-  auto [dq, dk, dv] = backward(gradient, q, k, v, out, narrow, mask, is_causal, scale);
+  auto [dq, dk, dv] = backward(gradient, q, k, v, out, narrow, mask, is_causal, scale, false);
   return {dq, dk, dv, at::Tensor()};
 }
 }  // namespace
