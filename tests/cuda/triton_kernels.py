@@ -1,6 +1,6 @@
 """Compile what Inductor generates for a GPU that is not there, and say what each kernel takes of it: registers, stack and shared memory.
 
-The emulated device tells Inductor the GPU's properties; Triton compiles for a named target on any machine that has its package. Launches are
+The emulated device tells Inductor what the GPU is like; Triton compiles for a named target wherever its package is installed. Launches are
 left out, so values of compiled parts are never computed here. Run as a module, it prints the table of one GPU as JSON; it belongs
 into an environment of `with_gpus(…, triton=1)`.
 """
@@ -41,7 +41,7 @@ class Compiled:
     def install(self) -> None:
         import triton
         from torch._inductor import config
-        from torch._inductor.runtime import triton_heuristics, triton_helpers
+        from torch._inductor.runtime import triton_helpers, triton_heuristics
 
         config.compile_threads, config.fx_graph_cache = 1, False
         torch._functorch.config.enable_autograd_cache = False  # type: ignore[attr-defined]  # the cache would keep the kernels from us

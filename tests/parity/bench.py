@@ -105,11 +105,14 @@ class Bench:
             recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
         if case.nf4 is not None:
             recipe["quantization"] = {"scales": case.nf4}
-        recipe["launch"]["device"] = self.device
-        run = runs.write_run(self.new_folder(), recipe, self.store, packed=case.packed)
+        run = self.written_run(recipe, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
         return run
+
+    def written_run(self, changes: dict[str, Any], **of_store: Any) -> RunDir:
+        """A new run directory on this bench's device and rows."""
+        return runs.write_run(self.new_folder(), runs.merged(changes, {"launch": {"device": self.device}}), self.store, **of_store)
 
 
 def spread_of(case: Case, bench: Bench) -> Spread:

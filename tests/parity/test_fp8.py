@@ -83,7 +83,7 @@ def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
 def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
     """They are stored in bf16, next to trained ones in fp32."""
     changes = runs.merged(TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     runs.train(bench.pool, run, 2)
     assert json.loads(run.readback_json.read_text())["fp8"]["gathered"] == 21
     saved, initial = runs.saved_parameters(run, runs.STEPS), runs.trajectory(bench.run(TENSORWISE)).initial

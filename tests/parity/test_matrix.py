@@ -175,7 +175,7 @@ def test_resized_embedding_trains_like_a_native_one(architecture: str, bench: Be
     grown = resized(small, bench.folder / "models" / f"{architecture}-grown", VOCABULARY, seed=42)
     case = Case(architecture)
     changes = runs.merged(case.recipe(str(small)), {"model": {"resize_embeddings": True}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store, vocabulary=VOCABULARY)
+    run = bench.written_run(changes, vocabulary=VOCABULARY)
     runs.train(bench.pool, run, case.ranks)
     found = deviation(run, bench.reference(architecture, model=grown))
     record_property("parity", found.row("resized embedding", case))
@@ -188,7 +188,7 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
 
     case = Case(ranks=4)
     changes = runs.merged(case.recipe("unused"), {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"]}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     runs.train(bench.pool, run, case.ranks)
     model = make_model("llama", bench.folder / "models" / "llama-42", seed=42)
     assert deviation(run, bench.reference("llama", model=model)).is_within_fp32
@@ -203,9 +203,7 @@ def test_scaled_positions_follow_one_device(bench: Bench, record_property) -> No
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
     config |= {"rope_parameters": config["rope_parameters"] | yarn, "max_position_embeddings": 2048}
     (scaled / "config.json").write_text(json.dumps(config))
-    run = runs.write_run(
-        bench.new_folder(), runs.merged(case.recipe(str(plain)), {"model": {"rope_scaling": yarn}}), bench.store, packed=True
-    )
+    run = bench.written_run(runs.merged(case.recipe(str(plain)), {"model": {"rope_scaling": yarn}}), packed=True)
     runs.train(bench.pool, run, case.ranks)
     found = deviation(run, bench.reference("llama", packed=True, model=scaled))
     record_property("parity", found.row("model.rope_scaling: yarn", case))

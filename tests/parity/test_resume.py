@@ -32,7 +32,7 @@ def evaluations(run: RunDir) -> list[tuple[int, float]]:
 
 def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int = runs.SAVED_STEP) -> RunDir:
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), changes or {})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store, packed=case.packed)
+    run = bench.written_run(recipe, packed=case.packed)
     runs.resume_from(run, donor, step)
     return run
 
@@ -66,7 +66,7 @@ def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: i
     """FSDP1 stores a frozen unit in fp32, FSDP2 in bf16: both compute with the same values."""
     frozen = {"model": {"freeze": ["*.layers.0.*"]}}
     case, other = Case(version=first, precision="bf16"), Case(version=3 - first, precision="bf16")
-    whole = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), frozen), bench.store)
+    whole = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), frozen))
     runs.train(bench.pool, whole, case.ranks)
     run = resumed(bench, other, whole, frozen)
     runs.train(bench.pool, run, other.ranks)
@@ -83,7 +83,7 @@ def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench
     """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""
     lines = {"training": {"logging_steps": 4}}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
-    whole = runs.write_run(bench.new_folder(), recipe, bench.store)
+    whole = bench.written_run(recipe)
     runs.train(bench.pool, whole, 2)
     run = resumed(bench, Case(ranks=ranks), whole, lines)
     runs.train(bench.pool, run, ranks)
@@ -119,7 +119,7 @@ def stop_after(path: str, step: int, rank: int) -> dict[str, Any]:
 def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, bench: Bench) -> None:
     case = replace(DROPOUT, accumulation=4)
     whole = bench.run(case)
-    run = runs.write_run(bench.new_folder(), case.recipe(str(bench.model(case.architecture))), bench.store)
+    run = bench.written_run(case.recipe(str(bench.model(case.architecture))))
     outcomes = bench.pool.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
     assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
     [stop] = {outcome["step"] for outcome in outcomes}
@@ -137,7 +137,7 @@ def test_stop_inside_an_epoch_keeps_log_and_eval_schedule(bench: Bench) -> None:
     """The Trainer calls the end of the epoch a step's end where it leaves the epoch early."""
     by_epoch = {"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch", "logging_strategy": "epoch", "warmup_steps": 0}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": by_epoch})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    run = bench.written_run(recipe)
     [stop] = {outcome["step"] for outcome in bench.pool.run(2, functools.partial(stop_after, str(run.path), 2, 0))}
 
     def steps(kind: str) -> list[int]:
@@ -218,7 +218,7 @@ def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> 
         shutil.copytree(bench.model("llama"), source_model)
         (source_model / "model.safetensors").unlink()
     recipe = Case(ranks=ranks).recipe(str(source.checkpoint(runs.STEPS)))
-    run = runs.write_run(bench.new_folder(), runs.merged(recipe, {"training": {"max_steps": 2, "warmup_steps": 1}}), bench.store)
+    run = bench.written_run(runs.merged(recipe, {"training": {"max_steps": 2, "warmup_steps": 1}}))
     runs.train(bench.pool, run, ranks)
     saved = runs.saved_parameters(source, runs.STEPS)
     first = json.loads(run.metrics_jsonl.read_text().splitlines()[1])

@@ -152,7 +152,7 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
     assert rates == [1e-3] * 4, "the second half was asked for 1e-2"
     case = Case()
     changes = runs.merged(case.recipe(str(bench.model("llama"))), {"training": {"learning_rate": 3e-2}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     runs.resume_from(run, bench.run(case))
     runs.train(bench.pool, run, case.ranks)
     old, new = (runs.loss_lines(each)[runs.SAVED_STEP :] for each in (bench.run(case), run))
@@ -197,7 +197,7 @@ def test_sharded_save_model_writes_nothing(stock_run, bench: Bench, record_prope
 
 
 def largest_unsharded(bench: Bench, case: Case) -> int:
-    run = runs.write_run(bench.new_folder(), case.recipe(str(bench.model("llama"))), bench.store)
+    run = bench.written_run(case.recipe(str(bench.model("llama"))))
     return max(outcome["unsharded_bytes"] for outcome in runs.train(bench.pool, run, case.ranks, stock.run_watching_gradients))
 
 
