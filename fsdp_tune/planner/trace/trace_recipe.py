@@ -19,7 +19,13 @@ from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.fake_model import build_traced
 from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
-from fsdp_tune.planner.trace.traced_layers import container_of, layer_signatures, shallow_recipe, without_dropped
+from fsdp_tune.planner.trace.traced_layers import (
+    container_of,
+    has_unit_of_several_layers,
+    layer_signatures,
+    shallow_recipe,
+    without_dropped,
+)
 from fsdp_tune.planner.trace.traced_step import run_step
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
@@ -51,7 +57,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
     counts, units = count(recipe, config, model), unit_list(recipe, model, tuple(groups))
     repeated: Repeated | None = None
     container = None if exact else container_of(recipe, model)
-    if container is not None:
+    if container is not None and not has_unit_of_several_layers(recipe, model, groups):
         repeated = repeated_layers(layer_signatures(recipe, model, groups), reach=_reach(recipe))
         if repeated is not None:
             recipe = shallow_recipe(recipe, container, repeated, model, groups)

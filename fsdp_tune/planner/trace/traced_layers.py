@@ -55,6 +55,25 @@ def _settings(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
                 yield (name, key), value
 
 
+def has_unit_of_several_layers(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> bool:
+    """Return whether an FSDP unit holds parameters of several decoder layers, so that the size of its buffers depends on their number."""
+    if not recipe.is_sharded:
+        return False
+    layers = [f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)]
+    ignored = [model.get_submodule(name) for name in ignored_module_names(recipe, model)]
+    taken = {id(parameter) for module in ignored for parameter in module.parameters()}
+    for group in (*groups, ("",)):
+        inside: set[str] = set()
+        for root in group:
+            for name, parameter in model.get_submodule(root).named_parameters(prefix=root):
+                if id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    inside.update(layer for layer in layers if name.startswith(layer))
+        if len(inside) > 1:
+            return True
+    return False
+
+
 def container_of(recipe: Recipe, model: PreTrainedModel) -> str | None:
     """Return the name of the ModuleList of exactly the decoder layers, in order; None if there is no such list."""
     names = [name for name, _ in decoder_layers(model, recipe.layer_classes)]

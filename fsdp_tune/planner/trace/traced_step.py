@@ -160,6 +160,7 @@ def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
 
 
 def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
+    recorder.place.phase = PHASE["optimizer"]  # some optimizers create their state in the constructor
     optimizer = build_optimizer(recipe, loaded.wrapped, loaded.size.decayed)
     _use_foreach(optimizer)
     micro_batches = traced_micro_batches(recipe)

@@ -97,6 +97,21 @@ def same_peaks(shallow: Trace, exact: Trace) -> None:
 
 
 @pytest.mark.parametrize(
+    "sections",
+    [
+        {"fsdp": {"auto_wrap_policy": "NO_WRAP"}},
+        {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}},
+        {"training": {"optim": "adagrad"}},
+    ],
+    ids=["one unit", "MLPs are units", "state that the optimizer creates at once"],
+)
+def test_memory_that_no_single_layer_allocates_is_planned_for_all_layers(sections: dict[str, Any]) -> None:
+    recipe = deep(9, **sections)
+    planned, exact = (peak_memory(full_depth(trace_of(recipe, exact=exact))) for exact in (False, True))
+    assert planned.components == exact.components
+
+
+@pytest.mark.parametrize(
     "frozen",
     [
         pytest.param(["model.embed_tokens.*", *(f"model.layers.{index}.*" for index in range(4))], id="first layers"),
