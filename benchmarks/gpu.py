@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --output DIR                        DIR/gpu.json and DIR/gpu.md, written anew after every row
     python benchmarks/gpu.py --output DIR --part memory          one part (again: more)
     python benchmarks/gpu.py --output DIR --device cpu --tiny    every part that a CPU can play, with toys: that it can run
+    python -m tests.cuda python benchmarks/gpu.py --output DIR --tiny    the same on an emulated GPU
 
 Parts go by value, each in a process of its own with a time of its own; what is out of memory, crashes or hangs is a row with its reason.
 `--seconds` bounds the whole; parts for which no time is left are not run, and the report says so.
@@ -42,14 +43,15 @@ GRACE_SECONDS = 15.0
 """After its time is up, a part may still write down what it has."""
 CPU_PATIENCE = 4.0
 """Times the budgets, which are for a GPU's machine."""
+IS_EMULATED = "EMULATED_CUDA" in os.environ
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "torchao", "flash-attn", "liger-kernel", "triton")
 
 
 def missing_packages() -> list[str]:
-    """Names in `dependencies` of pyproject.toml that are not installed here."""
+    """Names in `dependencies` of pyproject.toml, and what the tests for a GPU need, that are not installed here."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     names = [requirement.split(">")[0].split("=")[0].strip() for requirement in wanted]
-    return [name for name in names if _version(name) is None]
+    return [name for name in [*names, "pytest", "hypothesis"] if _version(name) is None]
 
 
 def _version(name: str) -> str | None:
@@ -57,6 +59,10 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str]:
+    return {name: found for name in VERSIONS if (found := _version(name))} | {"Python": sys.version.split()[0]}
 
 
 def commit() -> str:
@@ -71,7 +77,10 @@ def play(part: Any, bench: Any, pipe: Connection) -> None:
     """In the part's process: sends each row as it comes, and at the end None, or why there are no more."""
     from gpu_report import with_errors
 
+    from fsdp_tune.core.parent_death import die_with_parent
+
     os.setpgid(0, 0)
+    die_with_parent()
     reason: str | None = None
     try:
         for row in part.rows(bench):
@@ -128,25 +137,25 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="directory of gpu.json and gpu.md")
     parser.add_argument("--part", action="append", help="only this part; may be given again")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toys; what --device cpu needs")
+    parser.add_argument("--tiny", action="store_true", help="toys; what a CPU and an emulated GPU need")
     parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for everything")
     parser.add_argument("--needs", action="store_true", help="print the packages that are missing here, and end")
     options = parser.parse_args(arguments)
     if options.output is None and not options.needs:
         parser.error("--output DIR is needed")
-    if (options.device == "cpu") != options.tiny:
-        parser.error("--device cpu and --tiny go together: a CPU plays toys, a GPU does not")
+    if (options.device == "cpu" or IS_EMULATED) and not options.tiny:
+        parser.error("a CPU and an emulated GPU play toys: --tiny")
     return options
 
 
-def prepared_environment(device: str) -> None:
+def prepared_environment(device: str, *, tiny: bool) -> None:
     """Before torch is imported, here and in every process that is started here; as the launcher sets it."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy do not survive a fork
     if device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    else:
+    if tiny:
         os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(ROOT))  # the models of tests/gpu
 
@@ -157,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.needs:
         print(" ".join(missing_packages()) or "nothing is missing")
         return 0
-    prepared_environment(options.device)
+    prepared_environment(options.device, tiny=options.tiny)
     import gpu_report
     from gpu_parts import PARTS, Bench
     from gpu_runs import Runner, find_device, warm_up
@@ -170,14 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warm_up()
     with tempfile.TemporaryDirectory(prefix="benchmark-gpu-") as place:
         folder = Path(place)
-        facts, forks = ({"name": "a CPU"}, True) if options.tiny else find_device(folder)
-        known = None if options.tiny else detect(facts["name"])
+        facts, forks = ({"name": "a CPU"}, True) if options.device == "cpu" else find_device(folder)
+        known = None if options.device == "cpu" else detect(facts["name"])
         hardware = known or find_hardware("A100-80GB")
         document: dict[str, Any] = {
             "command": shlex.join(["benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
             "commit": commit(),
-            "versions": {name: found for name in VERSIONS if (found := _version(name))} | {"Python": sys.version.split()[0]},
-            "device": facts,
+            "versions": versions(),
+            "device": facts | {"emulated": IS_EMULATED},
             "forks": forks,
             "planned_for": hardware.name if known or options.tiny else f"{hardware.name}, because {facts['name']} is not in the table",
             "tiny": options.tiny,
@@ -201,9 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 own = folder / part.name
                 own.mkdir()
                 patience = CPU_PATIENCE if options.tiny else 1.0
-                run = Runner(own, options.device, None if options.tiny else facts["name"], forks, left=lambda: 0.0)
+                run = Runner(own, options.device, None if options.device == "cpu" else facts["name"], forks, left=lambda: 0.0)
                 run.at_most_seconds *= patience
-                run_part(part, Bench(run, hardware), min(part.budget_seconds * patience, left - GRACE_SECONDS), found, note)
+                run_part(
+                    part, Bench(run, hardware, tiny=options.tiny), min(part.budget_seconds * patience, left - GRACE_SECONDS), found, note
+                )
             note()
             reasons = sum(1 for row in found["rows"] if row.get("reason"))
             print(f"{part.name}: {len(found['rows']) - reasons} rows, {reasons} without figures, {found['seconds']:.0f} s", flush=True)

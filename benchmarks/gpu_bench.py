@@ -21,10 +21,8 @@ class Bench:
     run: Runner
     hardware: Any
     """Card whose figures `plan` takes: this machine's."""
-
-    @property
-    def tiny(self) -> bool:
-        return self.run.device == "cpu"
+    tiny: bool
+    """Models and rows are toys: figures show only that a part can run."""
 
     @cached_property
     def tracing(self) -> Any:

@@ -84,10 +84,10 @@ def isolation_rows(bench: Bench) -> Iterator[Row]:
     for kernel in KERNELS:
         precision = "bf16" if kernel in IN_HALF_PRECISION else "no"
         row: Row = {"name": kernel, "precision": {"no": "fp32", "bf16": "bf16"}[precision]}
-        if kernel == "flex_attention" and bench.tiny:
+        if kernel == "flex_attention" and bench.run.device == "cpu":
             yield {**row, "reason": "not available: torch has no backward pass of it on the CPU"}
             continue
-        if kernel in IN_HALF_PRECISION and bench.tiny:
+        if kernel in IN_HALF_PRECISION and bench.run.device == "cpu":
             yield {**row, "reason": "not available: it needs CUDA"}
             continue
         if kernel == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:

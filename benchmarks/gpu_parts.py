@@ -60,7 +60,7 @@ class Part:
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
-    found = bench.run.job("ceilings")
+    found = bench.run.job("ceilings", size=512 if bench.tiny else 8192, copied=1 << (22 if bench.tiny else 30))
     if isinstance(found, str):
         yield {"name": "ceilings", "reason": found}
         return
@@ -93,8 +93,7 @@ def best_recipe(bench: Bench, name: str, config: dict[str, Any] | None) -> Itera
         if isinstance(trace, FsdpTuneError):
             yield {"name": name, "reason": trace.problems[0].message}
             return
-        parameters = trace.counts.parameters
-        if least_state_bytes(base, parameters, parameters) > bench.hardware.usable_bytes:
+        if least_state_bytes(base, trace.counts) > bench.hardware.usable_bytes:
             continue  # nothing to search: not even parameters, gradients and moments have room
         ranking = rank_recipes(searching(bench), base, trace, "fastest")
         first = ranking.ranked[0]
@@ -138,7 +137,7 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
 
     result = bench.run.folder / "step.json"
     rounds, steps = ("2", "3") if bench.tiny else ("9", "10")
-    size = "gpu-tiny" if bench.tiny else "gpu"
+    size = f"gpu-tiny-{bench.run.device}" if bench.tiny else "gpu"
     command = [sys.executable, str(STEP_BENCHMARK), size, "--rounds", rounds, "--steps", steps, "--json", str(result)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(5.0, bench.run.left()))

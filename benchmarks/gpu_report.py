@@ -58,21 +58,25 @@ def _line(cells: Iterable[str]) -> str:
 def markdown(document: dict[str, Any], parts: Sequence[Part]) -> str:
     device = document["device"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    lines = ["# One GPU, as measured", "", f"`{document['command']}` at commit {document['commit']}, on {device['name']}; {versions}."]
+    lines = ["# One GPU, as measured", "", f"`{document['command']}` at commit {document['commit']}, on {device_name(device)}; {versions}."]
     if document["tiny"]:
         lines += [
             "",
-            "**Played small on a CPU, to see that every part can run: no figure here says anything about a GPU or about `plan`.**",
+            "**Played small, to see that every part can run: no figure here says anything about a GPU or about `plan`.**",
         ]
     lines += ["", f"{document['seconds']:.0f} s of {document['limit_seconds']:.0f}. Plans are for {document['planned_for']}."]
     if told := summary(document):
         lines += ["", *(f"- {sentence}" for sentence in told)]
     for part in parts:
-        lines += ["", f"## {part.name}", "", *_section(document["parts"].get(part.name), part)]
+        lines += ["", f"## {part.name}", "", *section(document["parts"].get(part.name), part)]
     return "\n".join(lines) + "\n"
 
 
-def _section(found: dict[str, Any] | None, part: Part) -> list[str]:
+def device_name(device: dict[str, Any]) -> str:
+    return f"{device['name']}, emulated on the CPU" if device.get("emulated") else device["name"]
+
+
+def section(found: dict[str, Any] | None, part: Part) -> list[str]:
     if found is None:
         return [part.what, "", "Not run."]
     lines = [part.what, "", f"{found['seconds']:.0f} s of {part.budget_seconds:.0f}."]

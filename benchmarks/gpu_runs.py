@@ -85,7 +85,7 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     run.recipe_json.write_text(recipe.model_dump_json(by_alias=True), encoding="utf-8")
     rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
     where = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
-    what: dict[str, Any] = {"train_rows": rows, "vocabulary_size": vocabulary, "pad_token_id": 0, "report": {}, "notices": []}
+    what: dict[str, Any] = {"train_rows": rows, "vocabulary_size": vocabulary, "pad_token_id": 0, "report": {"inputs": []}, "notices": []}
     Prepared(**where, **what).write(run.data_json)
 
 
@@ -257,11 +257,11 @@ def ceilings(job: dict[str, Any]) -> int:
     """What the device reaches at best: a bf16 product of large matrices, and a copy."""
     import torch
 
-    device, size = job["device"], 8192 if job["device"] == "cuda" else 512
+    device, size = job["device"], job["size"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = _median_seconds(lambda: one @ other, device)
-    source = torch.randn((1 << 30) if device == "cuda" else (1 << 22), device=device)
+    source = torch.randn(job["copied"], device=device)
     target = torch.empty_like(source)
     copy = _median_seconds(lambda: target.copy_(source), device)
     found = {"product_tflops": 2 * size**3 / product / 1e12, "copy_gb_s": 2 * source.nbytes / copy / 1e9, "size": size}

@@ -247,15 +247,21 @@ def _streams(native):
 
 
 def _storages(native):
-    resize = torch.UntypedStorage.resize_
+    resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+
+    def as_bytes(storage):
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def resized(storage, size):
         if storage.device.type != "cuda":
             return resize(storage, size)
-        native.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), int(size))
+        native.resize_storage(as_bytes(storage), int(size))
         return storage
 
     torch.UntypedStorage.resize_ = resized
+    torch.UntypedStorage.clone = lambda storage: (
+        as_bytes(storage).clone().untyped_storage() if storage.device.type == "cuda" else clone(storage)
+    )
 
 
 def _process_groups(native):

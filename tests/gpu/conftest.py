@@ -1,4 +1,7 @@
-"""Runs of the real command on one accelerator. `GPU_TEST_DEVICE=cpu` runs small versions on the CPU, to check that the tests work."""
+"""Runs of the real command on one accelerator.
+
+`GPU_TEST_DEVICE=cpu` and an emulated GPU (`python -m tests.cuda`) run small versions, to check that the tests work.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ import pytest
 from fsdp_tune.run.directory import RunDir
 
 DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")
-IS_SMALL = DEVICE == "cpu"
+ON_CPU = DEVICE == "cpu"
+IS_EMULATED = "EMULATED_CUDA" in os.environ
+IS_SMALL = ON_CPU or IS_EMULATED
 
 Train = Callable[..., RunDir]
 

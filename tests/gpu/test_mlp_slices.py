@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.kernels.mlp_slices import _in_slices
 from fsdp_tune.model.loading.construct import build_full
-from tests.gpu.conftest import DEVICE, IS_SMALL
+from tests.gpu.conftest import DEVICE, IS_SMALL, ON_CPU
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -54,7 +54,7 @@ def test_masks_of_dropout_are_drawn_again_in_the_backward() -> None:
     assert 0.4 < float((before == 0).float().mean()) < 0.6
 
 
-@pytest.mark.skipif(IS_SMALL, reason="it needs CUDA")
+@pytest.mark.skipif(ON_CPU, reason="it needs CUDA")
 def test_step_needs_less_memory() -> None:
     peaks = []
     for model in pair():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.conftest import DEVICE, IS_SMALL, Train, loss_lines, readback
+from tests.gpu.conftest import DEVICE, IS_SMALL, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import DRY, IN_HALF_PRECISION, KERNELS, LLAMA, gpt2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
@@ -61,9 +61,9 @@ def test_recomputation_with_dropout_has_the_same_gradients(recomputed: dict[str,
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_examples_are_isolated(kernel: str, train: Train) -> None:
     """The run changes the first example of a packed row and compares the second, in its training kernel."""
-    if kernel == "flex_attention" and IS_SMALL:
+    if kernel == "flex_attention" and ON_CPU:
         pytest.skip("torch has no backward pass of it on the CPU")
-    if kernel in IN_HALF_PRECISION and IS_SMALL:
+    if kernel in IN_HALF_PRECISION and ON_CPU:
         pytest.skip("it needs CUDA")
     if kernel == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")

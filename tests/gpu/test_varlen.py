@@ -18,7 +18,7 @@ from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.dataset import Collator
-from tests.gpu.conftest import DEVICE, IS_SMALL, Train, loss_lines, readback
+from tests.gpu.conftest import DEVICE, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import LLAMA
 from tests.model.test_varlen import TESTED, model_of
 from tests.parity.store import make_store
@@ -54,7 +54,7 @@ def test_gradients_in_bf16_are_as_close_to_fp32_as_with_the_mask(family: str, tm
     assert errors[0] <= 0.1
 
 
-@pytest.mark.skipif(IS_SMALL, reason="it needs CUDA")
+@pytest.mark.skipif(ON_CPU, reason="it needs CUDA")
 def test_packed_rows_without_a_mask_take_less_memory(train: Train) -> None:
     """The data are one row of 6,686 tokens: the bool mask is 43 MiB, and each of four layers saves a copy of 85 MiB in bf16."""
     peaks = []
@@ -69,7 +69,7 @@ def test_packed_rows_without_a_mask_take_less_memory(train: Train) -> None:
     assert peaks[0] - peaks[1] > 0.3
 
 
-@pytest.mark.skipif(IS_SMALL, reason="it needs CUDA")
+@pytest.mark.skipif(ON_CPU, reason="it needs CUDA")
 @pytest.mark.parametrize("recomputed", ["none", "selective"])
 def test_compiled_and_recomputed_layers_keep_losses(recomputed: str, train: Train) -> None:
     settings = {

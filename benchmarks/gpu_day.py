@@ -1,0 +1,197 @@
+"""Everything that waits for a GPU, in order of worth, in one command and 25 minutes: `scripts/gpu-day`.
+
+    scripts/gpu-day --output DIR                   what DIR has no result of yet; DIR/report.md is written anew after every part
+    scripts/gpu-day --output DIR --again memory    this part once more (again: more)
+    python -m tests.cuda scripts/gpu-day --output DIR    all of it small, on an emulated GPU: that it can run
+
+Each part is a command with a time limit and leaves DIR/NAME.json, so that the same command continues after a kill, a crash of the machine
+or the end of the time. A part that fails or hangs is a line of the report, and the next one begins.
+
+PYTHON names the interpreter: a GPU machine has its own torch, and the rest travels as wheels on PYTHONPATH (`gpu.py` says how; `--needs`
+lists what is missing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_day_report
+
+MINUTES = 25.0
+LEAST_SECONDS = 20.0
+"""With less time left no part begins."""
+TAIL_LINES = 60
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-W", "default")  # a warning of another version is no result of a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    name: str
+    what: str
+    command: tuple[str, ...]
+    """Arguments of Python, from the root of the repository."""
+    limit_seconds: float
+    measures: bool = True
+    """False: it checks numbers, and says nothing of speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a part ended: `ended` is "passed" or says why not."""
+
+    command: str
+    ended: str
+    seconds: float
+    limit_seconds: float
+    is_complete: bool
+    """False: the next call runs it again."""
+    tail: list[str]
+
+
+def tasks_of_a_day(output: Path, *, tiny: bool) -> list[Task]:
+    from gpu_parts import PARTS
+
+    parts = {part.name: part for part in PARTS}
+
+    def benchmark(name: str) -> Task:
+        part = parts[name]
+        own = (
+            "--part",
+            name,
+            "--output",
+            str(folder_of(output, name)),
+            "--seconds",
+            f"{_patient(part.budget_seconds, tiny=tiny) - 15:.0f}",
+        )
+        return Task(name, part.what, ("benchmarks/gpu.py", *own, *(["--tiny"] if tiny else [])), part.budget_seconds)
+
+    return [
+        Task("kernels", "Kernels and the device's own code give right numbers.", (*PYTEST, "-m", "gpu", "tests/gpu"), 280, measures=False),
+        *map(benchmark, ("ceilings", "memory", "recipe", "switches", "adapters", "long rows", "bare", "offload")),
+    ]
+
+
+def _patient(seconds: float, *, tiny: bool) -> float:
+    return seconds * (gpu.CPU_PATIENCE if tiny else 1.0)
+
+
+def folder_of(output: Path, name: str) -> Path:
+    return output / name.replace(" ", "-")
+
+
+# ---- One part
+
+
+def run_task(task: Task, output: Path, seconds: float, *, is_cut: bool) -> Result:
+    """`is_cut`: `seconds` are fewer than the part's own, so that its end is no result."""
+    from fsdp_tune.core.parent_death import ends_with_parent
+
+    began = time.monotonic()
+    command = [sys.executable, *task.command]
+    log = folder_of(output, task.name).with_suffix(".log")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ends_with_parent(command), cwd=gpu.ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+            ended = "passed" if code == 0 else f"failed: exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, ended = None, f"killed: its {seconds:.0f} s were up"
+        finally:
+            _kill(process)
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return Result(shlex.join(command), ended, time.monotonic() - began, seconds, code is not None or not is_cut, tail)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---- All of them
+
+
+def results(tasks: Sequence[Task], output: Path) -> dict[str, Result]:
+    files = {task.name: folder_of(output, task.name).with_suffix(".json") for task in tasks}
+    return {name: Result(**json.loads(file.read_text(encoding="utf-8"))) for name, file in files.items() if file.exists()}
+
+
+def play(tasks: Sequence[Task], output: Path, setting: dict[str, Any], *, minutes: float = MINUTES, again: Sequence[str] = ()) -> bool:
+    """Run what has no complete result in `output` yet, and return whether all parts passed. `setting` is what `setting_of` found."""
+    from fsdp_tune.core.atomic import write_file, write_json
+
+    began, tiny = time.monotonic(), setting["device"]["emulated"]
+    whole = _patient(60 * minutes, tiny=tiny)
+    found = results(tasks, output)
+    for task in tasks:
+        if task.name in found and found[task.name].is_complete and task.name not in again:
+            continue
+        left, own = whole - (time.monotonic() - began), _patient(task.limit_seconds, tiny=tiny)
+        if left < LEAST_SECONDS:
+            break
+        found[task.name] = run_task(task, output, min(own, left), is_cut=left < own)
+        print(f"{task.name}: {found[task.name].ended}, {found[task.name].seconds:.0f} s", flush=True)
+        write_json(folder_of(output, task.name).with_suffix(".json"), asdict(found[task.name]))
+        write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
+    write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
+    return all(task.name in found and found[task.name].ended == "passed" for task in tasks)
+
+
+def setting_of(output: Path) -> dict[str, Any]:
+    """What all results of a folder have in common. SystemExit where the folder has results of another device or version."""
+    from gpu_runs import find_device
+
+    with tempfile.TemporaryDirectory(prefix="gpu-day-") as place:
+        facts, _ = find_device(Path(place))
+    facts.pop("free_gib")
+    setting = {"commit": gpu.commit(), "versions": gpu.versions(), "device": facts | {"emulated": gpu.IS_EMULATED}}
+    file = output / "setting.json"
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != setting:
+        raise SystemExit(f"{output} has results of another day: {before}, and here is {setting}. Name another folder.")
+    output.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(setting, indent=1), encoding="utf-8")
+    return setting
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder of the results and of report.md")
+    parser.add_argument("--again", action="append", default=[], metavar="PART", help="run this part although it has a result")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for this call; four times as many on an emulated GPU")
+    parser.add_argument("--needs", action="store_true", help="print the packages that are missing here, and end")
+    options = parser.parse_args(arguments)
+    if options.needs:
+        print(" ".join(gpu.missing_packages()) or "nothing is missing")
+        return 0
+    if options.output is None:
+        parser.error("--output DIR is needed")
+    output = options.output.resolve()
+    gpu.prepared_environment("cuda", tiny=gpu.IS_EMULATED)
+    tasks = tasks_of_a_day(output, tiny=gpu.IS_EMULATED)
+    if unknown := sorted(set(options.again) - {task.name for task in tasks}):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(task.name for task in tasks)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part at work is ended too
+    passed = play(tasks, output, setting_of(output), minutes=options.minutes, again=options.again)
+    print(output / "report.md")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
