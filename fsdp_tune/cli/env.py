@@ -34,7 +34,7 @@ def env(json_output: JsonOption = False) -> None:
 
 def gather() -> dict[str, Any]:
     """Collect the complete document, including what torch reports."""
-    from fsdp_tune.core.devices import nvidia_driver, torch_facts, visible_devices
+    from fsdp_tune.core.devices import hidden_by, lost_devices, nvidia_driver, torch_facts, visible_devices
     from fsdp_tune.diagnose.environment import accelerate_default_config, host, interconnect, versions
     from fsdp_tune.launch.command.rank_environment import relevant_variables
 
@@ -43,6 +43,8 @@ def gather() -> dict[str, Any]:
         "versions": versions(),
         "host": host(),
         "devices": devices,
+        "lost_devices": lost_devices(),
+        "hidden_by": hidden_by(os.environ),
         "driver": nvidia_driver(),
         "torch": torch_facts(),
         "interconnect": interconnect(),
@@ -66,7 +68,7 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         ["driver", facts["driver"] or "no NVIDIA driver"],
         [
             "torch reports",
-            torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, CUDA {torch['cuda'] or 'no'}",
+            torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, {_build(torch)}",
         ],
         ["backends", ", ".join(torch.get("backends", [])) or "unknown"],
         ["infiniband", _ports(facts["interconnect"]["infiniband"])],
@@ -83,6 +85,10 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
 
 def _size(size_bytes: int | None, none: str = "unknown") -> str:
     return none if size_bytes is None else format_bytes(size_bytes)
+
+
+def _build(torch: dict[str, Any]) -> str:
+    return f"ROCm {torch['hip']}" if torch["hip"] else f"CUDA {torch['cuda'] or 'no'}"
 
 
 def _devices(devices: list[dict[str, Any]]) -> str:

@@ -96,7 +96,7 @@ def show_decided(screen: Terminal, resolution: Resolution, facts: dict[str, Any]
     """Print each key that the recipe leaves unset, and each kernel, with the chosen value and the reason."""
     rows = [(key, _word(value_of(resolution.recipe, key)), reason) for key, reason in resolution.reasons.items() if "[" not in key]
     kernels: dict[str, dict[str, str]] = facts.get("kernels", {})
-    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items()]
+    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items() if key not in resolution.reasons]
     screen.table("decided for you", ["key", "value", "because"], rows)
 
 

@@ -32,6 +32,12 @@ class Machine:
     device_count: int
     cores: int
     device_name: str | None
+    capability: tuple[int, int] | None = None
+    """Compute capability of its first NVIDIA GPU."""
+    lost: tuple[str, ...] = ()
+    """The NVIDIA GPUs that do not respond, each with the driver's reason."""
+    hidden: str | None = None
+    """The variable that hides all of its GPUs, with its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class Device:
     name: str
     uuid: str = ""
     memory_bytes: int | None = None
+    capability: tuple[int, int] | None = None
 
 
 def available_cores() -> int:
@@ -87,12 +94,14 @@ def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> M
     if wanted == "cpu":
         return Machine(None, 0, cores, None)
     # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for another machine.
-    devices = [device for device in visible_devices(environment) if device.kind != "mps"]
+    devices, lost = [device for device in visible_devices(environment) if device.kind != "mps"], tuple(lost_devices())
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
         if facts.get("device") is not None:
             return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"))
-    return Machine(devices[0].kind, len(devices), cores, devices[0].name) if devices else Machine(None, 0, cores, None)
+    if not devices:
+        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment))
+    return Machine(devices[0].kind, len(devices), cores, devices[0].name, devices[0].capability, lost)
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:
@@ -106,6 +115,14 @@ def visible_devices(environment: Mapping[str, str]) -> list[Device]:
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return [Device("mps", "Apple GPU")]
     return []
+
+
+def hidden_by(environment: Mapping[str, str]) -> str | None:
+    """Return the variable that hides every NVIDIA GPU of this machine, as `NAME=value`; None if one is visible or there is none."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not (all_of_them := nvidia_devices()) or select(all_of_them, visible):
+        return None
+    return f"CUDA_VISIBLE_DEVICES={visible}"
 
 
 def select(devices: list[Device], visible: str | None) -> list[Device]:
@@ -171,6 +188,17 @@ def nvidia_devices() -> list[Device]:
         return [device for index in range(count.value) if (device := _nvidia_device(nvml, index)) is not None]
 
 
+def lost_devices() -> list[str]:
+    """Return the NVIDIA GPUs that the driver lists and that do not respond, each with the driver's reason: `GPU 1 (GPU is lost)`."""
+    with _nvml() as nvml:
+        count = ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+            return []
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        codes = [nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(ctypes.c_void_p())) for index in range(count.value)]
+        return [f"GPU {index} ({nvml.nvmlErrorString(code).decode()})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
+
+
 def nvidia_driver() -> str | None:
     """Return the version of the NVIDIA driver, such as 550.54.15; None if there is none."""
     with _nvml() as nvml:
@@ -183,12 +211,15 @@ def nvidia_driver() -> str | None:
 def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
     handle = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != NVML_SUCCESS:
-        return None  # a device that no longer responds
+        return None  # it no longer responds: see `lost_devices`
     name, uuid, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _NvmlMemory()
     nvml.nvmlDeviceGetName(handle, name, 96)
     nvml.nvmlDeviceGetUUID(handle, uuid, 96)
     knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
-    return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    has_capability = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) == NVML_SUCCESS
+    capability = (major.value, minor.value) if has_capability else None
+    return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None, capability)
 
 
 def _files(kind: str, name: str, folder: Path, pattern: str, *, needs_content: bool = False) -> list[Device]:
@@ -211,7 +242,8 @@ facts["backends"] = [name for name in ("gloo", "nccl", "xccl", "hccl", "mpi") if
 if kind == "cuda":
     others = range(1, torch.cuda.device_count())
     facts |= {"device_name": torch.cuda.get_device_name(0), "capability": list(torch.cuda.get_device_capability(0))}
-    facts |= {"bf16": torch.cuda.is_bf16_supported(), "peer_access": all(torch.cuda.can_device_access_peer(0, other) for other in others)}
+    facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    facts["peer_access"] = all(torch.cuda.can_device_access_peer(0, other) for other in others)
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in facts["backends"] else None
 print(json.dumps(facts))
 """

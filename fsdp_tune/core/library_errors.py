@@ -32,6 +32,34 @@ CUDA_ALLOCATION_FAILED = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP)
 """cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch outside
 its caching allocator, and by NCCL, whose older versions omit the number."""
 
+DEVICE_FAILED = re.compile(r"(?:CUDA|HIP) error: ([^\n]+)|(?:Cuda|HIP) failure (?:\d+ )?'([^']+)'")
+"""An error of the CUDA or HIP runtime, as torch and NCCL format it."""
+
+FAULTS_OF_A_DEVICE = (
+    "unspecified launch failure",
+    "unknown error",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected",
+    "hardware stack error",
+    "the launch timed out and was terminated",
+    "CUDA-capable device(s) is/are busy or unavailable",
+    "no CUDA-capable device is detected",
+)
+FAULTS_OF_A_PROGRAM = (
+    "device-side assert triggered",
+    "an illegal memory access was encountered",
+    "misaligned address",
+    "an illegal instruction was encountered",
+)
+FAULTS_OF_A_BUILD = ("no kernel image is available for execution on the device",)
+"""Texts of cudaGetErrorString after which no work of the process can succeed on the device."""
+
+NATIVE_ENDS = (
+    re.compile(r"Watchdog caught collective operation timeout: .+"),
+    re.compile(r"what\(\):\s+(?:\[.*?\] )?(.+)"),
+)
+"""Why a process called abort(): NCCL's watchdog (ProcessGroupNCCL.cpp), and what C++ prints of an exception that nothing catches."""
+
 PINS_MEMORY = re.compile(r"pin.memory")
 """In the message of torch's DataLoader, which quotes the failing line."""
 

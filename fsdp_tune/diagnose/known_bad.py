@@ -112,6 +112,20 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#compute-capabilities",
     ),
     KnownBad(
+        "gpu-lost",
+        lambda facts: bool(facts["lost_devices"]),
+        "a GPU that the driver lists does not respond (`lost_devices` of `env --json`): runs do without it",
+        "`dmesg` has its XID error; a reset (`nvidia-smi --gpu-reset`) or a reboot may recover it",
+        "https://docs.nvidia.com/deploy/xid-errors/index.html",
+    ),
+    KnownBad(
+        "devices-hidden",
+        lambda facts: facts["hidden_by"] is not None,
+        "CUDA_VISIBLE_DEVICES hides every GPU of this machine: it is empty, or its first entry names none of them",
+        "unset it, or name GPUs as `nvidia-smi -L` lists them",
+        "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables",
+    ),
+    KnownBad(
         "cpu-only-torch",
         lambda facts: _has_cuda(facts) and facts["torch"].get("device") is None and "error" not in facts["torch"],
         "the machine has NVIDIA devices, but torch finds none: torch is a CPU build, or the driver is too old for it",

@@ -29,6 +29,8 @@ class Moment:
     """Memory of this rank's parameters, gradients and optimizer state."""
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     """The sizes in the allocator's message: requested, capacity, free, allocated, unused."""
+    module: str | None = None
+    """The innermost module whose forward was running; None outside of a forward and its recomputation."""
 
     @property
     def live(self) -> dict[str, int]:
@@ -39,7 +41,7 @@ class Moment:
 
     def as_dict(self) -> dict[str, Any]:
         sizes = {f"{name}_bytes": size for name, size in self.sizes.items()}
-        return {"phase": self.phase, "step": self.step, "live_bytes": self.live, **sizes}
+        return {"phase": self.phase, "step": self.step, "module": self.module, "live_bytes": self.live, **sizes}
 
 
 def sizes_in(message: str) -> dict[str, int]:
@@ -55,7 +57,8 @@ def device_problem(recipe: Recipe, moment: Moment) -> Problem:
     of = f" on a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
     held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""
-    message = f"out of device memory in `{moment.phase}`: {requested}{of}"
+    where = f"`{moment.phase}`, in `{moment.module}`" if moment.module else f"`{moment.phase}`"
+    message = f"out of device memory in {where}: {requested}{of}"
     if live or held:
         message += f"; live: {live or 'unknown'}{held}"
     ways = [way for _, way in zip(range(WAYS), device_ways(recipe, moment), strict=False)]

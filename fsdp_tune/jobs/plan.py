@@ -92,7 +92,7 @@ def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowe
     written = _with_options(loaded, options)
     if hardware is not None and plain.launch.device != "cuda":  # GPUs are planned, whatever the recipe runs on here
         options.append(OptionOverride(f"plan for {hardware.name}", "launch.device=cuda"))
-    resolution = resolve_recipe(_with_options(loaded, options), allowed, observer)
+    resolution = resolve_recipe(_with_options(loaded, options), allowed, observer, planned=hardware)
     check_cache(resolution.recipe)
     observer.notices(resolution.notices)
     if hardware is None:
@@ -163,7 +163,7 @@ def best_recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], ma
     changes = made.alternatives[0].recipe_changes
     document = _document(written, plans.recipe, best, changes)
     body = _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
-    again = _load(body, path, best)
+    again = _load(body, path, best, plans.hardware)
     planned = plans.plan_other(again)
     if planned.fits == "no":
         raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
@@ -202,10 +202,10 @@ def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
         training["gradient_accumulation_steps"] = best.training.gradient_accumulation_steps
 
 
-def _load(text: str, path: Path, best: Recipe) -> Recipe:
+def _load(text: str, path: Path, best: Recipe, hardware: Hardware) -> Recipe:
     """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
     loaded = parse_recipe(text, path, unneeded=INPUTS)
-    machine = Machine(best.launch.device, best.world_size, 1, None)
+    machine = Machine(best.launch.device, best.world_size, 1, hardware.name, hardware.capability)
     again = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions).recipe
     if found := differences(best, again):
         raise failed_error("written-recipe-differs", f"the recipe for {path} is not the one that was planned: {', '.join(found)}")

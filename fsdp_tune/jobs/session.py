@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK
@@ -16,6 +16,7 @@ from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_
 from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
 from fsdp_tune.data.store_cache import STORES
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.fsdp_arguments import compiles
@@ -64,20 +65,25 @@ def resolve_recipe(
     starts_here: bool = False,
     strict: bool = False,
     resume: str | None = None,
+    planned: Hardware | None = None,
 ) -> Resolution:
     """Resolve a recipe for this machine. Reports the notices of loading; those of the resolution are the caller's to report.
 
     `starts_ranks`: the job starts ranks or checks whether it could, so variables and trackers matter. `starts_here`: on this machine
     and now, so the devices that the recipe names must be here; without it a GPU is assumed where this machine shows none.
-    `strict`: the caller makes errors of notices about keys without effect. `resume`: of `TrainOptions`. Raises: FsdpTuneError.
+    `strict`: the caller makes errors of notices about keys without effect. `resume`: of `TrainOptions`. `planned`: resolve
+    for this GPU instead of this machine's. Raises: FsdpTuneError.
     """
     observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     refuse_code(loaded.recipe, allowed, starts_ranks=starts_ranks)
     find_extensions(loaded.recipe)
     device = loaded.recipe.launch.device
+    machine = this_machine(device if starts_here or device == "cpu" else "auto")
+    if planned is not None:
+        machine = replace(machine, device_name=planned.name, capability=planned.capability)
     return resolve(
         loaded.recipe,
-        this_machine(device if starts_here or device == "cpu" else "auto"),
+        machine,
         cwd=Path.cwd(),
         assume=None if starts_here else "cuda",
         needs_trackers=starts_ranks,

@@ -383,7 +383,8 @@ class _Job:
     def follow(self) -> TrainResult:
         """Run the ranks of a machine other than the first, once that has written the run directory."""
         run, rank = self.plan.run, self.plan.machine_rank
-        self.observer.message(f"machine {rank}: waiting for the first machine to write {run.path}")
+        shape = f"{self.recipe.world_size} ranks, {self.recipe.local_world_size} on each machine"
+        self.observer.message(f"machine {rank}: waiting for the first machine to write {run.path} for {shape}")
         if not wait_for_run(run, self.recipe, self.options.resume):
             return TrainResult(run, self.recipe, ExitReason.FINISHED, machine_rank=rank, had_finished=True)
         self.observer.run_opened(run, self.plan.screen_log)

@@ -16,7 +16,7 @@ from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.read.continued_adapter import continue_adapter
 from fsdp_tune.recipe.rules.lora_limits import lora_limits
-from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
+from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, slow_bf16
 from fsdp_tune.recipe.rules.trackers import missing
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
@@ -67,6 +67,7 @@ def resolve(
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
+    work.gpu()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
     findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
     work.problems.extend(as_problem(finding, work.positions) for finding in findings)
@@ -147,16 +148,45 @@ class _Resolver:
                 self.decide("launch.device", there, f"the accelerator of this machine{named}")
                 return there
             if self.assume is None:
-                message = "this machine shows no accelerator, and the CPU is never chosen silently"
+                message = f"this machine shows no accelerator{self._unseen()}, and the CPU is never chosen silently"
                 self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine.cores),))
             device = self.assume or "cuda"
             self.decide("launch.device", device, "assumed: this machine shows no accelerator")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
-            shows = f"it shows {there}" if there else "it shows no accelerator"
+            shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"
             ways_out = (cpu_way_out(self.recipe, self.machine.cores),)
             self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
         return wanted
+
+    def _unseen(self) -> str:
+        """Why this machine's GPUs do not count, in parentheses."""
+        hidden = [f"`{self.machine.hidden}` hides its GPUs"] if self.machine.hidden else []
+        lost = [f"{each} does not respond" for each in self.machine.lost]
+        return f" ({', '.join([*hidden, *lost])})" if hidden or lost else ""
+
+    def gpu(self) -> None:
+        """Compare the recipe with the GPU: whether it responds, its precisions, its attention kernels."""
+        name = self.machine.device_name or "this GPU"
+        capability = self.machine.capability
+        if self.data["launch"]["device"] != "cuda":
+            return
+        if self.machine.lost and self.machine.device == "cuda":
+            message = f"the driver lists {', '.join(self.machine.lost)}, and the run does without"
+            self.add_notice(
+                "gpu-lost", (), message, "`dmesg` has its XID error; a reset (`nvidia-smi --gpu-reset`) or a reboot may recover it"
+            )
+        if capability is None:
+            return
+        if computes_in_fp8(self.recipe) and (found := fp8_gpu_problem(name, capability)) is not None:
+            add = self.add_problem if self.assume is None else self.add_notice
+            add(found.code, found.keys, found.message, found.hint)
+        if (found := slow_bf16(self.recipe, name, capability)) is not None:
+            self.add_notice(found.code, found.keys, found.message, found.hint)
+        if self.recipe.model.attn_implementation == "auto" and self.recipe.compute_dtype != "fp32" and capability < OLDEST_BF16_GPU:
+            wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
+            reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"
+            self.decide("model.attn_implementation", "sdpa", reason)
 
     def _processes(self, device: str) -> None:
         launch, machine = self.recipe.launch, self.machine
@@ -175,7 +205,7 @@ class _Resolver:
             return
         local = launch.num_processes // launch.num_machines
         if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
-            message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible"
+            message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible{self._unseen()}"
             hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check CUDA_VISIBLE_DEVICES"
             self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_tune.core.device_failure import device_failure, device_fault
+from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
 from fsdp_tune.core.units import parse_seconds
@@ -154,6 +156,9 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace)
+    if isinstance(error, RuntimeError) and (fault := device_fault(str(error))) is not None:
+        gpu = f"{recipe.launch.device}:{os.environ['LOCAL_RANK']} (in `{heartbeat.phase}`)"
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, device_failure(gpu, fault, lost_devices()), trace)
     lost = next((words for words in PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)

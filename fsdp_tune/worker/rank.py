@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_tune.core.atomic import PRIVATE_MODE
-from fsdp_tune.core.devices import available_cores
+from fsdp_tune.core.devices import available_cores, lost_devices
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
@@ -137,9 +137,10 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     module = getattr(torch, device_type)
     count = module.device_count() if module.is_available() else 0
     if rank.local_index >= count:
+        reports = f"; the driver reports {', '.join(lost)}" if (lost := lost_devices()) else ""
         raise usage_error(
             "device-missing",
-            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them",
+            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them{reports}",
             ways_out=(cpu_way_out(recipe, available_cores()), f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)

@@ -18,6 +18,8 @@ GOOD: dict[str, Any] = {
     "torch": {"device": "cuda", "device_count": 2, "bf16": True},
     "variables": {"inherited": {}, "removed_at_launch": []},
     "accelerate_default_config": None,
+    "lost_devices": [],
+    "hidden_by": None,
 }
 
 
@@ -46,6 +48,8 @@ def test_good_machine_matches_no_known_bad_row() -> None:
         ("host.shared_memory_bytes", 64 << 20, "small-shared-memory"),
         ("host.open_files_limit", 256, "few-open-files"),
         ("torch.bf16", False, "no-bf16"),
+        ("lost_devices", ["GPU 1 (GPU is lost)"], "gpu-lost"),
+        ("hidden_by", "CUDA_VISIBLE_DEVICES=7", "devices-hidden"),
         ("torch.device", None, "cpu-only-torch"),
         ("variables.inherited", {"CUDA_LAUNCH_BLOCKING": "1"}, "launch-blocking"),
         ("variables.inherited", {"NCCL_P2P_DISABLE": "1"}, "p2p-disabled"),

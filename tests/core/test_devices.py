@@ -48,6 +48,13 @@ def test_machine_counts_only_visible_devices() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("visible", "hidden"), [("", True), ("7", True), ("1,1", True), ("3,9", False), (None, False)])
+def test_variable_that_hides_all_gpus_is_named(visible: str | None, hidden: bool) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert this_machine("auto", environment).hidden == (f"CUDA_VISIBLE_DEVICES={visible}" if hidden else None)
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_cpu_recipe_detects_no_accelerator() -> None:
     assert this_machine("cpu", {}).device is None
 

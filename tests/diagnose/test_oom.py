@@ -47,6 +47,14 @@ def test_message_has_phase_size_and_components(tmp_path: Path) -> None:
     )
 
 
+def test_message_has_the_module_whose_forward_was_running(tmp_path: Path) -> None:
+    moment = Moment("forward", 12, {}, SIZES, module="model.layers.3.mlp")
+    assert device_problem(resolved(tmp_path), moment).message.startswith(
+        "out of device memory in `forward`, in `model.layers.3.mlp`: 2.00 GiB"
+    )
+    assert moment.as_dict()["module"] == "model.layers.3.mlp"
+
+
 def test_activation_changes_are_suggested_first(tmp_path: Path) -> None:
     assert ways(tmp_path, ACTIVATIONS, "training.per_device_train_batch_size=8", "precision.mixed_precision=no") == [
         "training.per_device_train_batch_size",

@@ -44,6 +44,7 @@ def ended(reason: ExitReason, code: str | None) -> Verdict:
         (ended(ExitReason.LOST_RANK, "hang"), [], True),
         (ended(ExitReason.LOST_RANK, "lost-rank"), [], True),
         (ended(ExitReason.FAILED, "worker-failed"), [], True),
+        (ended(ExitReason.FAILED, "device-failed"), [], True),
         (ended(ExitReason.FAILED, "host-out-of-memory"), [], True),
         (ended(ExitReason.FINISHED, None), [], False),
         (ended(ExitReason.PREEMPTED, None), [], False),

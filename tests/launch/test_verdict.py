@@ -12,7 +12,7 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.supervise.verdict import Death, LaunchObservation, first_exception, judge
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.rank_files import Outcome, Verdict
 
 RUN = RunDir(Path("/r"))
 KILLED_BY_9 = "E0101 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: /usr/bin/python"
@@ -100,6 +100,55 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
 def test_verdict_follows_from_rank_outcomes(what: LaunchObservation, code: int, reason: str, problem: str | None) -> None:
     ended = judge(what)
     assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (code, reason, problem)
+
+
+def test_rank_that_the_supervisor_killed_does_not_hide_the_failure() -> None:
+    """The failed rank had reported and was still ending when the time for it was over: the agent sees two ranks killed by SIGKILL."""
+    both = KILLED_BY_9 + "\n" + KILLED_BY_9.replace("local_rank: 1", "local_rank: 0")
+    assert judge(seen(OOM, launcher_text=both, launcher_code=1, killed_ranks=True)).problem == judge(seen(OOM)).problem
+
+
+WATCHDOG = (
+    "[rank1]:[E ProcessGroupNCCL.cpp:690] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+    "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out.\nFatal Python error: Aborted\n"
+)
+UNCAUGHT = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] "
+    "Process group watchdog thread terminated with exception: CUDA error: "
+)
+ABORTED = "E0101 api.py:1002] failed (exitcode: -6) local_rank: 1 (pid: 7) of binary: /usr/bin/python"
+
+
+def killed(text: str) -> Verdict:
+    return judge(seen(LOST, deaths=[Death(1, 3.0)], launcher_text=ABORTED, last_step=4, rank_texts={1: text}))
+
+
+def test_rank_that_the_watchdog_ended_has_its_message() -> None:
+    ended = killed(f"what():  an earlier one\n{WATCHDOG}")
+    assert (ended.exit_code, ended.problem and ended.problem.code) == (5, "rank-killed")
+    assert ended.problem is not None
+    assert ended.problem.message == (
+        "rank 1 was killed by SIGABRT at step 4: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+        "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out."
+    )
+
+
+def test_rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device() -> None:
+    """The watchdog may see the error before the thread that trains does."""
+    ended = killed(f"{UNCAUGHT}unspecified launch failure\nFatal Python error: Aborted\n")
+    assert (ended.exit_code, ended.reason.value) == (1, "failed")
+    assert ended.problem is not None
+    assert (ended.problem.code, ended.problem.message) == ("device-failed", "the GPU of rank 1 failed: unspecified launch failure")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", ""), ("Fatal Python error: Aborted\n", ""), ("  what():  std::bad_alloc\n", ": std::bad_alloc")],
+)
+def test_other_aborts_have_the_uncaught_exception(text: str, reason: str) -> None:
+    problem = killed(text).problem
+    assert problem is not None
+    assert problem.message == f"rank 1 was killed by SIGABRT at step 4{reason}"
 
 
 def test_failure_names_rank_step_and_log() -> None:

@@ -9,6 +9,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import detect, find_hardware, known_hardware
+from fsdp_tune.recipe.rules.precision import OLDEST_BF16_GPU, OLDEST_FP8_GPU
 
 NAMES = [
     "V100-16GB",
@@ -79,6 +80,14 @@ def test_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, mea
 def test_machines_own_gpu_is_found_by_its_full_name(driver: str | None, name: str | None) -> None:
     found = detect(driver)
     assert (found.name if found else None) == name
+
+
+def test_compute_capability_is_that_of_torch_and_decides_bf16_and_fp8() -> None:
+    assert [find_hardware(name).capability for name in ("T4", "L40S", "B200", "MI300X")] == [(7, 5), (8, 9), (10, 0), None]
+    for gpu in known_hardware().values():
+        if gpu.capability is not None:
+            assert (gpu.capability >= OLDEST_BF16_GPU) == (gpu.bf16_tflops is not None), gpu.name
+            assert (gpu.capability >= OLDEST_FP8_GPU) == (gpu.fp8_tflops is not None), gpu.name
 
 
 def test_peaks_are_dense_and_unsupported_dtypes_unknown() -> None:

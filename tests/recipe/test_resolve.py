@@ -13,7 +13,7 @@ from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Resolution, resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of
 from fsdp_tune.recipe.schema.training_fields import training_value
-from tests.recipe.loading import load, load_with, one_problem
+from tests.recipe.loading import MINIMAL, load, load_with, one_problem
 
 BARE = Machine(None, 0, 6, None)
 FOUR_GPUS = Machine("cuda", 4, 64, "H100")
@@ -163,6 +163,60 @@ def test_way_out_to_the_cpu_has_a_number_of_ranks_for_the_cores(keys: str, cores
     problem = refused(keys, Machine(None, 0, cores, None))
     number = "" if ranks is None else f" --set launch.num_processes={ranks}"
     assert problem.ways_out == (f"--set launch.device=cpu{number} to train on the CPU",)
+
+
+def test_hidden_and_lost_gpus_are_named_where_devices_are_missing() -> None:
+    hidden = Machine(None, 0, 6, None, hidden="CUDA_VISIBLE_DEVICES=7")
+    assert "it shows no accelerator (`CUDA_VISIBLE_DEVICES=7` hides its GPUs)" in refused("launch: {device: cuda}", hidden).message
+    assert "(`CUDA_VISIBLE_DEVICES=7` hides its GPUs)" in refused("", hidden).message
+    lost = Machine("cuda", 3, 6, "H100", (9, 0), ("GPU 1 (GPU is lost)",))
+    problem = refused("launch: {num_processes: 4}", lost)
+    assert (problem.code, problem.message.endswith("3 are visible (GPU 1 (GPU is lost) does not respond)")) == ("too-few-devices", True)
+    (notice,) = resolved("", lost).notices
+    assert (notice.code, notice.message) == ("gpu-lost", "the driver lists GPU 1 (GPU is lost), and the run does without")
+    assert resolved("launch: {device: cpu}", lost).notices == ()
+
+
+T4, L4 = Machine("cuda", 4, 6, "Tesla T4", (7, 5)), Machine("cuda", 4, 6, "NVIDIA L4", (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("keys", "codes", "hint"),
+    [
+        ("precision: {mixed_precision: bf16}", ["bf16-gpu-too-old"], "write `precision.mixed_precision: fp16`"),
+        ("precision: {mixed_precision: fp16}", [], None),
+        ("precision: {mixed_precision: no}", [], None),
+    ],
+)
+def test_bf16_on_an_old_gpu_is_a_notice(keys: str, codes: list[str], hint: str | None) -> None:
+    found = [notice for notice in resolved(keys, T4).notices if notice.code == "bf16-gpu-too-old"]
+    assert ([notice.code for notice in found], found[0].hint if found else None) == (codes, hint)
+    assert [notice.code for notice in resolved(keys, L4).notices if notice.code == "bf16-gpu-too-old"] == []
+
+
+def test_weights_in_bf16_on_an_old_gpu_are_a_notice() -> None:
+    text = MINIMAL.replace("model: {", "model: {dtype: bf16, ") + "precision: {mixed_precision: no}\n"
+    (notice,) = (notice for notice in resolved("", T4, text=text).notices if notice.code == "bf16-gpu-too-old")
+    assert notice.hint == "write `model.dtype: fp32` and `precision.mixed_precision: fp16`"
+
+
+def test_fp8_on_an_old_gpu_is_refused_before_ranks_start() -> None:
+    keys = "precision: {mixed_precision: fp8}"
+    problem = refused(keys, T4)
+    assert (problem.code, problem.hint) == ("fp8-gpu-too-old", "write `precision.mixed_precision: fp16`")
+    assert problem.message == "`precision.mixed_precision: fp8` needs compute capability 8.9 (Ada, Hopper, Blackwell); Tesla T4 has 7.5"
+    assert [notice.code for notice in resolved(keys, T4, assume="cuda").notices] == ["fp8-gpu-too-old"], "another machine may train"
+    assert resolved(keys, L4).notices == ()
+
+
+def test_attention_kernel_is_one_that_the_gpu_has() -> None:
+    """Models are inspected and traced without a GPU, where a new one is assumed; the ranks would choose another kernel."""
+    found = resolved("", T4)
+    assert found.recipe.model.attn_implementation == "sdpa"
+    assert found.reasons["model.attn_implementation"] == "FlashAttention needs compute capability 8.0; Tesla T4 has 7.5"
+    assert resolved("precision: {mixed_precision: no}", T4).recipe.model.attn_implementation == "auto", "fp32 has no flash kernel anywhere"
+    assert resolved("", L4).recipe.model.attn_implementation == "auto"
+    assert resolved("launch: {device: cpu}", T4).recipe.model.attn_implementation == "auto"
 
 
 def test_device_may_be_assumed_without_launch() -> None:

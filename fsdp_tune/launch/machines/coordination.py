@@ -163,7 +163,7 @@ class Machines:
         names = ", ".join(f"machine {machine}" for machine in absent)
         message = f"{self._count - len(absent)} of {self._count} machines joined within {format_seconds(seconds)}; missing: {names}"
         command = train_command(self._run, "--machine-rank", "N")
-        hint = f"start `{command}` on each of them, with the same recipe; all must see the run directory"
+        hint = f"start `{command}` on each of them, with the same recipe and as many devices; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
 
     def silent_seconds_elsewhere(self) -> float | None:

@@ -155,6 +155,7 @@ def _final(mine: Verdict | None, leader: Verdict | None, run: RunDir) -> Verdict
 # Any other is a check that would fail again, an error in the input, or a requested stop.
 TRANSIENT_CODES = frozenset(
     {
+        "device-failed",
         "failed",
         "hang",
         "host-out-of-memory",

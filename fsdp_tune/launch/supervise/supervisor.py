@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -115,8 +116,8 @@ class Supervisor:
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
         watch = RankWatch(run, self._plan.ranks, self._plan.world_size)
         metrics = Follower(run.metrics_jsonl)
-        log = self._plan.launcher_log
-        log_start = log.stat().st_size if log.exists() else 0
+        logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
+        log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
             launcher = self._start()
             try:
@@ -136,7 +137,7 @@ class Supervisor:
         yield from self._logged(metrics)
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
-        ended = judge(self._observe(watch, launcher.returncode, log_start))
+        ended = judge(self._observe(watch, launcher.returncode, log_starts))
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
         elif is_first_machine:
@@ -257,25 +258,29 @@ class Supervisor:
         write_file(path, report_text(rank_states, texts, problem), private=True)
         return problem
 
-    def _observe(self, watch: RankWatch, launcher_code: int, log_start: int) -> LaunchObservation:
-        try:
-            with open(self._plan.launcher_log, "rb") as file:
-                file.seek(log_start)
-                text = file.read().decode("utf-8", "replace")
-        except FileNotFoundError:  # the run directory is gone, which is reported instead
-            text = ""
+    def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]) -> LaunchObservation:
+        def written(log: Path) -> str:
+            try:
+                with open(log, "rb") as file:
+                    file.seek(log_starts[log])
+                    return file.read().decode("utf-8", "replace")
+            except FileNotFoundError:  # the run directory is gone, which is reported instead
+                return ""
+
         return LaunchObservation(
             run=self._run,
             ranks=self._plan.ranks,
             launcher_code=launcher_code,
             launcher_log=self._plan.launcher_log,
-            launcher_text=text,
+            launcher_text=written(self._plan.launcher_log),
             outcomes=watch.outcomes,
             deaths=watch.deaths,
+            rank_texts={rank: written(self._run.rank_log(rank)) for rank in self._plan.ranks if rank not in watch.outcomes},
             signals=self.signals,
             gave_up_saving=self._gave_up_saving,
             stuck=self._stuck,
             elsewhere=self._elsewhere,
+            killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
             disk_refusal=_disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fsdp_tune.core.device_failure import device_failure, device_fault
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
+from fsdp_tune.core.library_errors import NATIVE_ENDS
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict
 
@@ -49,6 +51,8 @@ class LaunchObservation:
     """The part of the log that this launch wrote."""
     outcomes: Mapping[int, Outcome] = field(default_factory=dict[int, Outcome])
     deaths: Sequence[Death] = ()
+    rank_texts: Mapping[int, str] = field(default_factory=dict[int, str])
+    """What ranks without an outcome have written to their logs in this launch."""
     signals: Sequence[int] = ()
     """Signals received and forwarded by the supervisor, in order."""
     gave_up_saving: bool = False
@@ -56,6 +60,8 @@ class LaunchObservation:
     stuck: Problem | None = None
     elsewhere: Problem | None = None
     """The failure on another machine that ended the ranks here."""
+    killed_ranks: bool = False
+    """The supervisor killed ranks that did not end after the failure of another, or of their own, in time."""
     last_step: int = 0
     """The largest step in any heartbeat or metrics line; 0 before the first."""
     disk_refusal: str | None = None
@@ -107,9 +113,9 @@ def _first_failure(seen: LaunchObservation) -> Outcome | Death | None:
     reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
     bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
     bad.extend(seen.deaths)
-    if not seen.signals:  # a rank that died between two polls
+    if not seen.signals:  # a rank that died between two polls, or that the supervisor killed in the end
         known = {*seen.outcomes, *(death.rank for death in seen.deaths)}
-        bad.extend(Death(rank, 0.0) for rank in reported - known)
+        bad.extend(Death(rank, float("inf") if seen.killed_ranks else 0.0) for rank in reported - known)
 
     def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
         # Every rank reports the message of a failed collective action; the rank where it failed has the error itself.
@@ -134,7 +140,7 @@ def _stop_before(seen: LaunchObservation, failure: Outcome | Death) -> ExitReaso
 def _failed(seen: LaunchObservation, failure: Outcome | Death, step: int, first: Outcome | None) -> Verdict:
     if isinstance(failure, Death):
         problem, is_signal = _death_problem(seen, failure)
-        reason = ExitReason.LOST_RANK if is_signal else ExitReason.FAILED
+        reason = ExitReason.LOST_RANK if is_signal and problem.code == "rank-killed" else ExitReason.FAILED
         return _ended(reason, step, problem, first)
     known = failure.exit_code in set(ExitCode)
     code = ExitCode(failure.exit_code) if known else EXIT_CODE_OF_REASON[failure.reason]
@@ -150,9 +156,13 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
     code = _exit_code_of(seen, death.rank)
     log = seen.run.rank_log(death.rank)
     if code is not None and code < 0:
-        name = _names([-code])
+        name, end = _names([-code]), native_end(seen.rank_texts.get(death.rank, ""))
+        if end is not None and (fault := device_fault(end)) is not None:
+            failed = device_failure(f"the GPU of rank {death.rank}", fault)
+            return replace(failed, hint=f"{failed.hint}; {_log_hint(log)}"), True
         hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
-        return Problem("rank-killed", f"rank {death.rank} was killed by {name} at step {seen.last_step}", Where(), hint), True
+        message = f"rank {death.rank} was killed by {name} at step {seen.last_step}" + (f": {end}" if end else "")
+        return Problem("rank-killed", message, Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
     exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
@@ -189,6 +199,12 @@ def first_exception(text: str) -> str | None:
         return match[1].strip()
     errors = [line for line in text.splitlines() if "error:" in line]
     return errors[0].strip() if errors else None
+
+
+def native_end(text: str) -> str | None:
+    """Return why a process called abort(), as NCCL's watchdog or C++ wrote it last in its log; None if neither did."""
+    found = next(filter(None, ([*pattern.finditer(text)] for pattern in NATIVE_ENDS)), None)
+    return None if not found else (found[-1][1] if found[-1].re.groups else found[-1][0]).strip()
 
 
 def _log_hint(path: Path) -> str:

@@ -21,12 +21,10 @@ from fsdp_tune.model.kernels.float8_weights import is_fp8
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.optim.torchao_adamw import require_torchao
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
-from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
+from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, fp8_gpu_problem, gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 KEY = "precision.mixed_precision"
-OLDEST_GPU = (8, 9)
-"""Compute capability of Ada; also Hopper and Blackwell. torch has kernels for one scale and for a scale per row on all of them."""
 _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
 
 
@@ -176,12 +174,9 @@ def require_gpu(recipe: Recipe, device: torch.device) -> None:
     """Check that this rank's GPU supports fp8. Raises: usage error (exit 2)."""
     if not computes_in_fp8(recipe) or device.type != "cuda":
         return
-    found = torch.cuda.get_device_capability(device)
-    if found < OLDEST_GPU:
-        wanted, has = ".".join(map(str, OLDEST_GPU)), ".".join(map(str, found))
-        message = f"`{KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}"
-        older = "bf16" if found >= (8, 0) else "fp16"
-        raise usage_error("fp8-gpu-too-old", message, hint=f"write `precision.mixed_precision: {older}`")
+    found = fp8_gpu_problem(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    if found is not None:
+        raise usage_error(found.code, found.message, hint=found.hint)
 
 
 def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:

@@ -38,11 +38,18 @@ class Hardware:
     network_gb_s: float | None = None
     """To another machine, one direction, per GPU: that of the vendor's own machine, or of a user's file."""
     devices_per_machine: int | None = None
+    compute_capability: float | None = None
+    """CUDA's version of the GPU, as NVIDIA writes it; None for other vendors."""
     matmul_tflops: float | None = None
     dollars_per_hour: float | None = None
     """Price of one GPU. Prices change daily, so only a user's file has one."""
     device_names: tuple[str, ...] = ()
     source: str = ""
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability as torch reports it."""
+        return None if self.compute_capability is None else (int(self.compute_capability), round(self.compute_capability % 1 * 10))
 
     @property
     def usable_bytes(self) -> int:
@@ -78,7 +85,8 @@ def cpu_rank(usable_bytes: int) -> Hardware:
     return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
 
 
-_NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", "nvlink_gb_s", "pcie_gb_s", "network_gb_s", "matmul_tflops", "dollars_per_hour")
+_LINKS = ("nvlink_gb_s", "pcie_gb_s", "network_gb_s")
+_NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *_LINKS, "compute_capability", "matmul_tflops", "dollars_per_hour")
 _PEAKS = ("bf16_tflops", "fp16_tflops", "fp8_tflops", "tf32_tflops", "fp32_tflops")
 _KEYS = (*_NUMBERS, *_PEAKS, "devices_per_machine", "device_names", "source", "name")
 _MAY_BE_ZERO = ("nvlink_gb_s",)

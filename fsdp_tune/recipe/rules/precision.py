@@ -1,4 +1,4 @@
-"""Where `precision.mixed_precision: fp8` works. Part of `rules.RULES`; the limits of the model itself are in `model.kernels.float8`."""
+"""Where fp8 and bf16 work. `FP8_RULES` are part of `rules.RULES`; the limits of the model itself are in `model.kernels.float8`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from fsdp_tune.recipe.schema import Recipe
 
 FP8_MULTIPLE = 16
 """cuBLAS needs the inner and last sizes of fp8 matrices, widths and tokens, to be multiples of this (torch's `_scaled_mm`)."""
+OLDEST_FP8_GPU = (8, 9)
+"""Compute capability of Ada; also Hopper and Blackwell. torch has kernels for one scale and for a scale per row on all of them."""
+OLDEST_BF16_GPU = (8, 0)
+"""Compute capability of Ampere, the first GPUs with tensor cores for bf16 and the oldest with FlashAttention."""
 _KEY, _RECIPE = "precision.mixed_precision", "precision.fp8_recipe"
 
 
@@ -40,6 +44,29 @@ def fp8_limits(recipe: Recipe) -> Iterator[Finding]:
         hint = "write `fp8_recipe: rowwise`, or leave `reshard_after_forward` out"
         message = f"{value} keeps a part of the gathered weights, which FSDP2 cannot do with fp8"
         yield Finding("contradiction", (_RECIPE, "fsdp.reshard_after_forward"), message, hint)
+
+
+def fp8_gpu_problem(name: str, capability: tuple[int, int]) -> Finding | None:
+    """Return the problem of computing in fp8 on a GPU that has no units for it."""
+    if capability >= OLDEST_FP8_GPU:
+        return None
+    wanted, has = ".".join(map(str, OLDEST_FP8_GPU)), ".".join(map(str, capability))
+    message = f"`{_KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {name} has {has}"
+    older = "bf16" if capability >= OLDEST_BF16_GPU else "fp16"
+    return Finding("fp8-gpu-too-old", (_KEY,), message, f"write `{_KEY}: {older}`")
+
+
+def slow_bf16(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
+    """Return what to know about bf16 on a GPU whose tensor cores lack it: libraries compute it there all the same, slowly."""
+    if computes_in_fp8(recipe) or recipe.compute_dtype != "bf16" or capability >= OLDEST_BF16_GPU:
+        return None
+    has = ".".join(map(str, capability))
+    message = (
+        f"{name} (compute capability {has}) has no tensor cores for bf16, which it emulates several times slower than it computes fp16"
+    )
+    if recipe.precision.mixed_precision == "bf16":
+        return Finding("bf16-gpu-too-old", (_KEY,), message, f"write `{_KEY}: fp16`")
+    return Finding("bf16-gpu-too-old", ("model.dtype",), message, f"write `model.dtype: fp32` and `{_KEY}: fp16`")
 
 
 FP8_RULES: tuple[Rule, ...] = (fp8_limits,)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.library_errors import CUDA_ALLOCATION_FAILED, DEVICE_ALLOCATION_FAILED, HOST_ALLOCATION_FAILED, PINS_MEMORY
@@ -71,7 +72,16 @@ def _free_device_bytes() -> int | None:
 def device_moment(error: BaseException, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Moment:
     """Return the live memory from the message of the allocator and the tensors of this rank; without a trainer, from the message only."""
     components = {} if trainer is None else live_components(trainer)
-    return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)))
+    module = None if trainer is None else running_module(error, trainer.wrapped)
+    return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)), module)
+
+
+def running_module(error: BaseException, model: nn.Module) -> str | None:
+    """Return the name of the innermost module whose code raised the error; None if that is not the code of a part of the model."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = [names[id(module)] for frame in frames if id(module := frame.f_locals.get("self")) in names]
+    return found[-1] if found else None
 
 
 def host_out_of_memory(recipe: Recipe, heartbeat: HeartbeatWriter, error: BaseException) -> Problem:
