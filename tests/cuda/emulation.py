@@ -5,6 +5,7 @@ It runs in every process of a command and imports nothing of the project.
 
 import atexit
 import collections
+import itertools
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ def install(native, kernels):
     if PREFIX + "TRITON" not in os.environ:
         _compiler()
     kernels.install(native)
+    if fault := os.environ.get(PREFIX + "FAULT"):
+        _fail(native, *fault.split(":"))
     if folder := os.environ.get(PREFIX + "REPORT"):
         report = Report(native)
         report.begin(races=PREFIX + "RACES" in os.environ)
@@ -113,8 +116,8 @@ class Runtime:
         self._native = native
 
     def cudaHostRegister(self, pointer, size, flags):
-        if os.environ.get(PREFIX + "PINNING") == "fails":
-            return 2
+        if not self._native.can_pin(size):
+            return 2  # cudaErrorMemoryAllocation
         self._native.pin(pointer, size)
         return 0
 
@@ -288,6 +291,29 @@ def _compiler():
         return compiled(*arguments, backend=backend, **options)
 
     torch.compile = compile_without_triton
+
+
+def _fail(native, device, step, how):
+    """Let a device fail in the first forward after so many steps of an optimizer: with an error of CUDA by its number, or it `hangs`."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if os.environ.get("LOCAL_RANK") != device:
+        return
+    steps, armed = itertools.count(1), []
+
+    def stepped(*_):
+        if next(steps) == int(step):
+            armed.append(register_module_forward_pre_hook(fail))
+
+    def fail(*_):
+        if armed:
+            armed.pop().remove()
+            if path := os.environ.get(PREFIX + "LOST"):
+                Path(path).write_text(device)
+            native.fail_device(-1 if how == "hangs" else int(how))
+
+    register_optimizer_step_post_hook(stepped)
 
 
 class Report:

@@ -42,7 +42,9 @@ def with_gpus(
     """Return an environment in which torch finds `count` GPUs.
 
     `report`: a folder to which each process writes what it counted (`emulation.Report`); `races`: look for them too. `other` are further
-    variables of the emulation without their prefix: `memory_gib="2"`, `fresh="zero"`, `pinning="fails"`.
+    variables of the emulation without their prefix: `memory_gib="2"`; `fresh="zero"`; `pinned_gib="0"`, what the system lets processes pin
+    each; `fault="1:3:719"`, after 3 steps each operation of device 1 raises this error of CUDA (`hangs`: never ends); `lost=FILE`, with the
+    indices of devices that fell off the bus, to which a fault adds; `nccl_seconds="5"`, the limit of a collective.
     """
     device, model = built(), GPUS[gpu]
     environment = dict(os.environ if base is None else base)

@@ -385,5 +385,28 @@ PLANTS: tuple[Plant, ...] = (
     plant("full temporary directory ends the command", "launch.supervise.early_launch:start_early", catch("KeyError"), rows="F139"),
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
     plant("used port not noticed", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F140"),
+    # devices
+    plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
+    plant(
+        "message of the watchdog ignored",
+        "launch.supervise.verdict:native_end",
+        result("None"),
+        rows="F144",
+        by=("launch/test_verdict.py::rank_that_the_watchdog_ended_has_its_message",),
+    ),
+    plant(
+        "refused pinned memory taken for the device's",
+        "worker.observe.out_of_memory:_is_page_locked",
+        value("frames", "[]"),
+        rows="F145",
+        by=("worker/test_accelerators.py::pinned_allocation_failure_is_host_memory",),
+    ),
+    plant(
+        "generation of the GPU ignored",
+        "recipe.resolve:_Resolver.gpu",
+        value("capability", "None"),
+        rows="F146",
+        by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),
+    ),
     plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
 )

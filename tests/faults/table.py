@@ -179,7 +179,8 @@ LAUNCH = (
     ),
     _row(
         "F035", "r", 11, REFUSED, "CUDA_VISIBLE_DEVICES empty, of one, by UUID; more ranks than devices",
-        "core/test_devices::visible_devices_follow_cuda_semantics", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
+        "core/test_devices::visible_devices_follow_cuda_semantics", "cuda/test_failures::devices_are_counted_as_torch_does_whatever_is_visible",
+        "cuda/test_failures::hidden_gpus_are_named_with_the_variable", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
         "recipe/test_resolve::cpu_is_never_chosen_silently",
     ),
     _row(
@@ -224,7 +225,8 @@ RUN = (
          "launch/test_hang::late_rank_is_distinguished_from_waiting_ranks"),
     _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::out_of_memory_error_names_rank_and_memory",
          "launch/test_real_restart::run_out_of_host_memory_restarts_and_out_of_device_memory_does_not"),
-    _row("F048", "r", 11, REFUSED, "a device is out of memory on one rank", "faults/test_numbers::out_of_memory_error_names_rank_and_memory"),
+    _row("F048", "r", 11, REFUSED, "a device is out of memory on one rank", "faults/test_numbers::out_of_memory_error_names_rank_and_memory",
+         "cuda/test_failures::device_without_memory_is_reported_with_the_module_and_what_was_live"),
     _row("F049", "r", 10, REFUSED, "NaN on one rank", "faults/test_numbers::nonfinite_gradient_on_one_rank_stops_all_before_the_update"),
     _row("F050", "r", 10, REFUSED, "an infinite gradient in one shard, infinite weights", "faults/test_numbers::nonfinite_gradient_on_one_rank_stops_all_before_the_update"),
     _row("F051", "r", 9, REFUSED, "a worker of the data loader dies, fails", "faults/test_numbers::failing_loader_worker_ends_the_run"),
@@ -459,6 +461,21 @@ SURROUNDINGS = (
     _row("F142", "r", 10, SURVIVED, "two trainings, a merge and a resume in one process", "jobs/test_api::script_trains_twice_merges_and_resumes_through_the_api"),
 )  # fmt: skip
 
+DEVICES = (
+    _row("F143", "r", 11, REFUSED, "a GPU fails in the middle of a run: off the bus, by a kernel's fault",
+         "cuda/test_failures::gpu_that_falls_off_the_bus_is_named_and_missed_by_the_resume",
+         "cuda/test_failures::restart_without_the_lost_gpu_ends_with_what_is_missing", "cuda/test_failures::fault_of_a_kernel_restarts_the_run"),
+    _row("F144", "r", 9, REFUSED, "a GPU that hangs; a rank that NCCL's watchdog ends", "launch/test_verdict::rank_that_the_watchdog_ended_has_its_message",
+         "launch/test_verdict::rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device",
+         "cuda/test_failures::rank_that_the_watchdog_of_nccl_ends_has_its_message",
+         "cuda/test_failures::gpu_that_hangs_is_named_with_the_collective_that_others_wait_in"),
+    _row("F145", "r", 11, REFUSED, "the system refuses to pin memory, for a save and for offloaded parameters",
+         "cuda/test_failures::memory_that_cannot_be_pinned_is_the_hosts", "worker/test_accelerators::pinned_allocation_failure_is_host_memory"),
+    _row("F146", "t", 11, REFUSED, "a GPU too old for bf16, for fp8, for a kernel", "recipe/test_resolve::bf16_on_an_old_gpu_is_a_notice",
+         "recipe/test_resolve::fp8_on_an_old_gpu_is_refused_before_ranks_start", "recipe/test_resolve::attention_kernel_is_one_that_the_gpu_has",
+         "cuda/test_failures::ranks_use_the_kernel_that_was_validated"),
+)  # fmt: skip
+
 GROUPS = {
     "Recipe and input": RECIPE_AND_INPUT,
     "Launch": LAUNCH,
@@ -469,5 +486,6 @@ GROUPS = {
     "Security": SECURITY,
     "Adapters": ADAPTERS,
     "Surroundings": SURROUNDINGS,
+    "Devices": DEVICES,
 }
 ROWS = tuple(row for group in GROUPS.values() for row in group)

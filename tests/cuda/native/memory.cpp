@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <iomanip>
 #include <memory>
 #include <set>
@@ -25,21 +27,41 @@ const char* environment(const char* name, const char* otherwise) {
   return text == nullptr || *text == 0 ? otherwise : text;
 }
 
+// The driver no longer shows devices that fell off the bus: EMULATED_CUDA_LOST names a file with their indices.
+int working_devices() {
+  int lost = 0, index;
+  for (std::ifstream file(environment("EMULATED_CUDA_LOST", "")); file >> index;) ++lost;
+  return std::max(0, std::atoi(environment("EMULATED_CUDA_DEVICES", "1")) - lost);
+}
+
+// By a number, or the beginning of a UUID of `nvml.c`; -1: there is none, or more than one.
+int index_of_device(const std::string& word, int all) {
+  if (word.empty()) return -1;
+  if (word.find_first_not_of("0123456789") == std::string::npos) return std::atoi(word.c_str()) < all ? std::atoi(word.c_str()) : -1;
+  int found = -1;
+  for (int index = 0; index < all; ++index) {
+    char uuid[64];
+    std::snprintf(uuid, sizeof uuid, "GPU-00000000-0000-0000-0000-%012d", index + 1);
+    if (std::string(uuid).rfind(word, 0) != 0) continue;
+    if (found >= 0) return -1;
+    found = index;
+  }
+  return found;
+}
+
 int count_devices() {
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-  int all = std::atoi(environment("EMULATED_CUDA_DEVICES", "1"));
+  int all = working_devices();
   if (visible == nullptr) return all;
-  // As the driver: devices up to the first that does not exist.
+  // As the driver: devices up to the first that does not exist, and none if one is named twice.
   std::stringstream words(visible);
-  std::string word;
-  int seen = 0;
-  while (std::getline(words, word, ',')) {
-    if (word.empty()) break;
-    bool is_number = word.find_first_not_of("0123456789") == std::string::npos;
-    if (is_number ? std::atoi(word.c_str()) >= all : word.rfind("GPU-", 0) != 0) break;
-    ++seen;
+  std::set<int> seen;
+  for (std::string word; std::getline(words, word, ',');) {
+    int index = index_of_device(word, all);
+    if (index < 0) break;
+    if (!seen.insert(index).second) return 0;
   }
-  return seen;
+  return static_cast<int>(seen.size());
 }
 
 struct Segment;
@@ -270,8 +292,8 @@ void free_pinned(void* pointer) {
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_pinned, c10::Device(c10::DeviceType::CPU)};
-    static const bool fails = std::strcmp(environment("EMULATED_CUDA_PINNING", "works"), "fails") == 0;
-    TORCH_CHECK_WITH(OutOfMemoryError, !fails, "CUDA error: out of memory (cudaHostAlloc)");
+    // Not torch's own allocator: the text of cudaErrorMemoryAllocation, for memory of the host.
+    TORCH_CHECK(can_pin(bytes), "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call");
     auto size = static_cast<size_t>(rounded(static_cast<int64_t>(bytes), 512));
     void* pointer = std::aligned_alloc(512, size);
     std::memset(pointer, fresh_byte(), size);
@@ -324,6 +346,13 @@ void use_on_stream(const void* pointer, int stream) {
   if (block != nullptr && block->segment->stream != stream) block->other_streams.push_back(stream);
 }
 
+bool can_pin(size_t bytes) {
+  static const auto all = static_cast<size_t>(std::atof(environment("EMULATED_CUDA_PINNED_GIB", "1024")) * GIB);
+  Guard guard(lock);
+  size_t used = 0;
+  for (const auto& [_, size] : pinned) used += size;
+  return used + bytes <= all;
+}
 bool is_pinned(const void* pointer) {
   Guard guard(lock);
   auto address = reinterpret_cast<uintptr_t>(pointer);

@@ -22,6 +22,7 @@ c10::Allocator* pinned_allocator();
 void touch(const void* pointer, int stream, bool is_write, const std::string& site);
 void use_on_stream(const void* pointer, int stream);  // Tensor.record_stream
 
+bool can_pin(size_t bytes);  // the system allows EMULATED_CUDA_PINNED_GIB of pinned memory
 bool is_pinned(const void* pointer);
 void pin(const void* pointer, size_t bytes);
 void unpin(const void* pointer);

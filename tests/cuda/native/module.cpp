@@ -1,6 +1,7 @@
 // What Python sees of the emulation.
 #include <torch/extension.h>
 
+#include "failure.hpp"
 #include "nccl.hpp"
 #include "operators.hpp"
 
@@ -81,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return before;
   });
   m.def("synchronize", &synchronise_device, py::call_guard<py::gil_scoped_release>());
+  m.def("fail_device", &fail_device);
   m.def("default_generator", [](int device) { return default_generator(device); });
 
   m.def("memory_stats", &memory_stats);
@@ -92,6 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("resize_storage", &resize_storage);
   m.def("on_cpu", &on_cpu);
   m.def("to_device", [](const at::Tensor& made, int device) { return to_device(made, c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device))); });
+  m.def("can_pin", &can_pin);
   m.def("pin", [](uintptr_t address, size_t bytes) { pin(reinterpret_cast<void*>(address), bytes); });
   m.def("unpin", [](uintptr_t address) { unpin(reinterpret_cast<void*>(address)); });
 

@@ -51,6 +51,12 @@ struct Options final : c10d::Backend::Options {
   bool is_high_priority_stream;
 };
 
+// A test that waits for the watchdog sets EMULATED_CUDA_NCCL_SECONDS; the options of the group keep what the program set.
+std::chrono::milliseconds limited(std::chrono::milliseconds timeout) {
+  const char* seconds = std::getenv("EMULATED_CUDA_NCCL_SECONDS");
+  return seconds == nullptr ? timeout : std::min(timeout, std::chrono::milliseconds(1000 * std::atoi(seconds)));
+}
+
 void check(const Tensors& tensors) {
   for (const auto& each : tensors) TORCH_CHECK(each.is_cuda(), "No backend type associated with device type ", each.device().type());
 }
@@ -67,7 +73,7 @@ struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
-    gloo_->setTimeout(timeout);
+    gloo_->setTimeout(limited(timeout));
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
@@ -103,7 +109,7 @@ struct Nccl final : c10d::Backend {
       act();
     } catch (const std::exception& error) {
       auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - began);
-      if (waited >= options_->timeout) stop_as_the_watchdog(type, inputs, outputs, waited.count());
+      if (waited >= limited(options_->timeout)) stop_as_the_watchdog(type, inputs, outputs, waited.count());
       TORCH_CHECK_WITH(DistBackendError, false, "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nLast error:\n", error.what());
     }
     return c10::make_intrusive<Issued>(getRank(), type, inputs, outputs, stream);
@@ -118,7 +124,7 @@ struct Nccl final : c10d::Backend {
                  "[rank%d]:[E ProcessGroupNCCL.cpp:690] [Rank %d] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=%llu, OpType=%s, NumelIn=%lld, "
                  "NumelOut=%lld, Timeout(ms)=%lld) ran for %lld milliseconds before timing out.\n",
                  getRank(), getRank(), static_cast<unsigned long long>(sequence_), c10d::opTypeToString(type).c_str(), static_cast<long long>(in),
-                 static_cast<long long>(out), static_cast<long long>(options_->timeout.count()), static_cast<long long>(waited));
+                 static_cast<long long>(out), static_cast<long long>(limited(options_->timeout).count()), static_cast<long long>(waited));
     std::fflush(stderr);
     std::abort();
   }
@@ -296,7 +302,7 @@ using RegistererTimerRegistry = c10d::RegistererTimerRegistry;
 C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Timer)
 
 c10::intrusive_ptr<Nccl> make_group(const pybind11::object& store, int rank, int size, const c10::intrusive_ptr<Options>& options) {
-  auto gloo = pybind11::module_::import("torch._C._distributed_c10d").attr("ProcessGroupGloo")(store, rank, size, pybind11::cast(options->timeout));
+  auto gloo = pybind11::module_::import("torch._C._distributed_c10d").attr("ProcessGroupGloo")(store, rank, size, pybind11::cast(limited(options->timeout)));
   return c10::make_intrusive<Nccl>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), rank, size, options);
 }
 }  // namespace

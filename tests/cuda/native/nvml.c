@@ -12,6 +12,17 @@ static const char *named(const char *name, const char *otherwise) {
 }
 static unsigned count(void) { return (unsigned)atoi(named("EMULATED_CUDA_DEVICES", "1")); }
 
+/* A file with the indices of devices that fell off the bus. */
+static int is_lost(unsigned index) {
+  FILE *file = fopen(named("EMULATED_CUDA_LOST", ""), "r");
+  unsigned each;
+  int found = 0;
+  if (!file) return 0;
+  while (fscanf(file, "%u", &each) == 1) found |= each == index;
+  fclose(file);
+  return found;
+}
+
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *found) {
@@ -24,7 +35,7 @@ int nvmlSystemGetDriverVersion(char *text, unsigned size) {
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
   *handle = (void *)(long)(index + 1);
-  return index < count() ? 0 : 2;
+  return index >= count() ? 2 : is_lost(index) ? 15 : 0; /* NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_GPU_IS_LOST */
 }
 int nvmlDeviceGetName(void *handle, char *text, unsigned size) {
   (void)handle;
@@ -42,3 +53,8 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
   memory->free = memory->total - memory->used;
   return 0;
 }
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+  (void)handle;
+  return sscanf(named("EMULATED_CUDA_CAPABILITY", "9.0"), "%d.%d", major, minor) == 2 ? 0 : 3; /* NVML_ERROR_NOT_SUPPORTED */
+}
+const char *nvmlErrorString(int result) { return result == 0 ? "Success" : result == 15 ? "GPU is lost" : "Unknown Error"; }

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <map>
 
+#include "failure.hpp"
+
 namespace emulated {
 
 std::recursive_mutex lock;
@@ -56,6 +58,7 @@ int streams_so_far() {
 }
 
 int64_t launch(int stream) {
+  check_device();
   Guard guard(lock);
   auto& clock = clocks[stream];
   clock.join(host);
@@ -152,6 +155,7 @@ void when_seen(int stream, int64_t tick, const void* memory, std::function<void(
 void host_synchronises(Wait kind, const char* what) {
   static const char* names[] = {"item", "copy to the host", "copy to the device", "stream", "event", "device", "operation"};
   if (watch.synchronised) watch.synchronised(names[static_cast<int>(kind)], what);
+  check_device();
 }
 
 std::string site() { return watch.orders && watch.site ? watch.site() : std::string(); }
