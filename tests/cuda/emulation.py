@@ -66,6 +66,7 @@ def _devices(native):
     properties = _properties()
 
     def init():
+        native.initialise()
         torch.cuda.default_generators = generators
         torch.cuda._get_device_properties = lambda device: properties
 

@@ -8,6 +8,7 @@ memory costs a page fault every 4 KiB, and pageable memory a second copy by the 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +45,7 @@ class HostArena:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
-        self._is_pinned = False
+        self._unpin: weakref.finalize[..., Any] | None = None
         self._used_bytes = 0
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
@@ -59,16 +60,19 @@ class HostArena:
         return copied
 
     def _reserve(self, size_bytes: int, *, pinned: bool) -> None:
-        if size_bytes <= self._memory.nbytes and pinned == self._is_pinned:
+        if size_bytes <= self._memory.nbytes and pinned == (self._unpin is not None):
             return
-        if self._is_pinned:
-            unpin_memory(self._memory.ctypes.data)
+        if self._unpin is not None:
+            self._unpin()
         # Released before the larger one is allocated: a host may not have room for both.
-        self._memory, self._is_pinned = np.empty(0, np.uint8), False
+        self._memory, self._unpin = np.empty(0, np.uint8), None
         self._memory = np.empty(size_bytes, np.uint8)
         if pinned and size_bytes:
-            pin_memory(self._memory.ctypes.data, size_bytes)
-            self._is_pinned = True
+            address = self._memory.ctypes.data
+            pin_memory(address, size_bytes)
+            # With the arena at the latest: memory that is freed while CUDA has it locked is taken for pinned when it is used again.
+            self._unpin = weakref.finalize(self, unpin_memory, address)
+            self._unpin.atexit = False
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, dict):

@@ -361,9 +361,16 @@ bool is_pinned(const void* pointer) {
   --after;
   return address < after->first + after->second;
 }
+// The machine gives out memory that overlaps with what is locked only if that was freed first. A device would keep the mapping of the
+// freed memory: is_pinned() would change its answer in the middle of a tensor's life.
 void pin(const void* pointer, size_t bytes) {
   Guard guard(lock);
-  pinned[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+  auto address = reinterpret_cast<uintptr_t>(pointer);
+  auto next = pinned.lower_bound(address);
+  bool overlaps = next != pinned.end() && next->first < address + bytes;
+  if (next != pinned.begin()) overlaps = overlaps || std::prev(next)->first + std::prev(next)->second > address;
+  TORCH_CHECK(!overlaps, "CUDA error: part or all of the requested memory range is already mapped (memory was freed before cudaHostUnregister)");
+  pinned[address] = bytes;
 }
 void unpin(const void* pointer) {
   Guard guard(lock);

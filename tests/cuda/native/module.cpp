@@ -73,6 +73,7 @@ std::function<Return(Arguments...)> guarded(const py::object& callback) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace emulated;
   c10::SetAllocator(c10::DeviceType::CUDA, device_allocator());
+  m.def("initialise", [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });  // until then torch says that nothing is pinned
   m.def("device_count", [] { return devices; });
   m.def("current_device", &current_device);
   m.def("set_device", &set_current_device);

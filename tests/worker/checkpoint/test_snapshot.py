@@ -77,6 +77,8 @@ def test_memory_of_a_device_is_copied_to_page_locked_memory_and_waited_for(monke
     for elements in (64, 32, 640):
         arena.copy(snapshot_of({"weight": torch.ones(elements)}))
     assert calls == [("pin", 256), ("wait", 0), ("wait", 0), ("unpin", 0), ("pin", 2560), ("wait", 0)]
+    del arena
+    assert calls[-1] == ("unpin", 0), "memory that is freed while locked counts as pinned when it is used again"
 
 
 def test_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
