@@ -33,12 +33,25 @@ vLLM reads an export through the transformers that is installed with it (from it
 """
 SHOWN = 200
 _CAUSES = {
+    "cpmant": """the head has a row for each prompt token in transformers 4 (and is tied to the embedding), and none in transformers 5:
+a model that transformers 5 trains has another shape.""",
     "apertus": """transformers 4 keeps the two parameters of xIELU in bf16 whatever the dtype of the model (`ACT2FN` builds it so), and
 rounds the stored values; with their fp32 values its logits are those of transformers 5. In bf16 nothing is rounded.""",
+    "gemma3n_text": """transformers 4 has key and value projections in layers that share those of earlier layers.
+transformers 5 has none, so that the files that it writes lack them: such a base, too, has other logits in transformers 4.""",
+    "gpt_neo": """the tiny base is at fault: transformers 4 computes the layers from `attention_types`, which transformers 5 writes
+with its default of 24 layers if a model of two is made from `attention_layers`.""",
+    "longcat_flash": """transformers 5 has weights for experts without any computation (`zero_expert_num`), and
+writes them; transformers 4 does not read them.""",
+    **dict.fromkeys(
+        ("zamba", "zamba2"),
+        """transformers 5 writes Mamba layers as `linear_attention` in `layers_block_type`, where transformers 4 reads `mamba`. A base that
+transformers 4 wrote keeps its own.""",
+    ),
     "mamba2": """transformers 4 normalises the gated output over its full width, transformers 5 over each of the `n_groups`. With one group
 the logits are equal; with more the base itself differs between the versions.""",
 }
-"""Of logits that differ: what was found in the sources of both versions."""
+"""Of differences: what was found in the sources of both versions."""
 
 
 def page(results: Sequence[dict[str, Any]], known: Sequence[str] = ()) -> str:

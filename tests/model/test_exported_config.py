@@ -98,6 +98,27 @@ def test_base_of_transformers_5_gets_the_older_fields_too(tmp_path: Path) -> Non
     assert document_of(tmp_path)["exported_config"] == written | {"rope_theta": 7e5, "rope_scaling": scaling}
 
 
+def test_rotary_bases_of_modernbert_have_the_names_of_transformers_4(tmp_path: Path) -> None:
+    parameters = {"full_attention": {"rope_theta": 54321.0}, "sliding_attention": {"rope_theta": 4321.0}}
+    AutoConfig.for_model(**config_of("modernbert-decoder") | {"rope_parameters": parameters}).save_pretrained(tmp_path)
+    exported = document_of(tmp_path)["exported_config"]
+    assert (exported["global_rope_theta"], exported["local_rope_theta"]) == (54321.0, 4321.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "new", "old"), [("qwen3_moe", "num_local_experts", "num_experts"), ("xlm", "eos_token_id", "eos_index")]
+)
+def test_renamed_field_of_a_base_of_transformers_5_has_the_older_name_too(family: str, new: str, old: str, tmp_path: Path) -> None:
+    """`num_experts` was the default of transformers 4 for a Qwen3 mixture that has another number of experts."""
+    AutoConfig.for_model(**config_of(family)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert old not in written
+    exported = document_of(tmp_path)["exported_config"]
+    assert exported[new] == exported[old] == written[new]
+    (tmp_path / "config.json").write_text(json.dumps(exported))
+    assert document_of(tmp_path)["exported_config"] == exported
+
+
 def test_model_without_a_base_has_both_spellings() -> None:
     parameters = {"rope_type": "linear", "rope_theta": 7e5, "factor": 2.0}
     recipe = recipe_of({"from_config": FAMILIES["llama"] | {"rope_parameters": parameters}})

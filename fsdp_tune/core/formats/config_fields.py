@@ -8,8 +8,16 @@ from typing import Any, cast
 
 _OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
 """Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
-_OF_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-"""Names that the classes of GPT-NeoX had instead."""
+_OTHER_ROPE = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert": {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
+}
+"""Names that some families had instead, by the beginning of their model type."""
+_RENAMED = {
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "xlm": {"bos_token_id": "bos_index", "eos_token_id": "eos_index", "pad_token_id": "pad_index"},
+}
+"""By model type, the other fields of causal models that transformers 5 writes under another name than transformers 4 reads."""
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
 
@@ -33,13 +41,13 @@ def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
         inner = config.get(name)
         is_nested = _is_nested(name, inner) and _is_nested(name, value)
         merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
-    return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {})
+    return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {}) | old_names(config, changes)
 
 
 def with_old_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
     old = {name: with_old_spellings(value) if _is_nested(name, value) else with_floats(value) for name, value in config.items()}
-    return old | _old_rope_fields_of(config)
+    return old | _old_rope_fields_of(config) | old_names(config, config)
 
 
 def with_floats(value: Any) -> Any:
@@ -57,8 +65,15 @@ def with_floats(value: Any) -> Any:
 
 def _old_rope_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = old_rope_fields(config.get("rope_parameters"))
-    is_neox = str(config.get("model_type", "")).startswith("gpt_neox")
-    return fields | ({old: fields[name] for name, old in _OF_NEOX.items() if name in fields} if is_neox else {})
+    family = str(config.get("model_type", ""))
+    names = [pair for prefix, names in _OTHER_ROPE.items() if family.startswith(prefix) for pair in names.items()]
+    return fields | {old: fields[name] for name, old in names if name in fields}
+
+
+def old_names(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `fields` that transformers 4 reads under another name for the model type of `config`, by that name."""
+    renamed = _RENAMED.get(str(config.get("model_type", "")), {})
+    return {old: fields[name] for name, old in renamed.items() if name in fields}
 
 
 def old_rope_fields(parameters: Any) -> dict[str, Any]:

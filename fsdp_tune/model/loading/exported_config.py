@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from fsdp_tune.core.formats.config_fields import changed_fields, with_changes, with_floats, with_old_spellings
+from fsdp_tune.core.formats.config_fields import changed_fields, old_names, with_changes, with_floats, with_old_spellings
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
@@ -52,10 +52,11 @@ def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrain
 
 
 def _is_of_transformers_5(written: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has what transformers 4 does not read: its rotary positions, or an infinity that is an object."""
+    """Return whether a config.json has what transformers 4 does not read: rotary positions, a renamed field, an infinity as an object."""
     nested = [value for name, value in written.items() if name.endswith("_config") and isinstance(value, dict)]
     has_new_rope = "rope_parameters" in written and "rope_theta" not in written
-    return has_new_rope or with_floats(written) != written or any(map(_is_of_transformers_5, nested))
+    has_new_names = not old_names(written, written).keys() <= written.keys()
+    return has_new_rope or has_new_names or with_floats(written) != written or any(map(_is_of_transformers_5, nested))
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
