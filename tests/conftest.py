@@ -30,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing; the commit says why")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that run commands or ranks: at the end, a long file would keep one process busy and the other idle."""
+    longest = {mark: {item.path for item in items if item.get_closest_marker(mark) is not None} for mark in ("e2e", "ranks")}
+    items.sort(key=lambda item: (item.path not in longest["e2e"], item.path not in longest["ranks"]))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector the imported stack: half a million objects that every full collection would visit."""
     gc.collect()
