@@ -120,6 +120,8 @@ MATH_ATTENTION = Name("torch:ops.aten._scaled_dot_product_attention_math", _TRAC
 
 FAKE_TENSOR_MODE = Name("torch._subclasses.fake_tensor:FakeTensorMode", "computing with shapes alone", READ_IN)
 """A context of tensors without values, for a plan and for the check of a merged model that is larger than the memory."""
+HOST_VALUES = Name("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", _TRACE, READ_IN)
+"""Whether lists and numbers become tensors of the host, which an operation then copies to a device, as where torch finds no accelerator."""
 BACKEND_MODULE = Name("torch.utils.backend_registration:_DummyBackendModule", _TRACE, READ_IN)
 REGISTER_BACKEND = Name("torch.utils.backend_registration:_setup_privateuseone_for_python_backend", _TRACE, READ_IN)
 """A device in Python, and the base class of its module."""

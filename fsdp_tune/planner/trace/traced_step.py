@@ -34,7 +34,7 @@ from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
 from fsdp_tune.planner.trace.loss_slices import one_slice
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, scopes
-from fsdp_tune.planner.trace.substitute import nothing, replaced
+from fsdp_tune.planner.trace.substitute import nothing, values_of_host
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -70,7 +70,8 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
     mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
     set_sequence_group(model, sequence_group)
-    with FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks), _no_garbage(), attention.installed():
+    fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
+    with values_of_host(), fake, masks, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
         recorder = Recorder(device.restart(), _groups(mesh, sequence_group), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
@@ -118,19 +119,6 @@ def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-
-
-@contextlib.contextmanager
-def _tables_on_device() -> Iterator[None]:
-    """Replace `torch.tensor(list, device=…)`, which bypasses the kernels of the fake device."""
-    real = torch.tensor
-
-    def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        made = real(data, dtype=dtype)
-        return made if device is None or torch.device(device).type == "cpu" else torch.empty_like(made, device=device)
-
-    with replaced(torch, "tensor", tensor):
-        yield
 
 
 @contextlib.contextmanager
@@ -238,7 +226,7 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
     del norm
     del parameters
     place.phase, place.layer = PHASE["optimizer"], -1
-    with torch.compiler.set_stance("force_eager"), _tables_on_device():  # torchao compiles its step, which would hide its operations
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which would hide its operations
         optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
