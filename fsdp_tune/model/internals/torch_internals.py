@@ -115,6 +115,8 @@ FLASH_ATTENTION = Name("torch:ops.aten._scaled_dot_product_flash_attention", _TR
 EFFICIENT_ATTENTION = Name("torch:ops.aten._scaled_dot_product_efficient_attention", _TRACE, READ_IN)
 MATH_ATTENTION = Name("torch:ops.aten._scaled_dot_product_attention_math", _TRACE, READ_IN)
 """The attention operators that CUDA selects."""
+GROUPED_PRODUCT = Name("torch:ops.aten._grouped_mm.default", _TRACE, READ_IN)
+"""The matrix product of stacked experts, of which before 2.15 torch knows the result in bf16 alone."""
 
 # ---- The planner's fake device and process group
 

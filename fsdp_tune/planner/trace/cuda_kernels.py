@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import library
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_tune.model.internals import torch_internals as internals
@@ -32,6 +33,7 @@ _DTYPE_NAMES = {
 }
 # Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
+_GROUPED = "_grouped_mm"
 # Run on the host or read metadata: no work on the device.
 _NO_WORK = {
     "device",
@@ -163,16 +165,25 @@ def work(
     written = outputs or inputs[:1]  # an in-place foreach operation returns nothing
     if name.startswith("_foreach") and not outputs:
         written = [leaf for leaf in args[0] if isinstance(leaf, torch.Tensor)]
-    launches = math.ceil(len(inputs) / _TENSORS_PER_LAUNCH) if name.startswith(("_foreach", "_fused")) else 1
     scratch = _SCRATCH.get(name)
     sizes = _sizes(inputs) + _sizes(written)
     of_batch = sum(size for size in sizes if size % micro_batch == 0)
     of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
     held = scratch(*args) if scratch is not None else ()
-    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, of_slice, launches, held)
+    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, of_slice, _launches(name, inputs), held)
+
+
+def _launches(name: str, inputs: list[torch.Tensor]) -> int:
+    if name.startswith(("_foreach", "_fused")):
+        return math.ceil(len(inputs) / _TENSORS_PER_LAUNCH)
+    if name == _GROUPED and len(inputs) == 3 and inputs[0].dtype != torch.bfloat16:
+        return inputs[2].numel()  # one for each group, of which the last input has the ends (`_grouped_mm_fallback`)
+    return 1
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    if name == _GROUPED:
+        return grouped_flops(*args[:2])
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return 0.0
@@ -185,6 +196,44 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     heads = query[1]
     shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
     return float(count(*gradient, query, *shared))
+
+
+def grouped_flops(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the FLOPs of a grouped product, which torch does not count: each row of the matrix without groups belongs to one group."""
+    groups = len(first) if first.ndim == second.ndim == 3 else 1
+    return 2.0 * groups * math.prod(first.shape[-2:]) * second.shape[-1]
+
+
+def grouped_product(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,  # noqa: ARG001  torch's own signature
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the result of a grouped product as CUDA allocates it (`create_grouped_gemm_output_tensor`): rows of multiples of 16 bytes.
+
+    Each of `first` [rows, inner] and `second` [inner, columns] has the groups as its first dimension, or divides one dimension by them.
+    Raises: RuntimeError for rows of the inputs that are no multiples of 16 bytes, as CUDA does.
+    """
+    dtype = out_dtype or first.dtype
+    aligned = 16 // dtype.itemsize
+    if any(max(each.stride()[-2:]) % aligned for each in (first, second)):
+        raise RuntimeError("strides should be multiple of 16 bytes")
+    rows, columns = first.shape[-2], second.shape[-1]
+    row = -(-columns // aligned) * aligned
+    if first.ndim != second.ndim:
+        return first.new_empty_strided((rows, columns), (row, 1), dtype=dtype)
+    groups = len(first) if offs is None else len(offs)
+    return first.new_empty_strided((groups, rows, columns), (rows * row, row, 1), dtype=dtype)
+
+
+@functools.cache
+def install() -> library.Library:
+    """Give `grouped_product` to torch, whose own version refuses fp32 and fp16, once per process; the returned object must stay alive."""
+    products = library.Library("aten", "FRAGMENT")
+    library.register_fake(internals.GROUPED_PRODUCT.get(), grouped_product, lib=products, allow_override=True)
+    return products
 
 
 def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None) -> float:

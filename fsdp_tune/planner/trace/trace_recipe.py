@@ -15,7 +15,7 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
-from fsdp_tune.planner.trace import autocast, device
+from fsdp_tune.planner.trace import autocast, cuda_kernels, device
 from fsdp_tune.planner.trace.fake_model import build_traced
 from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
@@ -83,6 +83,7 @@ def fake_world(size: int) -> Iterator[None]:
     assert not dist.is_initialized(), "a trace needs a separate process"
     device.install()
     autocast.install()
+    cuda_kernels.install()
     dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
     try:
         # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the last gradient.

@@ -30,6 +30,7 @@ CASES = {
     "llama, gathered in fp8": Case("llama-16", precision="fp8 tensorwise"),
     "llama, MLP in slices": Case(recomputation="full", kernels=(("mlp_slice_tokens", 5),)),
     "llama, bf16 state": Case(training=(("optim_args", "state_dtype=bf16"),)),
+    "mixtral": Case("mixtral"),
 }
 FAST = [*list(CASES)[:2], "llama, 8-bit state"]
 

@@ -1,0 +1,97 @@
+"""Stacked experts are planned in every precision: their matrix products, and the memory of the results."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fsdp_tune.planner.predict.blend import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
+from fsdp_tune.planner.trace_format import DTYPES, Trace
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.planner.trace.tracing import alive, before, trace_of
+
+TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 64, 32, 48, 4, 2, 2
+
+
+def mixture(precision: str, rows: int = 2, **model: Any) -> Trace:
+    return trace_of(
+        recipe_of(
+            {"from_config": FAMILIES["mixtral"] | model},
+            precision={"mixed_precision": precision},
+            data={"train": [{"path": "x"}], "max_length": TOKENS},
+            training={"per_device_train_batch_size": rows},
+        )
+    )
+
+
+@pytest.mark.parametrize(("precision", "dtype", "kernels"), [("no", "fp32", EXPERTS), ("bf16", "bf16", 1), ("fp16", "fp16", EXPERTS)])
+def test_products_of_experts_are_planned_in_the_dtype_of_the_recipe(precision: str, dtype: str, kernels: int) -> None:
+    """CUDA has one kernel for all experts in bf16 alone; else each expert's product is one."""
+    trace = mixture(precision)
+    steady = trace.steady(trace.ops)
+    products = steady[steady["name"] == trace.op_names.index("_grouped_mm")]
+    assert len(products) == LAYERS * 2 * 3, "up and down; forward, and the gradients of input and weight"
+    routed = 2 * TOKENS * CHOSEN
+    assert products["flops"].sum() == LAYERS * 3 * 2 * routed * (HIDDEN * 2 * INNER + INNER * HIDDEN)
+    assert {DTYPES[index] for index in products["dtype"]} == {dtype}
+    assert set(products["kernels"].tolist()) == {kernels}
+    width = 4 if dtype == "fp32" else 2
+    results = alive(trace, "activations", until=before(trace, "loss", step=1))
+    assert results[routed * 2 * INNER * width] >= LAYERS, "the result of the first product is kept"
+
+
+def test_every_micro_batch_of_a_mixture_in_fp32_follows_from_one_trace_at_a_prime() -> None:
+    family, three = mixture("no", prime_for(mixture("no", 1))), mixture("no", 3)
+    made = at_micro_batch(family, 3, 1)
+    assert alike(three, made)
+    assert three.ops["flops"].tolist() == made.ops["flops"].tolist()
+    assert three.events["bytes"].tolist() == made.events["bytes"].tolist()
+
+
+def test_experts_whose_rows_cuda_refuses_are_not_planned() -> None:
+    with pytest.raises(AssertionError, match="strides should be multiple of 16 bytes"):
+        mixture("no", intermediate_size=47)
+
+
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+SHAPES = [((7, 8), (3, 8, 5)), ((3, 8, 8), (8, 7)), ((8, 7), (7, 5)), ((3, 6, 8), (3, 8, 5))]
+"""Of a product whose rows, columns, inner dimension or none of these is divided by the groups."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_result_and_flops_of_a_grouped_product_are_those_of_torch(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    padded = [torch.zeros(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]] for shape in shapes]
+    ends = None if len(shapes[0]) == len(shapes[1]) == 3 else ENDS
+    real = functional.grouped_mm(*padded, offs=ends)
+    found = grouped_product(*map(_meta, padded), ends)
+    assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
+    parts = [1, 1, 1] if ends is None else [2, 0, 5]
+    rows, inner, columns = shapes[0][-2], shapes[0][-1], shapes[1][-1]
+    by_hand = {
+        (2, 3): lambda part: 2 * part * inner * columns,
+        (3, 2): lambda part: 2 * rows * inner * part,
+        (2, 2): lambda part: 2 * rows * part * columns,
+        (3, 3): lambda _: 2 * rows * inner * columns,
+    }[len(shapes[0]), len(shapes[1])]
+    assert grouped_flops(*padded) == sum(map(by_hand, parts))
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def test_torch_before_2_15_knows_the_result_in_bf16_alone() -> None:
+    """Where the oldest supported torch has the others too, `cuda_kernels.install` can go."""
+    inputs = torch.empty(7, 8, device="meta"), torch.empty(3, 8, 4, device="meta"), ENDS.to("meta")
+    if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 15):
+        with pytest.raises(RuntimeError, match="Expected inputs of BF16 type"):
+            functional.grouped_mm(*inputs[:2], offs=inputs[2])
+    else:
+        assert functional.grouped_mm(*inputs[:2], offs=inputs[2]).shape == (7, 4)
