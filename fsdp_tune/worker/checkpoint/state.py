@@ -30,7 +30,7 @@ from fsdp_tune.model.shard.local import copy_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.checkpoint.storage import RestrictedReader
+from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, RestrictedReader
 
 OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
 FULL_MODEL_FILE = "model.safetensors"
@@ -203,7 +203,8 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
     if not state:
         return
     try:
-        dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+        reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY)
+        dcp.load({"optimizer": {"state": state}}, storage_reader=reader, planner=BlocksOnHost())
     except CheckpointException as error:  # a BaseException, and the same on every rank
         if not any(BLOCKS_CUT in str(cause) for cause, _ in error.failures.values()):
             raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, ReadItem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,6 +30,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.torch_internals import STORAGE_INFO
+from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.run.dcp_metadata import METADATA_NAME, DcpMetadata, Shape, StoredChunk
 from fsdp_tune.run.dtypes import DTYPES, DType
 from fsdp_tune.run.manifest import Digester, FileEntry
@@ -145,6 +146,30 @@ class RestrictedReader(FileSystemReader):
                 hint="the file is damaged or was not written by fsdp-tune; resume from another checkpoint",
             ) from error
         return metadata
+
+
+class BlocksOnHost(DefaultLoadPlanner):
+    """DCP's planner, with blocks of fewer bits filled in host memory and then copied to their device.
+
+    Where a smaller part was stored without blocks, DCP copies a plain tensor of the host into blocks, and torchao's `copy_` compares its
+    values with a table on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_device: dict[int, Any] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor: torch.Tensor = super().resolve_tensor(read_item)
+        if not wraps_others(type(tensor)) or tensor.device.type == "cpu":
+            return tensor
+        self._on_device[id(read_item)] = tensor
+        return tensor.to("cpu")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        target = self._on_device.pop(id(read_item), None)
+        if target is not None:
+            target.copy_(tensor)
 
 
 def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunks: list[StoredChunk]) -> None:

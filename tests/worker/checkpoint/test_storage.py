@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.manifest import digest_file
-from fsdp_tune.worker.checkpoint.storage import HashingStream, RestrictedReader, write_safetensors, write_torch
+from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, HashingStream, RestrictedReader, write_safetensors, write_torch
+from tests.cuda.devices import require
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.ranks import shared_pool
 
 
 class RunsCode:
@@ -135,3 +138,22 @@ def test_full_disk_is_an_error_and_leaves_nothing_open() -> None:
     finally:
         with contextlib.suppress(OSError):
             stream._file.close()
+
+
+def _blocks_read(folder: str, device: str) -> dict[str, Any]:
+    """On a rank: a moment that was stored without blocks, read into blocks."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    dcp.save({"moment": torch.linspace(-1, 2, 256).view(4, 64)}, checkpoint_id=folder)
+    blocks = OptimState8bit.zeros((4, 64), block_size=64, device=device)
+    dcp.load({"moment": blocks}, storage_reader=RestrictedReader(folder), planner=BlocksOnHost())
+    return {"device": blocks.codes.device.type, "codes": blocks.codes.tolist(), "scale": blocks.scale.tolist()}
+
+
+def test_moments_stored_without_blocks_are_read_into_blocks_on_a_gpu(tmp_path: Path) -> None:
+    require("cuda")
+    pool = shared_pool("cuda")
+    ((host,), (device,)) = (pool.run(1, _blocks_read, str(tmp_path / kind), kind) for kind in ("cpu", "cuda"))
+    assert (host.pop("device"), device.pop("device")) == ("cpu", "cuda")
+    assert device == host
+    assert len({code for row in host["codes"] for code in row}) > 50
