@@ -296,3 +296,109 @@ def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dty
     if not (kernel == "Efficient" and groups == 2):
         assert kernel in found["kernel"]
     assert max(found["differences"]) <= (2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+def _scaled_product(scales: str, dtype: str, left: str = "float8_e4m3fn", bias: bool = False) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    of_left, of_right, wanted = getattr(torch, left), torch.float8_e4m3fn, getattr(torch, dtype)
+    one, other = torch.randn(24, 64).to(of_left), torch.randn(48, 64).to(of_right).t()
+    shapes = [(), ()] if scales == "tensor" else [(24, 1), (1, 48)]
+    by = [torch.rand(shape) + 0.5 for shape in shapes]
+    added = torch.randn(48, dtype=torch.float16 if wanted == torch.float16 else torch.bfloat16) if bias else None
+    plain = (one.float() @ other.float()) * by[0] * by[1] + (0 if added is None else added.float())
+    if wanted.itemsize == 1:
+        plain = plain.clamp(-448, 448)
+    on_device = [None if each is None else each.to("cuda") for each in (one, other, *by, added)]
+    out = torch._scaled_mm(*on_device[:4], bias=on_device[4], out_dtype=wanted)  # type: ignore[arg-type]
+    largest = float((out.cpu().float() - plain.to(wanted).float()).abs().max() / plain.abs().max())
+    return {"dtype": str(out.dtype).removeprefix("torch."), "shape": tuple(out.shape), "largest": largest}
+
+
+@pytest.mark.parametrize(
+    ("scales", "dtype", "left", "bias"),
+    [
+        ("tensor", "float32", "float8_e4m3fn", False),
+        ("tensor", "bfloat16", "float8_e5m2", True),
+        ("tensor", "float16", "float8_e4m3fn", True),
+        ("tensor", "float8_e4m3fn", "float8_e4m3fn", False),
+        ("rows", "bfloat16", "float8_e4m3fn", False),
+        ("rows", "bfloat16", "float8_e4m3fn", True),
+    ],
+)
+def test_products_of_fp8_are_those_of_fp32_with_scales(scales: str, dtype: str, left: str, bias: bool, pool: RankPool) -> None:
+    (found,) = pool.run(1, _scaled_product, scales, dtype, left, bias)
+    assert found["dtype"] == dtype
+    assert found["shape"] == (24, 48)
+    assert found["largest"] <= 1e-6
+
+
+def _refused_products() -> list[str]:
+    import torch
+
+    def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+        return torch.ones(rows, columns, device="cuda").to(dtype)
+
+    one = torch.ones((), device="cuda")
+    rows = torch.ones(16, 1, device="cuda"), torch.ones(1, 32, device="cuda")
+    bias = torch.ones(32, device="cuda", dtype=torch.bfloat16)
+    calls: list[tuple[Any, ...]] = [
+        (matrix(16, 16), matrix(16, 32), one, one),
+        (matrix(16, 24), matrix(32, 24).t(), one, one),
+        (matrix(16, 16), matrix(24, 16).t(), one, one),
+        (matrix(16, 16, torch.float8_e5m2), matrix(32, 16, torch.float8_e5m2).t(), one, one),
+        (matrix(16, 16), matrix(32, 16).t(), *rows, None, torch.float32),
+        (matrix(16, 16), matrix(32, 16).t(), rows[0], one),
+        (matrix(16, 16), matrix(32, 16).t(), one, one, bias, torch.float32),
+        (matrix(16, 16), matrix(32, 16).t(), one, one, bias, torch.float16),
+        (matrix(16, 16), matrix(32, 16).t(), one, torch.ones(1)),
+    ]
+    found = []
+    for left, right, by_left, by_right, *rest in calls:
+        added, dtype = (*rest, None, torch.bfloat16)[:2] if len(rest) < 2 else rest
+        try:
+            torch._scaled_mm(left, right, by_left, by_right, bias=added, out_dtype=dtype)
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def test_products_of_fp8_that_cuda_refuses_are_refused(pool: RankPool) -> None:
+    (found,) = pool.run(1, _refused_products)
+    words = [
+        "col_major",
+        "divisible by 16",
+        "divisible by 16",
+        "two Float8_e5m2",
+        "Only bf16",
+        "Invalid scaling",
+        "Bias is not",
+        "Bias must be",
+        "cpu",
+    ]
+    assert [word in message for word, message in zip(words, found, strict=True)] == [True] * len(words), found
+
+
+def _moved_bytes() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = (torch.arange(8.0, device="cuda") + 8 * rank).to(torch.float8_e4m3fn)
+    gathered = torch.empty(8 * size, device="cuda", dtype=values.dtype)
+    dist.all_gather_into_tensor(gathered, values)
+    swapped = torch.empty_like(values)
+    dist.all_to_all_single(swapped, values)
+    sent = values.clone()
+    dist.broadcast(sent, 1)
+    return {"gathered": gathered.float().tolist(), "swapped": swapped.float().tolist(), "sent": sent.float().tolist()}
+
+
+def test_nccl_moves_fp8(pool: RankPool) -> None:
+    line = [float(index) for index in range(16)]
+    for rank, values in enumerate(pool.run(2, _moved_bytes)):
+        assert values["gathered"] == line
+        assert values["sent"] == line[8:]
+        assert values["swapped"] == line[4 * rank : 4 * rank + 4] + line[8 + 4 * rank : 12 + 4 * rank]

@@ -60,9 +60,14 @@ std::chrono::milliseconds limited(std::chrono::milliseconds timeout) {
 void check(const Tensors& tensors) {
   for (const auto& each : tensors) TORCH_CHECK(each.is_cuda(), "No backend type associated with device type ", each.device().type());
 }
-Tensors all_on_cpu(const Tensors& tensors) {
+// What is moved and not computed with: gloo has no fp8, which NCCL moves.
+at::Tensor moved(const at::Tensor& tensor) {
+  auto host = on_cpu(tensor);
+  return c10::isFloat8Type(host.scalar_type()) ? host.view(at::kByte) : host;
+}
+Tensors all_moved(const Tensors& tensors) {
   Tensors out;
-  for (const auto& each : tensors) out.push_back(on_cpu(each));
+  for (const auto& each : tensors) out.push_back(moved(each));
   return out;
 }
 
@@ -164,14 +169,14 @@ struct Nccl final : c10d::Backend {
     put(output, mine, op);
   }
   void gather_flat(const at::Tensor& output, const at::Tensor& input) const {
-    std::vector<Tensors> parts{on_cpu(output).view(-1).chunk(getSize())};
-    Tensors mine{on_cpu(input).contiguous().view(-1)};
+    std::vector<Tensors> parts{moved(output).view(-1).chunk(getSize())};
+    Tensors mine{moved(input).contiguous().view(-1)};
     finish(gloo_->allgather(parts, mine, c10d::AllgatherOptions()));
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return issue(OpType::BROADCAST, options.asyncOp, {}, tensors, [&] {
-      auto host = all_on_cpu(tensors);
+      auto host = all_moved(tensors);
       finish(gloo_->broadcast(host, options));
     });
   }
@@ -196,8 +201,8 @@ struct Nccl final : c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return issue(OpType::ALLGATHER, options.asyncOp, inputs, outputs.at(0), [&] {
-      auto mine = all_on_cpu(inputs);
-      std::vector<Tensors> all{all_on_cpu(outputs[0])};
+      auto mine = all_moved(inputs);
+      std::vector<Tensors> all{all_moved(outputs[0])};
       finish(gloo_->allgather(all, mine, options));
     });
   }
@@ -228,31 +233,31 @@ struct Nccl final : c10d::Backend {
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     return issue(OpType::GATHER, options.asyncOp, inputs, outputs.empty() ? Tensors{} : outputs[0], [&] {
-      auto mine = all_on_cpu(inputs);
+      auto mine = all_moved(inputs);
       std::vector<Tensors> all;
-      for (const auto& each : outputs) all.push_back(all_on_cpu(each));
+      for (const auto& each : outputs) all.push_back(all_moved(each));
       finish(gloo_->gather(all, mine, options));
     });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     return issue(OpType::SCATTER, options.asyncOp, inputs.empty() ? Tensors{} : inputs[0], outputs, [&] {
-      auto mine = all_on_cpu(outputs);
+      auto mine = all_moved(outputs);
       std::vector<Tensors> all;
-      for (const auto& each : inputs) all.push_back(all_on_cpu(each));
+      for (const auto& each : inputs) all.push_back(all_moved(each));
       finish(gloo_->scatter(mine, all, options));
     });
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
                         const c10d::AllToAllOptions& options) override {
     return issue(OpType::ALLTOALL_BASE, options.asyncOp, {input}, {output}, [&] {
-      auto to = on_cpu(output), from = on_cpu(input);
+      auto to = moved(output), from = moved(input);
       finish(gloo_->alltoall_base(to, from, out_splits, in_splits, options));
     });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     return issue(OpType::ALLTOALL, options.asyncOp, inputs, outputs, [&] {
-      auto mine = all_on_cpu(inputs), theirs = all_on_cpu(outputs);
-      on_cpu(outputs.at(getRank())).copy_(mine.at(getRank()));
+      auto mine = all_moved(inputs), theirs = all_moved(outputs);
+      theirs.at(getRank()).copy_(mine.at(getRank()));
       std::vector<WorkPtr> begun;
       for (int rank = 0; rank < getSize(); ++rank) {
         if (rank == getRank()) continue;
@@ -265,13 +270,13 @@ struct Nccl final : c10d::Backend {
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     return issue(OpType::SEND, true, tensors, {}, [&] {
-      auto host = all_on_cpu(tensors);
+      auto host = all_moved(tensors);
       finish(gloo_->send(host, to, tag));
     });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     return issue(OpType::RECV, true, {}, tensors, [&] {
-      auto host = all_on_cpu(tensors);
+      auto host = all_moved(tensors);
       finish(gloo_->recv(host, from, tag));
     });
   }
