@@ -183,6 +183,6 @@ def compiler_variables() -> dict[str, str]:
 
     Every process gets them: 4-bit layers and low-bit optimizers compile without `kernels.compile`, and so does code of a library. A fixed
     directory also lets the next run reuse the kernels. Inductor has no variable for the directory of precompiled C++ headers
-    (`_inductor/codecache.py`, _HEADER_DIR), so they are switched off.
+    (`_inductor/codecache.py`, _HEADER_DIR), so they are switched off; torch 2.11 does not read that variable, and `compile_layers` does it.
     """
     return {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch._inductor.config
 
 from fsdp_tune.core import processes as children
 
@@ -91,6 +93,10 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     code = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum(0))(torch.ones(8, 8)).shape)"
+    if "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" not in inspect.getsource(
+        torch._inductor.config
+    ):  # torch 2.11: only `compile_layers` sets it
+        code = f"import torch._inductor.config as c; c.cpp_cache_precompile_headers = False; {code}"
     environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / "torchinductor_inherited")}
     child = children.start((sys.executable, "-c", code), environment, stdout=subprocess.PIPE)
     assert child.communicate(timeout=300)[0].strip() == "torch.Size([8])"

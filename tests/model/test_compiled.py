@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -67,6 +68,7 @@ def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> N
     for model in (plain, compiled):
         recompute_activations(recipe, model)
     names = compile_layers(recipe, compiled)
+    assert not torch._inductor.config.cpp_cache_precompile_headers, "they lie in TMPDIR/torchinductor_USER"
     assert len(names) == 4
     assert [name for name, module in compiled.named_modules() if is_compiled(module)] == names
     assert not any(is_compiled(module) for module in plain.modules())

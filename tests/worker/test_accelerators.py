@@ -116,6 +116,7 @@ def _start_on_cuda(folder: str, recipe: Recipe) -> dict[str, Any]:
         dist.init_process_group("gloo", f"file://{folder}-after", rank=rank.index, world_size=rank.world_size)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 copies the options of the parent, and those of the stand-in are gloo's")
 @pytest.mark.ranks
 def test_groups_of_a_hybrid_mesh_get_the_limit_of_the_run_on_cuda(pool: RankPool, tmp_path: Path) -> None:
     recipe = recipe_on("cuda", 4, sharding_strategy="HYBRID_SHARD")

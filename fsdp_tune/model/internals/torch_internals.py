@@ -143,6 +143,8 @@ SCRIPT_TYPE = Attribute("torch:ScriptObject._type", _TRACE, READ_IN)
 
 OPTIMIZE_DDP = Name("torch._dynamo.config:optimize_ddp", _COMPILED, READ_IN)
 """A setting that splits graphs of layers under DDP unless it is off."""
+PRECOMPILED_HEADERS = Name("torch._inductor.config:cpp_cache_precompile_headers", _COMPILED, READ_IN)
+"""Whether headers are compiled into TMPDIR/torchinductor_USER, which torch 2.11 has no environment variable for."""
 COMPILE_START = Name("torch._dynamo.callback:on_compile_start", _COMPILED, READ_IN)
 COMPILE_END = Name("torch._dynamo.callback:on_compile_end", _COMPILED, READ_IN)
 """Calls around each compilation, for its time."""

@@ -46,6 +46,7 @@ def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     settings.dynamic_sources = r".*\['cu_seq_lens_[qk]'\]"
     # Under DDP, Dynamo would split graphs at buckets, which fails with recomputation and is unnecessary for single layers.
     internals.OPTIMIZE_DDP.set(False)
+    internals.PRECOMPILED_HEADERS.set(False)
     # Dynamo does not compile a function that moves saved tensors to the host, so only the recomputed part is compiled there.
     inside = "recomputed_forward" if recipe.fsdp.activation_checkpointing_offload else "forward"
     for _, layer in layers:
