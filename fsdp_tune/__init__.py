@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.prepare import prepare
     from fsdp_tune.jobs.push import push
     from fsdp_tune.jobs.rehearse import rehearse
+    from fsdp_tune.jobs.run_report import report
     from fsdp_tune.jobs.session import Allowed
     from fsdp_tune.jobs.train import TrainOptions, train
     from fsdp_tune.jobs.validate import validate
@@ -36,6 +37,7 @@ __all__ = [
     "prepare",
     "push",
     "rehearse",
+    "report",
     "train",
     "validate",
 ]
@@ -54,6 +56,7 @@ _MODULES = {
     "prepare": "jobs.prepare",
     "push": "jobs.push",
     "rehearse": "jobs.rehearse",
+    "report": "jobs.run_report",
     "train": "jobs.train",
     "validate": "jobs.validate",
 }

@@ -23,6 +23,7 @@ from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.push import push
 from fsdp_tune.cli.recipes import recipes
 from fsdp_tune.cli.rehearse import rehearse
+from fsdp_tune.cli.report import report
 from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
@@ -110,6 +111,7 @@ app.command(short_help="Merge a sharded checkpoint into a model directory.")(mer
 app.command(short_help="Upload the model of a run to the Hugging Face hub.")(push)
 app.command(short_help="Score a model on rows of data, and compare it with its base.")(evaluate)
 app.command(short_help="Show the status of a run.")(status)
+app.command(short_help="Write a page about runs: curves, events, samples, recipe.")(report)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)

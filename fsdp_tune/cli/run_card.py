@@ -163,12 +163,10 @@ def predicted_and_measured(run: RunDir, steps: Sequence[Line]) -> list[str]:
     plan = Prediction.read(run.plan_json)
     if plan is None or not steps:
         return []
-    lines: list[str] = []
-    for name, unit in (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s")):
-        predicted, measured = getattr(plan, name), steps[-1].get(name)
-        if predicted is not None and measured:
-            lines.append(f"{name}: {predicted:.3g} {unit} predicted, {measured:.3g} measured ({predicted / measured - 1:+.1%})")
-    return lines
+    return [
+        f"{name}: {predicted:.3g} {unit} predicted, {measured:.3g} measured ({predicted / measured - 1:+.1%})"
+        for name, unit, predicted, measured in plan.compared(steps[-1])
+    ]
 
 
 def _sizes(run: RunDir) -> str:

@@ -9,9 +9,7 @@ import typer
 
 from fsdp_tune.cli.options import JsonOption
 from fsdp_tune.cli.output import Screen, command
-from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.run.directory import RunDir
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
@@ -27,22 +25,11 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
     """
     with command(json_output) as screen:
         from fsdp_tune.launch.run_status import run_status
+        from fsdp_tune.run.directory import existing_run
 
-        directory = RunDir(run.resolve())
-        if not directory.is_used:
-            message = f"{run} is not a run directory (it has no {directory.recipe_json.name})" if run.exists() else f"{run} does not exist"
-            raise usage_error("not-a-run", message, hint=_near(run) or "give the directory that `train` printed")
-        facts = run_status(directory)
+        facts = run_status(existing_run(run))
         screen.document(facts)
         show(screen, facts)
-
-
-def _near(path: Path) -> str | None:
-    """Return a hint that names the run that contains `path`, or the runs in it."""
-    if RunDir(path.parent).is_used:
-        return f"`fsdp-tune status {path.parent}` shows the run that contains it"
-    runs = sorted(inner.name for inner in path.iterdir() if RunDir(inner).is_used) if path.is_dir() else []
-    return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Describe this machine, match known problems with it, and explain out-of-memory errors."""
+"""Describe this machine, match known problems with it, explain out-of-memory errors, and draw pages about runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.units import GIB, format_figure
+from fsdp_tune.diagnose.pages.html_pages import html_document, html_table
 from fsdp_tune.planner.predict.memory import Timeline
 from fsdp_tune.planner.predict.predict import Plan
 
@@ -28,20 +29,6 @@ COLOURS = (
     "#004488",
     "#77aadd",
 )
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1a1a1a; background: #fff }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-.yes { color: #117733 }
-.tight { color: #997700 }
-.no { color: #aa2222 }
-svg { width: 100%; height: auto }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6rem }
-mark { background: #bfe5c4 }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
-footer { color: #666 }
-"""
-
 Points = npt.NDArray[np.float64]
 
 
@@ -50,13 +37,6 @@ def html_page(plan: Plan) -> str:
     title = f"{plan.recipe} on {plan.num_processes} × {plan.gpu}"
     parts = [_verdict(plan), _timeline(plan), _components(plan), _ranking(plan), _scaling(plan.scaling), _footer(plan)]
     return html_document(title, parts)
-
-
-def html_document(title: str, parts: Iterable[str]) -> str:
-    """Return a complete document without scripts or external files. `parts` are HTML already; empty ones are left out."""
-    head = f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head><body>'
-    lines = ["<!doctype html>", head, f"<h1>{escape(title)}</h1>", *parts, "</body></html>"]
-    return "\n".join(line for line in lines if line) + "\n"
 
 
 def _verdict(plan: Plan) -> str:
@@ -88,9 +68,9 @@ def _timeline(plan: Plan) -> str:
         keys.append(f'<span class="key" style="background:{colour}"></span>{escape(name)}')
         below = above
     reserved = _line(x, timeline.reserved_bytes / GIB, top)
-    lines = f'<path fill="none" stroke="#000" stroke-dasharray="4 3" d="{reserved}"><title>reserved</title></path>'
+    lines = f'<path fill="none" stroke="currentColor" stroke-dasharray="4 3" d="{reserved}"><title>reserved</title></path>'
     figure = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(areas)}{lines}{_axes(top)}{_phases(timeline, x)}</svg>'
-    caption = '<span class="key" style="border-top:2px dashed #000;height:0"></span>reserved'
+    caption = '<span class="key" style="border-top:2px dashed;height:0"></span>reserved'
     return f"<h2>Memory of one step</h2>\n{figure}\n<p>{''.join(keys)}{caption}</p>"
 
 
@@ -121,7 +101,7 @@ def _axes(top: float) -> str:
     marks: list[str] = []
     for index in range(int(top / step) + 1):
         y = (HEIGHT - BOTTOM) * (1 - index * step / top)
-        marks.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#0002"/>')
+        marks.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity=".13"/>')
         marks.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="12">{index * step:g}</text>')
     return "".join(marks) + f'<text x="4" y="{HEIGHT - 6}" font-size="12">GiB</text>'
 
@@ -131,7 +111,9 @@ def _phases(timeline: Timeline, x: Points) -> str:
     marks: list[str] = []
     room = -1.0
     for start in starts:
-        marks.append(f'<line x1="{x[start]:.1f}" x2="{x[start]:.1f}" y1="0" y2="{HEIGHT - BOTTOM}" stroke="#0004"/>')
+        marks.append(
+            f'<line x1="{x[start]:.1f}" x2="{x[start]:.1f}" y1="0" y2="{HEIGHT - BOTTOM}" stroke="currentColor" stroke-opacity=".27"/>'
+        )
         if x[start] >= room:
             marks.append(f'<text x="{x[start] + 3:.1f}" y="{HEIGHT - BOTTOM + 16}" font-size="12">{escape(timeline.phase[start])}</text>')
             room = float(x[start]) + 8.0 * (len(timeline.phase[start]) + 1)
@@ -208,10 +190,3 @@ def _seconds(seconds: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "unknown" if value is None else format(value, form)
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of cells that are already HTML."""
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

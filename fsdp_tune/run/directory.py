@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
@@ -167,6 +168,23 @@ def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress 
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+def existing_run(path: Path) -> RunDir:
+    """Return the run whose directory `path` is. Raises: usage error `not-a-run`, with the runs that are near."""
+    run = RunDir(path.resolve())
+    if not run.is_used:
+        message = f"{path} is not a run directory (it has no {run.recipe_json.name})" if path.exists() else f"{path} does not exist"
+        raise usage_error("not-a-run", message, hint=_near(path) or "give the directory that `train` printed")
+    return run
+
+
+def _near(path: Path) -> str | None:
+    """Return a hint that names the run that contains `path`, or the runs in it."""
+    if RunDir(path.parent).is_used:
+        return f"give the run that contains it: {path.parent}"
+    runs = sorted(inner.name for inner in path.iterdir() if RunDir(inner).is_used) if path.is_dir() else []
+    return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
 
 
 def run_of(path: Path) -> RunDir | None:

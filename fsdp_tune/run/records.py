@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,12 @@ class Prediction(Document):
     step_seconds: float | None = None
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other fields of `planner.predict.predict.Plan`."""
+
+    def compared(self, line: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
+        """Return (name, unit, predicted, measured) of each figure that the plan and a training line of metrics.jsonl have."""
+        figures = (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s"))
+        found = [(name, unit, getattr(self, name), line.get(name)) for name, unit in figures]
+        return [(name, unit, predicted, measured) for name, unit, predicted, measured in found if predicted is not None and measured]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.structure.test_layers import modules
 
 WORD = re.compile(r"[A-Za-z_]\w*")
+ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 Statement = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 # Methods and fields that a library looks for by name.
@@ -66,10 +67,11 @@ def named(tree: ast.Module) -> Iterator[str]:
             yield from WORD.findall(node.value)
 
 
-def dead(package: list[str], others: list[str]) -> set[str]:
-    """Names that are defined in the sources of `package` and stand nowhere else, in them or in `others`."""
+def dead(package: list[str], others: list[str], templates: list[str] | None = None) -> set[str]:
+    """Names that are defined in the sources of `package` and stand nowhere else: in them, in `others`, or as attributes in `templates`."""
     trees = [ast.parse(text) for text in package]
     names = {name for tree in [*trees, *map(ast.parse, others)] for name in named(tree)}
+    names |= {name for template in templates or [] for name in ATTRIBUTE.findall(template)}
     return {name for tree in trees for name in defined(tree) if name not in names and not name.startswith("__")}
 
 
@@ -77,7 +79,8 @@ def found(repository: Path) -> set[str]:
     package = [path.read_text(encoding="utf-8") for path in modules(repository)]
     scripts = [*(repository / "scripts").iterdir(), *(repository / "benchmarks").glob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in scripts if path.is_file()]
-    return dead(package, [text for text in texts if not text.startswith("#!/bin/")])
+    templates = [path.read_text(encoding="utf-8") for path in (repository / "fsdp_tune").rglob("*.j2")]
+    return dead(package, [text for text in texts if not text.startswith("#!/bin/")], templates)
 
 
 def test_every_definition_is_used(repository: Path) -> None:
@@ -98,3 +101,4 @@ def test_search_finds_planted_dead_code() -> None:
     ]
     assert dead(package, []) == {"LIMIT", "unused", "lid", "open"}
     assert dead(package, ["print(box.lid, package.LIMIT)"]) == {"unused", "open"}
+    assert dead(package, ["print(package.LIMIT)"], ["{{ box.lid }} unused"]) == {"unused", "open"}

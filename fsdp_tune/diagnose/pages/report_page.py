@@ -1,0 +1,118 @@
+"""The report about runs as one HTML file: charts that a vendored uPlot draws, tables, recipe and environment. Works from disk, offline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import jinja2
+from markupsafe import Markup
+
+from fsdp_tune import __version__
+from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.diagnose.pages.charts import Chart, charts_of, points_each, step_parts
+from fsdp_tune.diagnose.pages.html_pages import ASSETS, asset
+from fsdp_tune.diagnose.pages.run_record import RunRecord, differences
+from fsdp_tune.diagnose.pages.tables import Table, difference_table, events_of, plan_table, samples_of, source_tables, summary_table
+
+MAX_BYTES = 1_000_000
+SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)
+"""Of the points, events and texts of a page; the first that fits is taken."""
+EVENTS, PROMPTS, SAMPLE_STEPS, SAMPLE_CHARACTERS, RECIPE_CHARACTERS = 200, 20, 12, 1000, 20_000
+UNCOMPARED_KEYS = ("name", "output_dir")
+UNCOMPARED_FACTS = ("memory available",)
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What is not the same in all runs: key → the value of each run as text, None where it has none."""
+
+    recipe: dict[str, list[str | None]]
+    environment: dict[str, list[str | None]]
+
+
+def differences_of(runs: Sequence[RunRecord]) -> Differences:
+    """Return the differences of recipes and environments; names and directories of the runs, which always differ, are not compared."""
+    return Differences(
+        differences([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
+        differences([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
+    )
+
+
+def report_page(runs: Sequence[RunRecord], written_at: str) -> str:
+    """Return a complete document below `MAX_BYTES`; long curves, events and texts are shortened and say so.
+
+    Text of runs is data of others: the template escapes it, and the page allows no script but its own two, by their digests.
+    """
+    charts = charts_of(runs)
+    page = ""
+    for share in SHARES:
+        page = _rendered(runs, charts, written_at, share)
+        if len(page.encode()) < MAX_BYTES:
+            break
+    return page
+
+
+def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], written_at: str, share: float) -> str:
+    limit = max(6, int(share * points_each(charts)))
+    count, found = len(runs), differences_of(runs)
+    prompts = samples_of(runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40)
+    facts = dict.fromkeys(key for run in runs for key in run.environment)
+    scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]
+    return _template().render(
+        title=", ".join(run.label for run in runs),
+        written_at=written_at,
+        version=__version__,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_digest, scripts))}",
+        styles=[_uplot("uPlot.min.css"), asset("page.css"), asset("report.css")],
+        scripts=scripts,
+        licence=_uplot("LICENSE"),
+        data=json.dumps([chart.as_json(limit) for chart in charts], ensure_ascii=False, allow_nan=False, separators=(",", ":")),
+        groups=[(name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)],
+        limit=limit,
+        thinned=any(len(series.curve.steps) > limit for chart in charts for series in chart.series),
+        runs=runs,
+        without_lines=[run.label for run in runs if not run.lines.losses],
+        summary=summary_table(runs),
+        parts=[(run.label, parts) for run in runs if (parts := step_parts(run))],
+        plans=plan_table(runs),
+        sources=source_tables(runs),
+        events=[events_of(run, max(10, int(share * EVENTS) // count)) for run in runs],
+        samples=prompts[:PROMPTS],
+        more_prompts=max(0, len(prompts) - PROMPTS),
+        recipe=difference_table(found.recipe, runs),
+        resolved=[(run, _resolved(run), run.written[: int(share * RECIPE_CHARACTERS)]) for run in runs],
+        environment=difference_table(found.environment, runs),
+        facts=Table(["", *(run.label for run in runs)], [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts]),
+    )
+
+
+def _resolved(run: RunRecord) -> Table:
+    return Table(["key", "value", "why"], [[key, value, mask_text(run.reasons.get(key, ""))] for key, value in run.recipe.items()])
+
+
+def _uplot(name: str) -> str:
+    return asset(f"../uplot/{name}")
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["inert"] = _inert
+    return environment.get_template("report.html.j2")
+
+
+def _inert(text: str) -> Markup:
+    """Return JSON that cannot end its script element: every `<`, `>` and `&` as an escape of JSON."""
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)

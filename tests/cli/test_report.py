@@ -1,0 +1,49 @@
+"""`report`, from the command line and from Python."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import fsdp_tune
+from tests.cli.conftest import Cli, document
+from tests.diagnose.pages.written import training_line, written
+
+
+def test_report_writes_a_page_and_one_document(cli: Cli, tmp_path: Path) -> None:
+    written(tmp_path / "runs" / "one", [training_line(10), {"step": 10, "eval_loss": 2.0}], learning_rate=1e-4)
+    written(tmp_path / "runs" / "two", [training_line(10)], learning_rate=2e-4)
+    done = cli("report", "runs/one", "runs/two", "--json")
+    found = document(done)
+    assert done.returncode == 0, done.stderr
+    assert [(run["label"], run["steps"], run["loss"]["last"]) for run in found["runs"]] == [("one", 10, 0.5), ("two", 10, 0.5)]
+    assert found["recipe_differences"] == {"training.learning_rate": ["0.0001", "0.0002"]}
+    page = tmp_path / found["page"]
+    assert page.name == "report.html"
+    assert page.read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+
+
+def test_report_is_a_table_on_the_terminal(cli: Cli, tmp_path: Path) -> None:
+    written(tmp_path / "one", [training_line(10), training_line(20, "nan")])
+    done = cli("report", "one", "one", "--output", "page.html")
+    assert done.returncode == 0
+    assert "not finite" in done.stderr + done.stdout
+    assert (done.stderr + done.stdout).count("not started") == 1  # the same directory twice is one run
+    assert (tmp_path / "page.html").exists()
+
+
+def test_report_of_a_directory_that_is_no_run_exits_2(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    written(tmp_path / "one")
+    done = cli("report", "one", "other", "--json")
+    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, "not-a-run")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_python_api_returns_the_page_without_writing(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", [training_line(10)])
+    found = fsdp_tune.report([run.path])
+    assert (found.page, found.differences.recipe) == (None, {})
+    assert found.html.startswith("<!doctype html>")
+    assert found.runs[0].summary()["steps"] == 10

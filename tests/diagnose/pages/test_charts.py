@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.diagnose.pages.charts import MAX_POINTS, Chart, charts_of, points_each, step_parts
+from fsdp_tune.diagnose.pages.run_record import RunRecord, read_run
+from tests.diagnose.pages.written import training_line, written
+
+
+def record(folder: Path, lines: list[dict[str, Any]], plan: dict[str, float] | None = None) -> RunRecord:
+    run = written(folder, lines)
+    if plan is not None:
+        run.plan_json.write_text(json.dumps(plan))
+    return read_run(run, folder.name)
+
+
+def by_title(charts: list[Chart]) -> dict[str, Chart]:
+    return {chart.title: chart for chart in charts}
+
+
+def test_charts_without_a_value_are_left_out(tmp_path: Path) -> None:
+    charts = by_title(charts_of([record(tmp_path / "one", [training_line(10), training_line(20)])]))
+    assert list(charts) == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm before clipping",
+        "Throughput",
+        "Time of a step",
+        "Waiting and updating",
+        "Host memory of rank 0, peak so far",
+    ]
+    assert charts_of([record(tmp_path / "none", [])]) == []
+
+
+def test_several_runs_have_a_colour_each_and_fields_a_dash(tmp_path: Path) -> None:
+    fields = {"source_chat_loss": 1.0, "source_code_loss": 2.0}
+    runs = [record(tmp_path / name, [training_line(10, **fields)]) for name in ("one", "two")]
+    series = by_title(charts_of(runs))["Loss by source"].series
+    assert [(each.label, each.colour, each.dash) for each in series] == [
+        ("one: chat", 0, 0),
+        ("one: code", 0, 1),
+        ("two: chat", 1, 0),
+        ("two: code", 1, 1),
+    ]
+    assert [each.label for each in by_title(charts_of(runs[:1]))["Loss by source"].series] == ["chat", "code"]
+
+
+def test_fields_that_no_chart_names_have_charts_of_their_own(tmp_path: Path) -> None:
+    lines = [
+        training_line(10, loss_scale=1024.0),
+        {"step": 10, "eval_loss": 1.0, "eval_perplexity": 2.7, "eval_accuracy": 0.5, "eval_seconds": 1.0},
+    ]
+    titles = [chart.title for chart in charts_of([record(tmp_path / "one", lines)]) if chart.group == "Other measurements"]
+    assert titles == ["loss_scale", "eval_accuracy"]
+
+
+def test_plan_is_a_level_next_to_the_measurement(tmp_path: Path) -> None:
+    lines = [training_line(10, peak_reserved_gib=37.5, peak_allocated_gib=33.0)]
+    (chart,) = [
+        chart
+        for chart in charts_of([record(tmp_path / "one", lines, {"peak_reserved_gib": 36.0, "step_seconds": 0.4})])
+        if chart.title.startswith("GPU memory")
+    ]
+    assert [(level.label, level.value) for level in chart.levels] == [("reserved, planned", 36.0)]
+
+
+def test_spikes_are_marked_in_the_loss(tmp_path: Path) -> None:
+    lines = [training_line(10), {"event": "loss_spike", "step": 10, "message": "high"}, {"event": "checkpoint_saved", "step": 10}]
+    chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
+    assert (chart.marks, chart.marks_in_words()) == ([(10, "loss_spike")], "loss_spike at step 10")
+
+
+def test_chart_is_described_in_words_and_gaps_are_counted(tmp_path: Path) -> None:
+    lines = [training_line(10, 4.0), training_line(20, "nan"), training_line(30, 2.0)]
+    chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
+    assert chart.description() == "Loss, nats per token, by step. one: 4 at step 10 to 2 at step 30, between 2 and 4."
+    assert chart.gaps() == "one: 1 not finite or unknown, first at step 20"
+
+
+def test_json_of_a_chart_has_differences_of_steps_and_null_for_gaps(tmp_path: Path) -> None:
+    lines = [training_line(10, 1.23456789), training_line(20, "nan"), training_line(40, 2.0)]
+    (series,) = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"].as_json(100)["series"]
+    assert list(accumulate(series["x"])) == [10, 20, 40]
+    assert series["y"] == [1.23457, None, 2.0]
+
+
+def test_share_is_in_percent(tmp_path: Path) -> None:
+    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10, mfu=0.4)])]))["Model FLOPs utilisation (MFU)"]
+    assert list(chart.series[0].curve.values) == [40.0]
+
+
+def test_many_curves_share_the_points_of_the_page(tmp_path: Path) -> None:
+    charts = charts_of([record(tmp_path / "one", [training_line(10)])])
+    assert points_each(charts) == MAX_POINTS
+    assert points_each(charts * 20) < 300
+
+
+def test_parts_of_a_step_add_up_and_leave_out_the_first_line(tmp_path: Path) -> None:
+    lines = [training_line(1, last_step_seconds=60.0), training_line(10), training_line(20)]
+    parts = {part.name: part for part in step_parts(record(tmp_path / "one", lines))}
+    assert {name: part.seconds for name, part in parts.items()} == pytest.approx(
+        {"forward and backward": 0.25, "waiting for communication": 0.1, "optimizer": 0.05, "waiting for data": 0.01}
+    )
+    assert sum(part.share for part in parts.values()) == pytest.approx(1.0)
+
+
+def test_communication_that_is_not_observed_is_in_the_first_part(tmp_path: Path) -> None:
+    lines = [training_line(step, exposed_communication_seconds=None) for step in (10, 20)]
+    parts = [part.name for part in step_parts(record(tmp_path / "one", lines))]
+    assert parts == ["forward, backward and communication", "optimizer", "waiting for data"]
+    assert step_parts(record(tmp_path / "none", [])) == []

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.diagnose.pages.report_page import MAX_BYTES, report_page
+from fsdp_tune.diagnose.pages.run_record import read_run
+from fsdp_tune.run.directory import RunDir
+from tests.diagnose.pages.written import training_line, written
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class Elements(HTMLParser):
+    """Collects (tag, attributes) of every element, and the text of every script."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = self._in_script and tag != "script"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def page_of(*runs: RunDir) -> str:
+    return report_page([read_run(run, run.name) for run in runs], "2026-11-26 14:00")
+
+
+def hostile_run(folder: Path) -> RunDir:
+    lines = [
+        training_line(1, **{f"source_{HOSTILE}_loss": 1.0, "source_b_loss": 2.0}),
+        training_line(2, **{f"source_{HOSTILE}_loss": 1.0, "source_b_loss": 2.0}),
+        {"event": "loss_spike", "step": 2, "time": 1.0, "message": HOSTILE, "rows": [HOSTILE]},
+        {"event": HOSTILE, "step": 2, HOSTILE: HOSTILE},
+        {"event": "samples", "step": 2, "samples": [{"prompt": HOSTILE, "text": HOSTILE}]},
+    ]
+    run = written(folder, lines, text=f"# {HOSTILE}\n", torch=HOSTILE)
+    data = json.loads(run.data_json.read_text())
+    data["report"]["inputs"][0]["label"] = HOSTILE
+    run.data_json.write_text(json.dumps(data))
+    run.readback_json.write_text(json.dumps({"ranks": [], "differences": [HOSTILE], "warnings": [HOSTILE]}))
+    return run
+
+
+def test_text_of_runs_stays_text(tmp_path: Path) -> None:
+    page = page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", [training_line(1)]))
+    elements = Elements(page)
+    assert elements.all("img") == []
+    assert len(elements.scripts) == 3  # the data, uPlot, and the drawing
+    assert any(HOSTILE in series["label"] for chart in json.loads(elements.scripts[0]) for series in chart["series"])
+    assert page.count("&lt;img") >= 10
+
+
+def test_only_the_two_scripts_of_the_page_may_run(tmp_path: Path) -> None:
+    elements = Elements(page_of(written(tmp_path / "one", [training_line(1)])))
+    (policy,) = [str(each["content"]) for each in elements.all("meta") if each.get("http-equiv") == "Content-Security-Policy"]
+    digests = {f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in elements.scripts[1:]}
+    assert policy.startswith("default-src 'none'")
+    assert set(policy.partition("script-src ")[2].split()) == digests
+
+
+def test_page_needs_no_other_file(tmp_path: Path) -> None:
+    elements = Elements(page_of(written(tmp_path / "one", [training_line(1)])))
+    assert [attributes for _, attributes in elements.found if "src" in attributes] == []
+    assert elements.all("link") == []
+    assert all(str(link["href"]).startswith("#") for link in elements.all("a"))
+
+
+def test_links_of_the_page_resolve(tmp_path: Path) -> None:
+    lines = [training_line(1, source_a_loss=1.0), {"event": "samples", "step": 1, "samples": [{"prompt": "a", "text": "b"}]}]
+    elements = Elements(page_of(written(tmp_path / "one", lines)))
+    names = {f"#{attributes['id']}" for _, attributes in elements.found if attributes.get("id")}
+    links = {str(link["href"]) for link in elements.all("a")}
+    assert {"#learning", "#data-by-source", "#samples", "#events"} <= links <= names
+
+
+def test_every_chart_has_words_and_a_table(tmp_path: Path) -> None:
+    page = page_of(written(tmp_path / "one", [training_line(1), training_line(2)]))
+    elements = Elements(page)
+    plots = [each for each in elements.all("div") if each.get("class") == "plot"]
+    assert len(plots) == len(json.loads(elements.scripts[0])) == page.count('<details class="numbers">') == 7
+    assert all(each["role"] == "img" and "at step 1 to" in str(each["aria-label"]) for each in plots)
+
+
+def test_not_finite_values_are_null_in_the_data(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", [training_line(1), training_line(2, "nan"), training_line(3)])
+    with open(run.metrics_jsonl, "a") as file:
+        file.write('{"step": 4, "loss": NaN}\n')
+    elements = Elements(page_of(run))
+    data = json.loads(elements.scripts[0], parse_constant=pytest.fail)
+    assert data[0]["series"][0]["y"] == [5.0, None, 1.66667, None]
+
+
+def test_run_without_metrics_has_a_page(tmp_path: Path) -> None:
+    run = written(tmp_path / "one")
+    run.metrics_jsonl.unlink()
+    page = page_of(run)
+    assert "one has no training line yet." in page
+    assert "<figure" not in page
+    assert "name: written" in page
+
+
+def test_differences_are_of_recipes_and_environments(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "one", learning_rate=1e-4), written(tmp_path / "two", learning_rate=2e-4, torch="2.14")]
+    text = re.sub(r"\s+", " ", page_of(*runs))
+    assert '<tr><th scope="row">training.learning_rate</th><td>0.0001</td><td>0.0002</td></tr>' in text
+    assert '<tr><th scope="row">torch</th><td>2.13</td><td>2.14</td></tr>' in text
+    assert "The recipes are the same" in page_of(runs[0], written(tmp_path / "three", learning_rate=1e-4))
+
+
+def test_page_of_many_long_runs_is_below_a_megabyte(tmp_path: Path) -> None:
+    """Curves without regularity, long samples of text that escaping lengthens, thousands of events."""
+    fields: dict[str, Any] = {f"source_{name}_loss": 1.2345678 for name in range(20)}
+    lines: list[dict[str, Any]] = [training_line(step, 1 + (step * 7919 % 1009) / 997, **fields) for step in range(1, 2000)]
+    for step in range(100, 2000, 100):
+        samples = [{"prompt": f"{HOSTILE} {number}", "text": "<&>" * 2000} for number in range(20)]
+        lines.append({"event": "samples", "step": step, "samples": samples})
+    lines += [{"event": "loss_spike", "step": step, "message": "<" * 500} for step in range(1000)]
+    runs = [written(tmp_path / str(index), lines, text="<" * 100_000) for index in range(3)]
+    page = page_of(*runs)
+    assert len(page.encode()) < MAX_BYTES
+    assert "Curves have at most" in page
+    assert "more are in <code>metrics.jsonl</code>" in page
+
+
+def test_licence_of_the_chart_library_is_in_the_page(tmp_path: Path) -> None:
+    page = page_of(written(tmp_path / "one"))
+    assert "Copyright (c) 2022 Leon Sorokin" in page
+    assert 'THE SOFTWARE IS PROVIDED "AS IS"' in page
+
+
+CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_browser_draws_every_chart_without_errors(tmp_path: Path, width: int) -> None:
+    """The script counts the charts whose drawing has ended; the data of others in the page run nothing."""
+    lines = [training_line(step) for step in range(1, 200)]
+    page = tmp_path / "page.html"
+    page.write_text(page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", lines)))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
+    done = subprocess.run(
+        [str(CHROMIUM), *options, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert re.findall(r'<html lang="en" data-drawn="(\d+)"', done.stdout) == [str(page.read_text().count('<figure class="chart"'))]
+    assert done.stdout.count("<canvas") == 8

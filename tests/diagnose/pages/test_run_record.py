@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.diagnose.pages.run_record import differences, labels_of, read_run, seconds_in_steps
+from fsdp_tune.run.directory import existing_run
+from tests.diagnose.pages.written import training_line, written
+
+
+def test_run_being_written_is_read_to_its_last_complete_line(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", [training_line(10), training_line(20, "nan"), {"step": 20, "eval_loss": 2.0}])
+    with open(run.metrics_jsonl, "a") as file:
+        file.write('{"step": 30, "loss": NaN, "grad_norm": 1.0}\n{"step": 40, "lo')
+    summary = read_run(run, "one").summary()
+    assert summary["loss"] == {"first": 0.5, "last": None, "best": 0.5, "best_step": 10, "not_finite": 2}
+    assert summary["eval_loss"]["last"] == 2.0
+    assert (summary["state"], summary["steps"], summary["mfu"]) == ("not started", 30, None)
+
+
+def test_run_without_metrics_has_no_figures(tmp_path: Path) -> None:
+    run = written(tmp_path / "one")
+    run.metrics_jsonl.unlink()
+    summary = read_run(run, "one").summary()
+    assert (summary["loss"], summary["steps"], summary["tokens"], summary["events"]) == (None, 0, None, {})
+
+
+def test_files_that_are_gone_leave_their_part_out(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", [training_line(10)])
+    for path in (run.environment_json, run.data_json, run.launch_json, run.recipe_yaml):
+        path.unlink()
+    record = read_run(run, "one")
+    assert (record.environment, record.data, record.command, record.written) == ({}, None, "", "")
+
+
+def test_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+    run = written(tmp_path / "one")
+    run.data_json.write_text("{")
+    with pytest.raises(FsdpTuneError, match=r"damaged") as caught:
+        read_run(run, "one")
+    assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == ("run-unreadable", str(run.data_json))
+
+
+def test_secrets_are_masked(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", text="model: https://me:hunter22@host/model\n")
+    record = read_run(run, "one")
+    assert "hunter22" not in record.written
+    assert record.written.startswith("model: https://***@host")
+    assert "aaaa" not in record.command
+
+
+def test_environment_is_text_without_what_is_unknown(tmp_path: Path) -> None:
+    record = read_run(written(tmp_path / "one"), "one")
+    assert record.environment == {"torch": "2.13", "devices": "none", "name": "node", "memory": "64.0 GiB"}
+
+
+def test_seconds_are_of_all_steps(tmp_path: Path) -> None:
+    record = read_run(written(tmp_path / "one", [training_line(10), training_line(30, step_seconds=1.0)]), "one")
+    assert seconds_in_steps(record.lines) == 10 * 0.5 + 20 * 1.0
+
+
+def test_labels_have_as_many_parents_as_they_need() -> None:
+    assert labels_of([Path("/a/one"), Path("/a/two")]) == ["one", "two"]
+    assert labels_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a/x/run", "b/x/run"]
+
+
+def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
+    maps = [{"a": "1", "b": "2", "name": "x"}, {"a": "1", "b": "3", "c": "4", "name": "y"}]
+    assert differences(maps, ignored=("name",)) == {"b": ["2", "3"], "c": [None, "4"]}
+    assert differences(maps[:1]) == {}
+
+
+def test_directory_that_is_no_run_names_the_runs_in_it(tmp_path: Path) -> None:
+    run = written(tmp_path / "runs" / "one")
+    for path, hint in ((tmp_path / "runs", "the runs in it are one"), (run.path / "checkpoint-3", "give the run that contains it")):
+        with pytest.raises(FsdpTuneError) as caught:
+            existing_run(path)
+        assert caught.value.problems[0].code == "not-a-run"
+        assert hint in (caught.value.problems[0].hint or "")
