@@ -56,6 +56,7 @@ NOT_DRAWN = re.compile(
 )
 """Fields that are an axis, that follow from a drawn one, or that the text of the page has."""
 PART_NAMES = {
+    "eval_loss": "all",
     "data_wait_seconds": "waiting for data",
     "exposed_communication_seconds": "waiting for communication",
     "optimizer_seconds": "optimizer",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import jinja2
-from markupsafe import Markup
 
 from fsdp_tune import __version__
 from fsdp_tune.core.secrets import mask_text
@@ -23,6 +22,8 @@ MAX_BYTES = 1_000_000
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Of the points, events and texts of a page; the first that fits is taken."""
 EVENTS, PROMPTS, SAMPLE_STEPS, SAMPLE_CHARACTERS, RECIPE_CHARACTERS = 200, 20, 12, 1000, 20_000
+RESOLVED_RECIPES = 8
+"""Runs whose every key is on the page; of more runs there are the differences."""
 UNCOMPARED_KEYS = ("name", "output_dir")
 UNCOMPARED_FACTS = ("memory available",)
 
@@ -71,7 +72,7 @@ def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], written_at: st
         styles=[_uplot("uPlot.min.css"), asset("page.css"), asset("report.css")],
         scripts=scripts,
         licence=_uplot("LICENSE"),
-        data=json.dumps([chart.as_json(limit) for chart in charts], ensure_ascii=False, allow_nan=False, separators=(",", ":")),
+        data=_inert(json.dumps([chart.as_json(limit) for chart in charts], ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
         groups=[(name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)],
         limit=limit,
         thinned=any(len(series.curve.steps) > limit for chart in charts for series in chart.series),
@@ -85,7 +86,8 @@ def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], written_at: st
         samples=prompts[:PROMPTS],
         more_prompts=max(0, len(prompts) - PROMPTS),
         recipe=difference_table(found.recipe, runs),
-        resolved=[(run, _resolved(run), run.written[: int(share * RECIPE_CHARACTERS)]) for run in runs],
+        written=[(run, run.written[: int(share * RECIPE_CHARACTERS)]) for run in runs],
+        resolved=[(run, _resolved(run)) for run in runs[:RESOLVED_RECIPES]],
         environment=difference_table(found.environment, runs),
         facts=Table(["", *(run.label for run in runs)], [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts]),
     )
@@ -107,12 +109,11 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["inert"] = _inert
     return environment.get_template("report.html.j2")
 
 
-def _inert(text: str) -> Markup:
+def _inert(text: str) -> str:
     """Return JSON that cannot end its script element: every `<`, `>` and `&` as an escape of JSON."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return text

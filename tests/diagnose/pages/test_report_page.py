@@ -157,22 +157,34 @@ def test_licence_of_the_chart_library_is_in_the_page(tmp_path: Path) -> None:
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 
 
+def drawn(page: str, folder: Path, width: int) -> str:
+    """The document after its scripts have run in a window of that width. Fails if the browser reports an error."""
+    file = folder / "page.html"
+    file.write_text(page)
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
+    command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_browser_draws_every_chart_without_errors(tmp_path: Path, width: int) -> None:
     """The script counts the charts whose drawing has ended; the data of others in the page run nothing."""
-    lines = [training_line(step) for step in range(1, 200)]
-    page = tmp_path / "page.html"
-    page.write_text(page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", lines)))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
-    done = subprocess.run(
-        [str(CHROMIUM), *options, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    assert re.findall(r'<html lang="en" data-drawn="(\d+)"', done.stdout) == [str(page.read_text().count('<figure class="chart"'))]
-    assert done.stdout.count("<canvas") == 8
+    page = page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", [training_line(step) for step in range(1, 200)]))
+    found = drawn(page, tmp_path, width)
+    assert re.findall(r'<html lang="en" data-drawn="(\d+)"', found) == [str(page.count('<figure class="chart"'))] == ["8"]
+    assert found.count("<canvas") == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+def test_numbers_below_a_chart_are_a_table_of_all_runs(tmp_path: Path) -> None:
+    runs = written(tmp_path / "one", [training_line(1), training_line(1500, "nan")]), written(tmp_path / "two", [training_line(2)])
+    page = page_of(*runs).replace('<details class="numbers">', '<details class="numbers" open>', 1)
+    cells = re.search(r"<summary>Numbers: Loss</summary>.*?<table>(.*?)</table>", drawn(page, tmp_path, 800), re.DOTALL)
+    assert cells is not None
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in cells[1].split("<tr>")[1:]]
+    assert rows == [["step", "one", "two"], ["1", "5", ""], ["2", "", "2.5"], ["1,500", "–", ""]]

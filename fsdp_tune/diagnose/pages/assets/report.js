@@ -157,9 +157,11 @@
       draw(figure);
     });
     const details = figure.querySelector("details");
-    details.addEventListener("toggle", () => {
+    const show = () => {
       if (details.open && !details.querySelector("table")) fill(details, chart);
-    });
+    };
+    details.addEventListener("toggle", show);
+    show();
     draw(figure);
   }
   document.getElementById("reset")?.addEventListener("click", () => {
