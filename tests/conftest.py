@@ -32,9 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that run commands or ranks: at the end, a long file would keep one process busy and the other idle."""
-    longest = {mark: {item.path for item in items if item.get_closest_marker(mark) is not None} for mark in ("e2e", "ranks")}
-    items.sort(key=lambda item: (item.path not in longest["e2e"], item.path not in longest["ranks"]))
+    """Begin with the files that run commands or ranks: at the end, a long file would keep one process busy and the other idle.
+
+    Before them come traces, which fork: some builds of torch refuse a backward pass in a fork once the process has had one.
+    """
+    first = [{item.path for item in items if item.path.is_relative_to(REPOSITORY / "tests" / "planner")}]
+    first += [{item.path for item in items if item.get_closest_marker(mark) is not None} for mark in ("e2e", "ranks")]
+    items.sort(key=lambda item: [item.path not in paths for paths in first])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -67,6 +67,12 @@ def names() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def known(*candidates: str) -> list[str]:
+    """Return those that the installed transformers has: its lowest version lacks the newest."""
+    have = names()
+    return [name for name in candidates if name in have]
+
+
 def config_of(name: str) -> dict[str, Any]:
     """Return the default configuration with a rehearsal's sizes, a small vocabulary and no dropout."""
     from transformers import AutoConfig

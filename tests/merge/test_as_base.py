@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.merge.copy import gather, write
-from tests.architectures.tiny import config_of, make_model
+from tests.architectures.tiny import config_of, known, make_model
 from tests.data.test_exported_tokenizer import write_base as write_tokenizer
 from tests.exports.case import write_run
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, merged_tensors, same_bits, save_on_ranks
@@ -23,7 +23,7 @@ from tests.model.families import FAMILIES
 
 ROWS = 300
 IDS = torch.tensor([[5, 17, 40, 3, 99, 101, 7, 64]])
-OTHERS = ("phimoe", "qwen3_moe", "olmoe", "granitemoe", "jamba", "aria_text", "deepseek_v3", "sarvam_moe", "hrm_text")
+OTHERS = known("phimoe", "qwen3_moe", "olmoe", "granitemoe", "jamba", "aria_text", "deepseek_v3", "sarvam_moe", "hrm_text")
 
 
 def base_of(family: str, folder: Path, **changes: Any) -> Path:

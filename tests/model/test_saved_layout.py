@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.model.loading.saved_layout import base_layout, saved_layout
 from fsdp_tune.run.base_model import BaseLayout, FileTensor
-from tests.architectures.tiny import config_of
+from tests.architectures.tiny import config_of, known
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -37,7 +37,9 @@ def values_of(tensor: FileTensor, state: dict[str, torch.Tensor]) -> torch.Tenso
     return made
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", known("mixtral", "qwen2_moe", "jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h")
+)
 def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -32,6 +32,7 @@ from fsdp_tune.verify.rehearsal.scale_down import (
     scale_down_config,
     scale_down_recipe,
 )
+from tests.architectures.tiny import known
 from tests.model.families import FAMILIES
 
 MACHINE = Machine(None, 0, 2, None)
@@ -65,7 +66,7 @@ def test_default_config_with_sizes_that_depend_on_each_other_scales_down(name: s
     AutoConfig.for_model(**small)
 
 
-@pytest.mark.parametrize("name", ["bailing_hybrid", "deepseek_v3", "gptj", "plbart"])
+@pytest.mark.parametrize("name", known("bailing_hybrid", "deepseek_v3", "gptj", "plbart"))
 def test_scaled_down_config_with_grouped_experts_or_own_names_of_sizes_computes(name: str) -> None:
     small = scale_down_config(AutoConfig.for_model(name).to_dict())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
