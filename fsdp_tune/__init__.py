@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.jobs.evaluate import EvaluateOptions, evaluate
+    from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.merge import merge_checkpoint
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.plan import plan
@@ -31,6 +32,7 @@ __all__ = [
     "Observer",
     "TrainOptions",
     "evaluate",
+    "import_recipe",
     "load_recipe",
     "merge_checkpoint",
     "plan",
@@ -50,6 +52,7 @@ _MODULES = {
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.train",
     "evaluate": "jobs.evaluate",
+    "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.merge",
     "plan": "jobs.plan",

@@ -16,6 +16,7 @@ from fsdp_tune.cli.cache import cache
 from fsdp_tune.cli.chat_templates import templates
 from fsdp_tune.cli.env import env
 from fsdp_tune.cli.evaluate import evaluate
+from fsdp_tune.cli.import_config import import_config
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.plan import plan
@@ -104,6 +105,8 @@ def fsdp_tune(
 
 app.command(cls=LaunchingCommand, short_help="Train by a recipe, then merge.")(train)
 app.command(short_help="Check a recipe without GPUs and report all mistakes.")(validate)
+app.command("import", short_help="Turn a configuration of another trainer into a recipe.")(import_config)
+app.command("migrate", hidden=True, short_help="Same as `import`.")(import_config)
 app.command(short_help="Predict memory and time, and rank recipes.")(plan)
 app.command(short_help="Tokenise and pack the data; show what is trained.")(prepare)
 app.command(short_help="Rehearse a full run on CPU ranks with a scaled-down model.")(rehearse)

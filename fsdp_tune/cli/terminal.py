@@ -65,11 +65,12 @@ class Terminal:
         self._log: TerminalLog | None = None
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
+        self._has_result = False
 
     @property
     def talk(self) -> TextIO:
         """The stream of lines. Looked up at each call, since tests and `| head` replace it."""
-        return sys.stderr if self.json_output else sys.stdout
+        return sys.stderr if self.json_output or self._has_result else sys.stdout
 
     @property
     def is_live(self) -> bool:
@@ -87,6 +88,11 @@ class Terminal:
         """Print a line."""
         self._record(text)
         write_text(self.talk, printable(text) + "\n")
+
+    def result(self, text: str) -> None:
+        """Print the text that a command is run for on stdout, unchanged; lines go to stderr from now on."""
+        self._has_result = True
+        write_text(sys.stdout, text)
 
     def fields(self, fields: Sequence[str], narrow: Sequence[str]) -> None:
         """Print `fields` on one line. A terminal that is too narrow gets `narrow`, the most important first, as far as they fit; a pipe and

@@ -10,16 +10,18 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
+from fsdp_tune.recipe.read.foreign.tools import foreign_tool
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
 from fsdp_tune.recipe.rules import REMARKS, RULES
 from fsdp_tune.recipe.rules.inactive import inactive_keys
+from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
@@ -65,6 +67,7 @@ def parse_recipe(
 ) -> LoadedRecipe:
     """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default name."""
     tree, problems = _compose_mapping(text, str(path))
+    _refuse_other_tools(tree, path)
     notices, wrong = translate(tree)
     problems.extend(wrong)
     for more_notices, more_problems in (apply_overrides(tree, overrides, options), settle(tree)):
@@ -101,6 +104,16 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
         message = f"the recipe is {kind}; it must be keys with values, such as `model: {{name_or_path: gpt2}}`"
         raise FsdpTuneError(*problems, Problem("not-a-mapping", message, root.where, hint))
     return root, problems
+
+
+def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
+    """Raises: usage error for the configuration of another trainer, instead of one for each of its keys."""
+    tool = foreign_tool(cast("dict[str, Any]", plain_value(tree)))
+    if tool is not None:
+        message = f"this is a configuration of {tool}, and not a recipe"
+        target = "imported.yaml" if path.name == "recipe.yaml" else "recipe.yaml"
+        hint = f"fsdp-tune import {shown(str(path))} --output {target}"
+        raise usage_error("foreign-configuration", message, hint=hint, where=Where(str(path)))
 
 
 def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
-"""Names of recipe keys in other trainers, for the hint of an unknown key: the key here, and what to write for the value that is given.
+"""Names of recipe keys in other trainers: the key here, and what to write for the value that is given.
 
-Each conversion states how unit or sense differ. A test runs each name with a value, and loads what its hint proposes.
+The hint of an unknown key says it in words (`Advice.words`), and `fsdp-tune import` writes it (`Advice.tree`). Each conversion states how
+unit or sense differ. A test runs each name with a value, and loads what its hint proposes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,21 @@ import yaml
 
 from fsdp_tune.recipe.scalars import printable
 
-Converter = Callable[[Any], str]
-"""From a value in the other tool to the rest of the hint, mostly "write `KEY: VALUE`"."""
 _SHOWN_CHARACTERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a recipe has in place of a key of another tool."""
+
+    words: str
+    """The rest of a hint, mostly "write `KEY: VALUE`"."""
+    tree: dict[str, Any] | None = None
+    """The same as a part of a recipe. {}: the key is left out. None: a person has to decide, by the words."""
+
+
+Converter = Callable[[Any], Advice]
+"""From a value in the other tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +45,48 @@ class Synonym:
     def hint(self, name: str, value: Any) -> str:
         """Return the hint for `name: value`; a value of None is one that is not known."""
         known = f"`{name}` of {self.tool} is `{self.key}` here" if self.tool else f"it is `{self.key}` here"
-        if value is None or (isinstance(cast("object", value), Mapping) and self.example):
-            return f"{known}: write `{self.example}`" if self.example else known
-        if self.convert is not None:
-            return f"{known}: {self.convert(value)}"
-        return f"{known}: write `{self.example or written(self.key, value)}`"
+        if value is None and not self.example:
+            return known
+        return f"{known}: {self.advice(value).words}"
+
+    def advice(self, value: Any) -> Advice:
+        """Return what to write for a value. Where only an example is known, a person has to decide."""
+        if self.example and (value is None or self.convert is None or isinstance(cast("object", value), Mapping)):
+            return Advice(f"write `{self.example}`")
+        return self.convert(value) if self.convert is not None else _write(self.key, value)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
+    tree: Any = value
+    for part in reversed(key.split(".")):
+        tree = cast("Any", {part: [tree] if part == "train" and isinstance(tree, dict) else tree})
+    return tree
 
 
 def written(key: str, value: object) -> str:
-    """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`; entries of `data.train` are a list."""
-    tree = value
-    for part in reversed(key.split(".")):
-        tree = cast("object", {part: [tree] if part == "train" and isinstance(tree, dict) else tree})
+    """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`."""
+    tree = nested(key, value)
     line = yaml.safe_dump(tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False).strip()
     line = printable(line.removeprefix("{").removesuffix("}"))
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
 
 
-def _write(key: str, value: Any) -> str:
-    return f"write `{written(key, value)}`"
+def _write(key: str, value: Any) -> Advice:
+    return Advice(f"write `{written(key, value)}`", nested(key, value))
+
+
+def _lines(lines: str) -> Advice:
+    """Return the advice to write lines of YAML, with "` and `" between them."""
+    tree: dict[str, Any] = {}
+    for line in lines.split("` and `"):
+        tree |= yaml.safe_load(line)
+    return Advice(f"write `{lines}`", tree)
+
+
+def _leave(words: str) -> Converter:
+    """Return a converter of a key that is left out: `words` say why."""
+    return lambda value: Advice(f"leave it out{words.format(value=printable(str(value)))}", {})
 
 
 def _as(key: str, change: Callable[[Any], Any]) -> Converter:
@@ -60,20 +96,20 @@ def _as(key: str, change: Callable[[Any], Any]) -> Converter:
 
 def _say(words: str) -> Converter:
     """Return a converter for a value in another unit that needs a number which is not here: `words` have the formula."""
-    return lambda value: words.format(value=printable(str(value)))
+    return lambda value: Advice(words.format(value=printable(str(value))))
 
 
 def _cases(key: str, cases: Mapping[str, Any], other: str) -> Converter:
     """Return a converter for values by name; `other` is said of the rest, and None means that the key is left out."""
 
-    def convert(value: Any) -> str:
+    def convert(value: Any) -> Advice:
         name = printable(str(value)).lower()
         if name not in cases:
-            return other.format(value=name)
+            return Advice(other.format(value=name), {} if other.startswith("leave it out") else None)
         found = cases[name]
         if found is None:
-            return "leave it out, which is the same as that value"
-        return f"write `{found}`" if isinstance(found, str) and ": " in found else _write(key, found)
+            return Advice("leave it out, which is the same as that value", {})
+        return _lines(found) if isinstance(found, str) and ": " in found else _write(key, found)
 
     return convert
 
@@ -87,26 +123,27 @@ def _names(value: Any) -> list[Any]:
     return list(cast("list[Any]", value)) if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
 
 
-def _held_out(value: Any) -> str:
+def _held_out(value: Any) -> Advice:
     """Convert a size of a held-out part: below 1 a share of the rows, else a number of rows; 0 is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value == 0:
-            return "leave it out, which evaluates nothing"
+            return Advice("leave it out, which evaluates nothing", {})
         return _write("data.eval", {"fraction": value} if value < 1 else {"rows": int(value)})
-    return f"write `{_HELD_OUT}`"
+    return Advice(f"write `{_HELD_OUT}`")
 
 
 def _per_epoch(key: str) -> Converter:
     """Convert a number of events in an epoch: here, below 1, the interval is a share of all steps."""
 
-    def convert(value: Any) -> str:
+    def convert(value: Any) -> Advice:
         if value == 0:
             return _write(key.replace("_steps", "_strategy"), "no")
         if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            return f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps"
-        share = round(1 / value, 4) if value > 1 else None
-        line = _write(key, share) if share else _write(key.replace("_steps", "_strategy"), "epoch")
-        return f"{line} for one epoch; with more, {share} / epochs: below 1 it is a share of all steps" if share else line
+            return Advice(f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps")
+        if value <= 1:
+            return _write(key.replace("_steps", "_strategy"), "epoch")
+        share = round(1 / value, 4)
+        return Advice(f"{_write(key, share).words} for one epoch; with more, {share} / epochs: below 1 it is a share of all steps")
 
     return convert
 
@@ -120,11 +157,11 @@ def _sources(value: Any) -> list[Any]:
 
 def _source(name: str) -> Converter:
     """Return a converter to a key of the entries of `data.train`."""
-    return lambda value: f"write `data: {{train: [{{{'' if name == 'path' else 'path: NAME, '}{written(name, value)}}}]}}`"
+    return lambda value: _write("data.train", ({} if name == "path" else {"path": "NAME"}) | {name: value})
 
 
 def _column(name: str) -> Converter:
-    return lambda value: f"write `data: {{train: [{{path: NAME, {written('rename_columns', {str(value): name})}}}]}}`"
+    return lambda value: _write("data.train", {"path": "NAME", "rename_columns": {str(value): name}})
 
 
 _TRAIN = "data: {train: [{path: NAME}]}"
@@ -159,6 +196,7 @@ _ATTENTION = {
     "eager": "eager",
     "auto": None,
     "false": None,
+    "flash_attn": "flash_attention_2",
 }
 _KERNEL = "write the kernel as `model: {{attn_implementation: …}}`: auto, sdpa, flash_attention_2, eager"
 _NOT_PISSA = "leave it out: adapters that change the base (PiSSA, OLoRA, CorDA) are not supported"
@@ -182,16 +220,18 @@ _NO_STAGE = "it is one of FULL_SHARD (ZeRO 3), SHARD_GRAD_OP (ZeRO 2), HYBRID_SH
 _attention = _cases("model.attn_implementation", _ATTENTION, _KERNEL)
 
 
-def _roles(value: Any) -> str:
+def _roles(value: Any) -> Advice:
     names = _names(value)
     if names == ["assistant"] or names == ["gpt"]:
         return _write("data.loss_on", "assistant")
-    return "write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages"
+    return Advice("write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages")
 
 
-def _targets(value: Any) -> str:
+def _targets(value: Any) -> Advice:
     if not isinstance(value, str | list):
-        return f"write `{_LINEAR}`"
+        return Advice(f"write `{_LINEAR}`")
+    if isinstance(value, str) and any(character in value for character in r"\[](|*^$+?"):
+        return _write("lora.target_modules", value)  # a regular expression for full names, in PEFT too
     names = _names(value)
     return _write("lora.target_modules", "all-linear" if names in (["all"], ["all-linear"]) else names)
 
@@ -210,15 +250,16 @@ _FORMATS = {
 }
 
 
-def _formats(value: Any) -> str:
+def _formats(value: Any) -> Advice:
     name = printable(str(value)).partition(":")[0]
     if name in _FORMATS:
-        return f"write `data: {{train: [{{path: NAME, format: {_FORMATS[name]}}}]}}`, or leave it out: the columns decide"
-    return "leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`"
+        line = _write("data.train", {"path": "NAME", "format": _FORMATS[name]})
+        return Advice(f"{line.words}, or leave it out: the columns decide", line.tree)
+    return Advice("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")
 
 
-def _as_builder(value: Any) -> str:
-    return f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`"
+def _as_builder(value: Any) -> Advice:
+    return Advice(f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`")
 
 
 _Row = tuple[str, str | None] | tuple[str, str | None, Converter]
@@ -391,7 +432,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "group_by_length": (
             "data.packing",
             "data: {packing: true}",
-            _say("leave it out: without packing, rows of similar length are always put together"),
+            _leave(": without packing, rows of similar length are always put together"),
         ),
         **dict.fromkeys(("model_name", "model_id", "model_path", "pretrained_model_name_or_path"), ("model.name_or_path", None)),
         **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)),

@@ -1,0 +1,259 @@
+"""Keys of Accelerate's configuration file, of its launcher and of DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fsdp_tune.recipe.read.foreign.general import Rule, Rules, by_synonym, fine_or, implies, is_on, leave, off_or, same, section, settle_all
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.legacy import DTYPE_NAMES
+
+_LAUNCH = "the launcher of this package sets it"
+_BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
+
+
+def _kind(ledger: Ledger, path: Path, value: Any) -> None:
+    """How the ranks share the model."""
+    strategies = {
+        "FSDP": None,
+        "DEEPSPEED": None,
+        "NO": "NO_SHARD",
+        "MULTI_GPU": "NO_SHARD",
+        "MULTI_CPU": "NO_SHARD",
+        "MULTI_XPU": "NO_SHARD",
+    }
+    name = str(value).upper()
+    if name not in strategies:
+        ledger.ask(path, f"`{value}` has no counterpart", ("fsdp", "sharding_strategy"))
+    elif (strategy := strategies[name]) is None:
+        ledger.drop(path, "sharding is on by default; its keys have the details")
+    else:
+        ledger.write(path, {"fsdp.sharding_strategy": strategy}, Fate.CONVERTED, "every rank holds the whole model (DDP)")
+
+
+def _precision(ledger: Ledger, path: Path, value: Any) -> None:
+    name = {False: "no"}.get(value, DTYPE_NAMES.get(value, value))
+    ledger.write(path, {"precision.mixed_precision": name}, Fate.KEPT if name == value else Fate.CONVERTED)
+
+
+def _compile(ledger: Ledger, path: Path, value: Any) -> None:
+    backend = cast("dict[str, Any]", value).get("dynamo_backend", "NO") if isinstance(value, dict) else value
+    if str(backend).upper() == "NO":
+        ledger.drop(path, "off, as it is here")
+    else:
+        ledger.write(path, {"kernels.compile": True}, Fate.CONVERTED, "each decoder layer is compiled")
+
+
+def _port(ledger: Ledger, path: Path, value: Any) -> None:
+    if value == 0:
+        ledger.drop(path, "a free port is found here too")
+    else:
+        ledger.write(path, {"launch.main_process_port": value}, Fate.KEPT)
+
+
+def _mesh(name: str) -> Rule:
+    """Sizes of the mesh: replicas of a sharded model are HYBRID_SHARD; a size of 1 is the default."""
+
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        replicas = ledger.value(*path[:-1], "parallelism_config_dp_replicate_size")
+        if value == 1 or (name == "dp_shard_size" and replicas in (None, 1)):
+            ledger.drop(path, "all ranks share one model, as they do by default")
+        else:
+            ledger.write(path, {f"parallelism.{name}": value}, Fate.CONVERTED)
+        if name == "dp_replicate_size" and value != 1:
+            ledger.set(("fsdp", "sharding_strategy"), "HYBRID_SHARD", str(path[-1]), Weight.IMPLIED)
+
+    return rule
+
+
+_PARALLEL = {
+    **{f"parallelism_config_{name}": _mesh(name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")},
+    "parallelism_config_cp_comm_strategy": leave("the keys and values of a row are exchanged as `sp_size` needs them"),
+    **dict.fromkeys(
+        ("parallelism_config_sp_backend", "parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation"),
+        leave("`sp_size` is Ulysses, for rows of any length and each attention kernel"),
+    ),
+}
+_AUTO_STAGE = leave("auto: DeepSpeed takes it from the arguments of the trainer")
+
+LAUNCHER_RULES: Rules = {
+    "num_processes": same("launch.num_processes"),
+    "num_machines": same("launch.num_machines"),
+    "machine_rank": leave("each machine runs the same command"),
+    "main_process_port": _port,
+    **dict.fromkeys(
+        ("compute_environment", "main_training_function", "debug", "downcast_bf16", "rdzv_backend", "same_network"), leave(_LAUNCH)
+    ),
+    **dict.fromkeys(("module", "m", "no_python", "standalone", "monitor_interval", "rdzv_conf", "rdzv_id"), leave(_LAUNCH)),
+    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), off_or("off", "TPUs are not supported")),
+    "gpu_ids": leave("`launch.num_processes` counts the ranks; CUDA_VISIBLE_DEVICES selects their GPUs"),
+    **dict.fromkeys(("ipex_config", "mpirun_config", "megatron_lm_config", "fp8_config"), off_or("off", "there is no counterpart")),
+    "distributed_type": _kind,
+    **dict.fromkeys(("multi_gpu", "use_fsdp", "use_deepspeed"), leave("the ranks share the model by `fsdp.sharding_strategy`")),
+    "mixed_precision": _precision,
+    **dict.fromkeys(("dynamo_backend", "dynamo_config"), _compile),
+    "use_cpu": implies({"launch.device": "cpu"}),
+    "enable_cpu_affinity": same("launch.enable_cpu_affinity"),
+    "parallelism_config": section(_PARALLEL),
+    "gradient_accumulation_steps": same("training.gradient_accumulation_steps"),
+    "gradient_clipping": by_synonym("gradient_clipping"),
+    "node_rank": leave("each machine runs the same command"),
+}
+"""Keys of Accelerate's file, and options of `accelerate launch` and `torchrun`. See `general.settle_key`."""
+
+
+# ---- DeepSpeed
+
+
+def unless_auto(rule: Rule) -> Rule:
+    return lambda ledger, path, value: (_AUTO_STAGE if value == "auto" else rule)(ledger, path, value)
+
+
+def _stage(ledger: Ledger, path: Path, value: Any) -> None:
+    if value in (1, "1"):
+        ledger.write(
+            path, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, Fate.CONVERTED, "gradients are sharded too; the numbers are the same"
+        )
+    else:
+        by_synonym("zero_stage")(ledger, path, value)
+
+
+def _offload(ledger: Ledger, path: Path, value: Any) -> None:
+    """A mapping with a device, or the device alone."""
+    device = cast("dict[str, Any]", value).get("device") if isinstance(value, dict) else value
+    if device in (None, "none"):
+        ledger.drop(path, "off, as it is here")
+    elif device == "cpu":
+        ledger.write(path, {"fsdp.offload_params": True}, Fate.CONVERTED, "parameters, gradients and optimizer state are in host memory")
+    else:
+        ledger.ask(path, "there is no offload to disks; `fsdp: {offload_params: true}` is to host memory", ("fsdp", "offload_params"))
+
+
+def _enabled(dtype: str) -> Rule:
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        enabled = cast("dict[str, Any]", value).get("enabled") if isinstance(value, dict) else value
+        if enabled == "auto":
+            _AUTO_STAGE(ledger, path, value)
+        elif is_on(enabled):
+            ledger.write(path, {"precision.mixed_precision": dtype}, Fate.CONVERTED)
+        else:
+            ledger.drop(path, "off")
+
+    return rule
+
+
+def _optimizer(ledger: Ledger, path: Path, _: Any) -> None:
+    if ledger.is_open((*path, "type")):
+        _optimizer_name(ledger, (*path, "type"), ledger.value(*path, "type"))
+    params: Path = (*path, "params")
+    if isinstance(ledger.value(*params), dict):
+        settle_all(ledger, params, {name: unless_auto(rule) for name, rule in _OPTIMIZER.items()})
+
+
+def _optimizer_name(ledger: Ledger, path: Path, value: Any) -> None:
+    if str(value).lower() in ("adam", "adamw"):
+        ledger.write(path, {"training.optim": "adamw_torch_fused"}, Fate.CONVERTED)
+    else:
+        ledger.ask(path, f"`{value}` of DeepSpeed is not supported", ("training", "optim"))
+
+
+def _betas(ledger: Ledger, path: Path, value: Any) -> None:
+    if isinstance(value, list) and len(cast("list[Any]", value)) == 2:
+        ledger.write(path, {"training.adam_beta1": value[0], "training.adam_beta2": value[1]}, Fate.CONVERTED)
+    else:
+        ledger.ask(path, "two numbers: `training: {adam_beta1: 0.9, adam_beta2: 0.999}`", ("training", "adam_beta1"))
+
+
+def _scheduler(ledger: Ledger, path: Path, _: Any) -> None:
+    names = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    kind = str(ledger.value(*path, "type"))
+    if not ledger.is_open((*path, "type")):
+        pass
+    elif kind in names:
+        ledger.write((*path, "type"), {"training.lr_scheduler_type": names[kind]}, Fate.CONVERTED)
+    else:
+        ledger.ask((*path, "type"), f"`{kind}` of DeepSpeed is not known here", ("training", "lr_scheduler_type"))
+    if isinstance(ledger.value(*path, "params"), dict):
+        settle_all(ledger, (*path, "params"), {name: unless_auto(rule) for name, rule in _SCHEDULER.items()})
+
+
+_OPTIMIZER: Rules = {
+    "lr": by_synonym("lr"),
+    "betas": _betas,
+    "eps": same("training.adam_epsilon"),
+    "weight_decay": same("training.weight_decay"),
+    **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction"), leave("AdamW as torch computes it")),
+}
+_SCHEDULER: Rules = {
+    "warmup_num_steps": same("training.warmup_steps"),
+    "warmup_max_lr": by_synonym("max_lr"),
+    "total_num_steps": same("training.max_steps"),
+    "warmup_min_lr": fine_or((0, 0.0), "warm-up begins at 0 here too", "warm-up begins at 0", "training", "warmup_steps"),
+    "warmup_type": fine_or(("linear",), "warm-up is linear here too", "warm-up is linear", "training", "warmup_steps"),
+}
+_ZERO: Rules = {
+    "stage": _stage,
+    **dict.fromkeys(("offload_optimizer", "offload_param"), _offload),
+    "stage3_gather_16bit_weights_on_model_save": leave("`merge-checkpoint` makes one model of the shards"),
+}
+
+
+def _zero(ledger: Ledger, path: Path, value: Any) -> None:
+    for name in cast("dict[str, Any]", value) if isinstance(value, dict) else ():
+        inner = (*path, name)
+        rule = _ZERO.get(name) or leave(_BY_FSDP2)
+        unless_auto(rule)(ledger, inner, ledger.value(*inner))
+    if ledger.is_open(path):
+        ledger.drop(path, "no keys")
+
+
+_BATCH = {
+    "train_batch_size": by_synonym("train_batch_size"),
+    "train_micro_batch_size_per_gpu": by_synonym("train_micro_batch_size_per_gpu"),
+    "gradient_accumulation_steps": same("training.gradient_accumulation_steps"),
+    "gradient_clipping": by_synonym("gradient_clipping"),
+}
+DEEPSPEED_RULES: Rules = {
+    **{name: unless_auto(rule) for name, rule in _BATCH.items()},
+    "zero_optimization": _zero,
+    "bf16": _enabled("bf16"),
+    "fp16": _enabled("fp16"),
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "steps_per_print": lambda ledger, path, value: (
+        ledger.write(path, {"training.logging_steps": value}, Fate.CONVERTED, weight=Weight.IMPLIED)
+        if isinstance(value, int)
+        else ledger.drop(path, "`training.logging_steps` is the interval of the lines")
+    ),
+    **dict.fromkeys(
+        ("wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), leave("a matter of DeepSpeed's code")
+    ),
+    **dict.fromkeys(
+        ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"), leave("it is `precision.reduce_dtype`")
+    ),
+    "activation_checkpointing": leave("it is `fsdp.activation_checkpointing`"),
+    "sequence_parallel_size": same("parallelism.sp_size"),
+    "seq_parallel_communication_data_type": leave("it is `precision.reduce_dtype`"),
+    **dict.fromkeys(
+        ("_comment", "comms_config", "comms_logger", "monitor_config", "tensorboard", "wandb", "csv_monitor"),
+        leave("a matter of DeepSpeed's code"),
+    ),
+}
+"""Keys of DeepSpeed's JSON. See `general.settle_key`."""
+_PLUGIN: Rules = {
+    "zero_stage": _stage,
+    **dict.fromkeys(("offload_optimizer_device", "offload_param_device"), _offload),
+    "gradient_accumulation_steps": unless_auto(same("training.gradient_accumulation_steps")),
+    "gradient_clipping": unless_auto(by_synonym("gradient_clipping")),
+    **dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"), leave("`fsdp:` needs no such switch")),
+    **dict.fromkeys(
+        ("offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names"), off_or("off", "no counterpart")
+    ),
+    "deepspeed_config_file": lambda ledger, path, value: (
+        settle_all(ledger, path, DEEPSPEED_RULES)
+        if isinstance(value, dict)
+        else ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it", ("fsdp",))
+    ),
+    "seq_parallel_communication_data_type": leave("it is `precision.reduce_dtype`"),
+}
+ACCELERATE_RULES: Rules = {**LAUNCHER_RULES, "deepspeed_config": section(_PLUGIN)}

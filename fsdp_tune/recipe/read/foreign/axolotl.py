@@ -1,0 +1,357 @@
+"""Keys of axolotl that mean something of their own. The others are synonyms, or have the same meaning in every tool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fsdp_tune.recipe.read.foreign.general import (
+    Rule,
+    Rules,
+    by_synonym,
+    chat_template,
+    implies,
+    is_on,
+    leave,
+    off_or,
+    question,
+    same,
+    settle_by_name,
+)
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.sources import TRAIN, SourceRule, leave_here, rename, settle_source
+from fsdp_tune.recipe.read.synonyms import OF_A_SOURCE, SYNONYMS
+from fsdp_tune.recipe.scalars import enumerated
+
+
+def _datasets(place: Path) -> Rule:
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        if not isinstance(value, list):
+            settle_source(ledger, path, (*place, 0), _SOURCE)
+        elif not any(isinstance(item, dict) for item in cast("list[Any]", value)):
+            names = cast("list[Any]", value)
+            ledger.write(path, {(*place, index, "path"): str(name) for index, name in enumerate(names)}, Fate.CONVERTED)
+        else:
+            for index in range(len(cast("list[Any]", value))):
+                settle_source(ledger, (*path, index), (*place, index), _SOURCE)
+
+    return rule
+
+
+def _pretraining(ledger: Ledger, path: Path, value: Any) -> None:
+    """Streamed text without a mask."""
+    _datasets(TRAIN)(ledger, path, value)
+    ledger.set(("data", "streaming"), True, "pretraining_dataset", Weight.IMPLIED)
+
+
+# ---- Entries of `datasets`
+
+
+def _type(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """The name of a prompt strategy, or a mapping with the columns of one of the user's own."""
+    if isinstance(value, dict):
+        settle_source(ledger, path, place, _SOURCE)
+        return
+    advice = OF_A_SOURCE["type"].advice(value)
+    kind, _, variant = str(value).partition(".")
+    if advice.tree and not variant:
+        # `chat_template` is the type of sharegpt rows too: the names of their keys decide.
+        weight = Weight.IMPLIED if kind == "chat_template" else Weight.GIVEN
+        ledger.write(path, {(*place, "format"): advice.tree["data"]["train"][0]["format"]}, Fate.CONVERTED, weight=weight)
+    else:
+        ledger.ask(path, f"`{value}` is a prompt strategy of axolotl: {advice.words}", (*place, "format"))
+
+
+def _builder(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """`ds_type: json` beside `data_files` is a builder; beside a file as `path`, its ending says the same."""
+    if ledger.value(*path[:-1], "data_files") is not None:
+        ledger.ask(path, OF_A_SOURCE["ds_type"].advice(value).words, (*place, "path"))
+    else:
+        ledger.drop(path, "the ending of the file says so")
+
+
+def _message_keys(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """How the keys of a message are named: `from` and `value` (sharegpt), or `role` and `content`, are known here."""
+    keys = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    role = str(keys.get("role", "role"))
+    if (role, keys.get("content", "content")) in (("from", "value"), ("role", "content")) and set(keys) <= {"role", "content"}:
+        _known_keys(ledger, path, place, role)
+    else:
+        ledger.ask(path, "messages have `role` and `content`, or `from` and `value`: rename the keys in the file", place)
+
+
+def _known_keys(ledger: Ledger, path: Path, place: Path, role: str) -> None:
+    if role == "role":
+        ledger.drop(path, "messages have these keys here too")
+    else:
+        ledger.write(path, {(*place, "format"): "sharegpt"}, Fate.CONVERTED)
+
+
+def _messages(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """The column of the messages, which sharegpt calls `conversations`."""
+    keys = ledger.value(*path[:-1], "message_property_mappings", "role") or ledger.value(*path[:-1], "message_field_role")
+    rename(ledger, path, place, str(value), "conversations" if keys == "from" else "messages")
+
+
+def _message_key(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """The older spelling of `message_property_mappings`, one key for each."""
+    if value in ("role", "content"):
+        ledger.drop(path, "messages have this key here too")
+    elif value in ("from", "value"):
+        ledger.write(path, {(*place, "format"): "sharegpt"}, Fate.CONVERTED)
+    else:
+        ledger.ask(path, "messages have `role` and `content`, or `from` and `value`: rename the keys in the file", place)
+
+
+_KNOWN_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+
+
+def _roles(ledger: Ledger, path: Path, _: Path, value: Any) -> None:
+    """{known role: [names in the rows]} is the other way round here."""
+    written: dict[Path, Any] = {}
+    for role, those in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
+        for name in cast("list[Any]", those) if isinstance(those, list) else [those]:
+            if role not in (name, _KNOWN_ROLES.get(str(name))):
+                written[("data", "roles", str(name))] = role
+    if written:
+        ledger.write(path, written, Fate.CONVERTED)
+    else:
+        ledger.drop(path, "these names are known here too")
+
+
+def _trained_roles(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    advice = SYNONYMS["roles_to_train"].advice(value)
+    if advice.tree:
+        ledger.write(path, {(*place, "loss_on"): advice.tree["data"]["loss_on"]}, Fate.CONVERTED)
+    else:
+        ledger.ask(path, advice.words, (*place, "loss_on"))
+
+
+def _end_of_turn(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    if value in ("turn", "all", True):
+        ledger.drop(path, "the end of each trained turn is trained, as the chat template renders it")
+    else:
+        ledger.ask(path, "the end of each trained turn is trained here, as the chat template renders it", place)
+
+
+def _template(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    chat_template((*place, "chat_template"))(ledger, path, value)
+
+
+_SOURCE: dict[str, SourceRule] = {
+    "type": _type,
+    "ds_type": _builder,
+    "message_property_mappings": _message_keys,
+    **dict.fromkeys(("message_field_role", "message_field_content"), _message_key),
+    "roles": _roles,
+    "roles_to_train": _trained_roles,
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), _end_of_turn),
+    "chat_template": _template,
+    "field_messages": _messages,
+    "text_column": lambda ledger, path, place, value: rename(ledger, path, place, str(value), "text"),
+    "trust_remote_code": leave_here("data sets never run code here"),
+    "field_system": lambda ledger, path, place, value: rename(ledger, path, place, str(value), "system"),
+    "field_tools": lambda ledger, path, place, value: rename(ledger, path, place, str(value), "tools"),
+}
+
+# ---- Keys of the file
+
+
+def _share_of_epoch(ledger: Ledger, path: Path, value: Any) -> None:
+    """So many events in an epoch are, over all epochs, a share of all steps."""
+    key = SYNONYMS[str(path[-1])].key
+    epochs = ledger.value("num_epochs")
+    advice = SYNONYMS[str(path[-1])].advice(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isinstance(epochs, int | float) and epochs > 0
+    if advice.tree is None and is_number:
+        share = round(1 / (value * epochs), 6)
+        settings = {key: share, key.replace("_steps", "_strategy"): "steps"}
+        ledger.write(path, settings, Fate.COMPUTED, f"1 / ({value} × {epochs:g} epochs), a share of all steps")
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _targets(ledger: Ledger, path: Path, value: Any) -> None:
+    if is_on(ledger.value("lora_target_linear")):
+        ledger.drop(path, "`lora_target_linear` adapts all linear layers")
+    else:
+        by_synonym("lora_target_modules")(ledger, path, value)
+
+
+def _tokens(ledger: Ledger, path: Path, value: Any) -> None:
+    """A list of new ones, or an older spelling of `special_tokens`."""
+    if isinstance(value, dict):
+        _special_tokens(ledger, path, cast("dict[str, Any]", value))
+    else:
+        ledger.write(path, {"model.tokens.add": value}, Fate.CONVERTED)
+
+
+def _special_tokens(ledger: Ledger, path: Path, value: Any) -> None:
+    keys = {"pad_token": "model.tokens.pad", "eos_token": "model.tokens.eos"}
+    for name, token in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
+        inner = (*path, name)
+        if token is None or token == "":
+            ledger.drop(inner, "no value")
+        elif name in keys:
+            ledger.write(inner, {keys[name]: token}, Fate.CONVERTED)
+        elif name == "additional_special_tokens":
+            ledger.write(inner, {"model.tokens.add": token}, Fate.CONVERTED)
+        else:
+            ledger.ask(inner, f"the tokenizer's `{name}` is used; change it in the tokenizer's files", ("model", "tokens"))
+    if ledger.is_open(path):
+        ledger.ask(path, "write `model: {tokens: {pad: …, eos: …}}`", ("model", "tokens"))
+
+
+def _plugins(ledger: Ledger, path: Path, value: Any) -> None:
+    """Plugins whose work is a key here; the others have no counterpart."""
+    names = [str(name).rpartition(".")[2] for name in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+    written = {
+        **({"kernels.liger": True} if "LigerPlugin" in names else {}),
+        **({"kernels.loss": "chunked"} if "CutCrossEntropyPlugin" in names else {}),
+    }
+    others = [name for name in names if name not in ("LigerPlugin", "CutCrossEntropyPlugin")]
+    if others:
+        ledger.ask(path, f"plugins are not run here: {', '.join(others)}", ("extensions",))
+    else:
+        ledger.write(path, written, Fate.CONVERTED, weight=Weight.IMPLIED)
+
+
+def _liger(ledger: Ledger, path: Path, value: Any) -> None:
+    """Liger's kernels are one switch here."""
+    if is_on(value):
+        ledger.write(path, {"kernels.liger": True}, Fate.CONVERTED, weight=Weight.IMPLIED)
+    else:
+        ledger.drop(path, "Liger's kernels are one switch: `kernels.liger`")
+
+
+def _recompute(ledger: Ledger, path: Path, value: Any) -> None:
+    """true, false, or the place of what is kept: `offload` keeps the inputs of layers in host memory."""
+    if isinstance(value, str) and value.lower() not in ("true", "false"):
+        settings = {"fsdp.activation_checkpointing": "full", "fsdp.activation_checkpointing_offload": True}
+        ledger.write(path, settings, Fate.CONVERTED)
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _schedule(ledger: Ledger, path: Path, value: Any) -> None:
+    """`cosine` with `cosine_min_lr_ratio` is a schedule of its own in transformers."""
+    name = "cosine_with_min_lr" if value == "cosine" and ledger.value("cosine_min_lr_ratio") is not None else value
+    ledger.write(path, {"training.lr_scheduler_type": name}, Fate.CONVERTED)
+
+
+def _least_rate(ledger: Ledger, path: Path, value: Any) -> None:
+    if ledger.value("lr_scheduler") == "cosine":
+        ledger.write(path, {"training.lr_scheduler_kwargs": {"min_lr_rate": value}}, Fate.CONVERTED)
+    else:
+        words = "it is `lr_scheduler_kwargs: {min_lr_rate: …}` of the schedule `cosine_with_min_lr`"
+        ledger.ask(path, words, ("training", "lr_scheduler_type"))
+
+
+def _chat_template(ledger: Ledger, path: Path, value: Any) -> None:
+    """axolotl renders rows of the type `chat_template` by it; here it would render alpaca rows too."""
+    entries = [*_entries(ledger, "datasets"), *_entries(ledger, "test_datasets")]
+    kinds = {str(entry.get("type", "")).partition(".")[0] for entry in entries}
+    if kinds and kinds <= {"alpaca", "completion", "input_output"}:
+        ledger.drop(path, f"it is not used for rows of {enumerated(sorted(kinds), 'and')}, and here it would change how they are rendered")
+    else:
+        chat_template("data.chat_template")(ledger, path, value)
+
+
+def _entries(ledger: Ledger, name: str) -> list[dict[str, Any]]:
+    found = ledger.value(name)
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
+
+
+def _wandb_project(ledger: Ledger, path: Path, value: Any) -> None:
+    """Naming a project switches the tracker on."""
+    ledger.write(path, {("launch", "env", "WANDB_PROJECT"): str(value), ("training", "report_to"): ["wandb"]}, Fate.CONVERTED)
+
+
+def _hub_model(ledger: Ledger, path: Path, value: Any) -> None:
+    ledger.write(path, {"training.hub_model_id": value, "training.push_to_hub": True}, Fate.CONVERTED, "naming it switches the upload on")
+
+
+def _adapter(ledger: Ledger, path: Path, value: Any) -> None:
+    """The rank is a key of its own."""
+    if value in ("lora", "qlora"):
+        settings: dict[str, Any] = {"lora": {}}
+        settings |= {"quantization.load": "nf4"} if value == "qlora" else {}
+        ledger.write(path, settings, Fate.CONVERTED)
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _batch(ledger: Ledger, path: Path, value: Any) -> None:
+    """Sequences of one device for a step, of which axolotl computes the accumulation."""
+    micro = ledger.value("micro_batch_size")
+    if isinstance(micro, int) and isinstance(value, int) and value % micro == 0:
+        ledger.write(path, {"training.gradient_accumulation_steps": value // micro}, Fate.COMPUTED, f"{value} / {micro} of a micro-batch")
+    else:
+        ledger.ask(
+            path, "it is micro-batch × accumulation of one device: write the sum over all of them", ("training", "global_batch_size")
+        )
+
+
+_PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
+_BY_THE_MODEL = "classes follow from the files of model and tokenizer"
+_OTHER_KERNELS = "a kernel of axolotl; kernels are chosen in `kernels:` and by `model.attn_implementation`"
+
+
+def _all(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names, rule)
+
+
+RULES: Rules = {
+    "datasets": _datasets(TRAIN),
+    "test_datasets": _datasets(("data", "eval")),
+    "pretraining_dataset": _pretraining,
+    "chat_template": _chat_template,
+    "lr_scheduler": _schedule,
+    "adapter": _adapter,
+    **_all(("evals_per_epoch", "saves_per_epoch"), _share_of_epoch),
+    "special_tokens": _special_tokens,
+    "tokens": _tokens,
+    "lora_target_modules": _targets,
+    "plugins": _plugins,
+    **_all(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_swiglu", "liger_rms_norm_gated"), _liger),
+    "liger_fused_linear_cross_entropy": implies({"kernels.loss": "liger"}),
+    "cut_cross_entropy": implies({"kernels.loss": "chunked"}, "the logits are not held"),
+    "gradient_checkpointing": _recompute,
+    "activation_offloading": implies({"fsdp.activation_checkpointing_offload": True}),
+    "cosine_min_lr_ratio": _least_rate,
+    "wandb_project": _wandb_project,
+    **_all(("use_wandb",), implies({"training.report_to": ["wandb"]})),
+    **_all(("use_tensorboard",), implies({"training.report_to": ["tensorboard"]})),
+    **_all(("wandb_watch", "wandb_log_model"), leave("the tracker's callback has the losses alone")),
+    "hub_model_id": _hub_model,
+    "batch_size": _batch,
+    "eval_batch_size": same("training.per_device_eval_batch_size"),
+    "tokenizer_config": same("model.tokenizer"),
+    **_all(("model_type", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy", "is_llama_derived_model"), leave(_BY_THE_MODEL)),
+    "processor_type": off_or("off", "models with images or sound are not trained here; a text model in the same files may be"),
+    "pad_to_sequence_len": leave("rows are padded to the longest of a batch; packed rows are full"),
+    **_all(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"), leave("a spike of the loss is an event of metrics.jsonl; NaN stops the run")
+    ),
+    **_all(("strict", "debug", "skip_prepare_dataset", "experimental_skip_move_to_device"), leave("a matter of axolotl's own code")),
+    "shuffle_merged_datasets": same("data.shuffle"),
+    **_all(
+        ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "flash_attn_cross_entropy", "flash_attn_rms_norm"), leave(_OTHER_KERNELS)
+    ),
+    **_all(("flash_attn_fuse_mlp", "flash_attn_fuse_qkv", "torchdistx_path", "gptq", "use_kernels"), off_or("off", _OTHER_KERNELS)),
+    "eager_attention": implies({"model.attn_implementation": "eager"}),
+    "flex_attention": implies({"model.attn_implementation": "flex_attention"}),
+    "eot_tokens": leave("the end of each trained turn is trained, as the chat template renders it"),
+    "unfrozen_parameters": question(_PATTERNS, "model", "freeze"),
+    "adam_eps": same("training.adam_epsilon"),
+    "auto_resume_from_checkpoints": leave("it is `train --resume auto`"),
+    "sequence_parallel_degree": same("parallelism.sp_size"),
+    "context_parallel_size": same("parallelism.sp_size"),
+    "tensor_parallel_size": same("parallelism.tp_size"),
+    "fsdp_version": same("fsdp.version"),
+    "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
+    **_all(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), off_or("off", "there is no counterpart")),
+}
+"""By name; see `general.settle_key`."""
+UNSUPPORTED = {"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"}

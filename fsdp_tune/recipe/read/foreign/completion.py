@@ -1,0 +1,216 @@
+"""Complete an import: what follows from several keys, and what the other tool does where its file says nothing."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.recipe.read.foreign.general import is_on
+from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+
+MICRO: Path = ("training", "per_device_train_batch_size")
+ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
+GLOBAL: Path = ("training", "global_batch_size")
+RANKS: Path = ("launch", "num_processes")
+_MODEL_PLACEHOLDER, _DATA_PLACEHOLDER = "MODEL", "NAME"
+
+_TRAINER = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
+"""Defaults of TrainingArguments that a recipe does not share."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    AXOLOTL: {
+        "training.num_train_epochs": 1,
+        "training.lr_scheduler_type": "cosine",
+        "training.warmup_steps": 0.03,
+        "data.max_length": 512,
+    },
+    TRL: {
+        "training.per_device_train_batch_size": 8,
+        "data.max_length": 1024,
+        "fsdp.activation_checkpointing": "full",
+    },
+    LLAMA_FACTORY: {**_TRAINER, "fsdp.activation_checkpointing": "full"},
+    EXAMPLES: {**_TRAINER, "precision.mixed_precision": "no"},
+    SWIFT: {
+        "training.weight_decay": 0.1,
+        "training.adam_beta2": 0.95,
+        "training.lr_scheduler_type": "cosine",
+        "training.logging_steps": 5,
+        "fsdp.activation_checkpointing": "full",
+    },
+    TORCHTUNE: {},
+    ACCELERATE: {},
+    DEEPSPEED: {},
+}
+"""What a tool does where its file says nothing and a recipe would do another thing: the defaults in its own code."""
+_ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
+    TRL: {"lora.r": 16, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
+    LLAMA_FACTORY: {"lora.r": 8, "lora.target_modules": "all-linear"},
+    SWIFT: {
+        "lora.r": 8,
+        "lora.lora_alpha": 32,
+        "lora.lora_dropout": 0.05,
+        "lora.target_modules": "all-linear",
+        "training.learning_rate": 1e-4,
+    },
+}
+_ADAPTER_SWITCHES = {AXOLOTL: "adapter", TRL: "use_peft", EXAMPLES: "use_peft", LLAMA_FACTORY: "finetuning_type"}
+
+
+def complete(ledger: Ledger, num_gpus: int | None) -> None:
+    """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it."""
+    _settle_adapter(ledger)
+    _settle_dtype(ledger)
+    _settle_evaluation(ledger)
+    _settle_state_format(ledger)
+    _set_defaults(ledger)
+    _settle_ranks(ledger)
+    _settle_batch(ledger, num_gpus)
+    _name_model_and_data(ledger)
+
+
+# ---- Adapters
+
+
+def has_adapter(ledger: Ledger) -> bool:
+    """Return whether the file trains LoRA adapters: LLaMA-Factory and ms-swift do unless it says otherwise."""
+    values = {**_nested(ledger, "config"), **ledger.values}
+    if ledger.tool == LLAMA_FACTORY:
+        return values.get("finetuning_type", "lora") == "lora"
+    if ledger.tool == SWIFT:
+        return next((values[name] for name in ("tuner_type", "train_type", "sft_type") if name in values), "lora") == "lora"
+    if ledger.tool == AXOLOTL:
+        return values.get("adapter") in ("lora", "qlora")
+    if ledger.tool in (TRL, EXAMPLES):
+        return is_on(values.get("use_peft", False))
+    return ("lora",) in ledger.settings
+
+
+def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
+    found = ledger.value(name)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _settle_adapter(ledger: Ledger) -> None:
+    if has_adapter(ledger):
+        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless it is told otherwise", Weight.DEFAULT)
+        return
+    switch = _ADAPTER_SWITCHES.get(ledger.tool, "the adapter")
+    for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
+        ledger.discard(target, f"no effect: `{switch}` trains no adapter")
+
+
+def _settle_dtype(ledger: Ledger) -> None:
+    """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps adapters in fp32."""
+    source = ledger.settings.get(("model", "dtype"))
+    if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE or source.weight is not Weight.GIVEN:
+        return
+    del ledger.settings[("model", "dtype")]
+    ledger.settings[("model", "frozen_dtype")] = source
+    for row in source.rows:
+        row.fate, row.targets, row.reason = Fate.CONVERTED, (("model", "frozen_dtype"),), "of the frozen weights; adapters are kept in fp32"
+
+
+_EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "eval_on_start", "eval_delay")
+
+
+def _settle_evaluation(ledger: Ledger) -> None:
+    """Keys of evaluations have no effect without rows to evaluate."""
+    if not any(target[:2] == ("data", "eval") for target in ledger.settings):
+        for target in (*(("training", name) for name in _EVALUATIONS), ("data", "eval_packing")):
+            ledger.discard(target, "there are no rows to evaluate")
+
+
+def _settle_state_format(ledger: Ledger) -> None:
+    """Moments of few bits are saved in shards alone; the format is a matter of files, and the optimizer one of the training."""
+    if ledger.get("training", "optim") in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        ledger.discard(("fsdp", "state_dict_type"), "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model")
+
+
+def _set_defaults(ledger: Ledger) -> None:
+    found = dict(DEFAULTS[ledger.tool])
+    if has_adapter(ledger):
+        found |= _ADAPTER_DEFAULTS.get(ledger.tool, {})
+        if ledger.tool == LLAMA_FACTORY:
+            found["lora.lora_alpha"] = 2.0 * (ledger.get("lora", "r") or found["lora.r"])
+        if ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
+            words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
+            ledger.decide(("lora", "target_modules"), words)
+    if ledger.tool == SWIFT and not has_adapter(ledger):
+        found["training.learning_rate"] = 1e-5
+    if ledger.tool == SWIFT and ledger.get("data", "max_length") is None:
+        ledger.decide(("data", "max_length"), "ms-swift cuts at the model's own length")
+    if ledger.tool == EXAMPLES:
+        _pack_texts(ledger)
+    for key, value in found.items():
+        ledger.set(tuple(key.split(".")), value, f"{ledger.tool}'s default", Weight.DEFAULT)
+
+
+def _pack_texts(ledger: Ledger) -> None:
+    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told otherwise."""
+    origin = "run_clm.py joins texts and fills every block"
+    ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
+    ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
+    ledger.set(("data", "max_length"), 1024, "run_clm.py's default", Weight.DEFAULT)
+
+
+# ---- Ranks and batch
+
+
+def _settle_ranks(ledger: Ledger) -> None:
+    """Launchers count the ranks of one machine; a recipe those of all."""
+    machines = ledger.get("launch", "num_machines")
+    for path in ((LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
+        local = ledger.value(*path)
+        if not isinstance(local, int) or isinstance(local, bool):
+            continue
+        ranks = local * machines if isinstance(machines, int) else local
+        ledger.settings.pop(RANKS, None)
+        row = next(row for row in ledger.rows if row.path == path)
+        ledger.set(RANKS, ranks, str(path[-1]), Weight.GIVEN, row)
+        row.fate, row.targets, row.reason = Fate.COMPUTED, (RANKS,), f"{local} × {machines or 1} machines: it counts all ranks here"
+
+
+def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
+    """The product of micro-batch, accumulation and ranks is what a recipe fixes."""
+    micro, accumulation = ledger.get(*MICRO), ledger.get(*ACCUMULATION) or 1
+    ranks = num_gpus or ledger.get(*RANKS)
+    if ledger.get(*GLOBAL) is not None or not _is_number(micro) or not _is_number(accumulation):
+        return
+    if not isinstance(ranks, int) and micro * accumulation == 1:
+        return
+    if not isinstance(ranks, int):
+        words = f"{micro} × {accumulation} = {micro * accumulation} sequences for each GPU: write the sum over all GPUs"
+        ledger.decide(GLOBAL, f"{words}, so that their number can change (`import --num-gpus N` does)")
+        return
+    sharing = ledger.get("parallelism", "sp_size") or 1
+    product = micro * accumulation * ranks // sharing
+    reason = f"{micro} × {accumulation} × {ranks} ranks" + (f" / {sharing} ranks for each row" if sharing != 1 else "")
+    setting = ledger.settings.pop(ACCUMULATION, None)
+    ledger.set(GLOBAL, product, reason, Weight.GIVEN)
+    for row in setting.rows if setting is not None else []:
+        _compute(ledger, row, reason)
+
+
+def _compute(ledger: Ledger, row: AccountRow, reason: str) -> None:
+    row.fate, row.targets, row.reason = Fate.COMPUTED, (GLOBAL,), reason
+    ledger.settings[GLOBAL].rows.append(row)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# ---- What a recipe cannot do without
+
+
+def _name_model_and_data(ledger: Ledger) -> None:
+    if ledger.get("model", "name_or_path") is None and not any(target[:2] == ("model", "from_config") for target in ledger.settings):
+        ledger.set(("model", "name_or_path"), _MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
+        ledger.decide(("model", "name_or_path"), "the file names no model that can be read here: a hub id or a directory")
+    indexes = {target[2] for target in ledger.settings if target[:2] == ("data", "train")}
+    missing = [index for index in sorted(indexes or {0}, key=int) if ledger.get("data", "train", index, "path") is None]
+    for index in missing:
+        ledger.set(("data", "train", index, "path"), _DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
+    if missing:
+        ledger.decide(("data", "train"), "the file names no rows that can be read here: files or a hub id")

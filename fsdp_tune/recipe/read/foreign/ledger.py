@@ -1,0 +1,241 @@
+"""The account of an import: what became of each key of the other tool's file, and the values that the recipe gets from them.
+
+The account is closed: `Ledger.close` fails unless each value of the file is in exactly one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, cast
+
+from fsdp_tune.core.secrets import MASK, has_secret_shape
+from fsdp_tune.recipe.schema.keys import dotted
+
+Path = tuple[str | int, ...]
+_PLACE = re.compile(r" \(`[^`]+` on line \d+\)")
+"""Places in the text that was tried, which the final one does not have."""
+_TOKENS = frozenset({"hub_token", "hf_token", "token", "wandb_api_key", "swanlab_api_key", "api_key", "HF_TOKEN", "WANDB_API_KEY"})
+
+
+class Fate(StrEnum):
+    """What became of a key of the other tool."""
+
+    KEPT = "kept"
+    CONVERTED = "converted"
+    COMPUTED = "computed"
+    QUESTION = "question"
+    DROPPED = "dropped"
+
+
+class Weight(StrEnum):
+    """How strongly a value is meant; of two values for one key the stronger is written."""
+
+    DEFAULT = "default"
+    """What the other tool does where its file says nothing."""
+    IMPLIED = "implied"
+    """Follows from a key about something else: an adapter has a rank."""
+    GIVEN = "given"
+
+
+_ORDER = list(Weight)
+
+
+@dataclass(slots=True)
+class AccountRow:
+    """One key of the other tool, or a mapping or list that has one meaning."""
+
+    path: Path
+    value: Any
+    fate: Fate
+    targets: tuple[Path, ...]
+    """Keys of the recipe that got a value, or that a question is about."""
+    reason: str
+    line: int | None
+
+    @property
+    def key(self) -> str:
+        return dotted(self.path)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "line": self.line,
+            "value": self.value,
+            "fate": self.fate.value,
+            "to": [dotted(target) for target in self.targets],
+            "reason": self.reason or None,
+        }
+
+
+@dataclass(slots=True)
+class Setting:
+    """A value of the recipe, with the keys that it comes from."""
+
+    value: Any
+    weight: Weight
+    origins: list[str]
+    rows: list[AccountRow] = field(default_factory=list[AccountRow])
+
+
+def leaves(value: object, path: Path = ()) -> Iterator[Path]:
+    """Return the path of each value: a scalar, an empty mapping or list, or a list of scalars."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield from leaves(inner, (*path, name))
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in cast("list[Any]", value)):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path
+
+
+def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
+    for found in leaves(tree, path):
+        value: Any = tree
+        for part in found[len(path) :]:
+            value = value[part]
+        yield found, value
+
+
+class Ledger:
+    """The rows and settings of one import. Each method that settles a key takes it, with all below it, from the open ones."""
+
+    def __init__(self, values: dict[str, Any], lines: Mapping[Path, int], tool: str, templates: Collection[str] = ()) -> None:
+        self.values, self.tool, self.templates = values, tool, templates
+        self._lines = lines
+        self._open = dict.fromkeys(leaves(values)) if values else {}
+        self.rows: list[AccountRow] = []
+        self.settings: dict[Path, Setting] = {}
+        self.decisions: list[tuple[Path, str]] = []
+        """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
+
+    def value(self, *path: str | int) -> Any:
+        """Return the value at a path; None if there is none."""
+        found: Any = self.values
+        for part in path:
+            if isinstance(found, dict):
+                found = cast("dict[Any, Any]", found).get(part)
+            elif isinstance(found, list) and isinstance(part, int) and part < len(cast("list[Any]", found)):
+                found = cast("list[Any]", found)[part]
+            else:
+                return None
+        return found
+
+    def is_open(self, path: Path) -> bool:
+        return any(each[: len(path)] == path for each in self._open)
+
+    def include(self, path: Path, value: Any) -> None:
+        """Add the content of another file, in the place of its name if the file has one."""
+        if self.is_open(path):
+            self._take(path)
+        holder = self.value(*path[:-1])
+        holder[path[-1]] = value
+        self._open |= dict.fromkeys(leaves(value, path))
+
+    def write(
+        self,
+        path: Path,
+        settings: Mapping[str, Any] | Mapping[Path, Any] | Mapping[str | Path, Any],
+        fate: Fate,
+        reason: str = "",
+        *,
+        weight: Weight = Weight.GIVEN,
+    ) -> None:
+        """Settle a key by values of the recipe, by dotted key or path. A value of equal weight that is there and differs makes it a
+        question."""
+        if _is_secret(path, self.value(*path)):
+            self.drop(path, "")
+            return
+        found = [
+            each for key, value in settings.items() for each in flattened(value, tuple(key.split(".")) if isinstance(key, str) else key)
+        ]
+        clash = [target for target, value in found if weight is Weight.GIVEN and self._differs(target, value)]
+        if clash:
+            there = self.settings.get(clash[0])
+            by = f" from `{there.origins[0]}`" if there is not None else ""
+            self.ask(path, f"`{dotted(clash[0])}` has another value{by}; keep one", clash[0])
+            return
+        row = self._row(path, fate, tuple(target for target, _ in found), reason)
+        for target, value in found:
+            self.set(target, value, dotted(path), weight, row)
+
+    def _differs(self, target: Path, value: Any) -> bool:
+        """Return whether a key has another value, or is a value where a mapping is needed."""
+        there = self.settings.get(target)
+        if there is not None and there.weight is Weight.GIVEN and there.value != value:
+            return True
+        above = (self.settings.get(target[:length]) for length in range(1, len(target)))
+        below = value != {} and any(other[: len(target)] == target for other in self.settings if other != target)
+        return below or any(each is not None and each.value != {} for each in above)
+
+    def set(self, target: Path, value: Any, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
+        """Give a key of the recipe a value, unless it has one that is meant more strongly."""
+        there = self.settings.get(target)
+        if there is None or _ORDER.index(weight) > _ORDER.index(there.weight):
+            self.settings[target] = there = Setting(value, weight, [origin], there.rows if there is not None else [])
+        elif there.value == value and weight is there.weight:
+            there.origins.append(origin)
+        if row is not None:
+            there.rows.append(row)
+
+    def ask(self, path: Path, words: str, near: Path = ()) -> None:
+        """Settle a key as a question. `near` is the key of the recipe that it is about."""
+        self._row(path, Fate.QUESTION, (near,) if near else (), words)
+
+    def drop(self, path: Path, reason: str) -> None:
+        self._row(path, Fate.DROPPED, (), reason)
+
+    def decide(self, target: Path, words: str) -> None:
+        self.decisions.append((target, words))
+
+    def withdraw(self, target: Path, words: str) -> None:
+        """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
+        setting = self.settings.pop(target)
+        words = _PLACE.sub("", words)
+        for row in setting.rows:
+            row.fate, row.reason, row.targets = Fate.QUESTION, words, (target,)
+        if not setting.rows:
+            self.decide(target, words)
+
+    def discard(self, target: Path, reason: str) -> None:
+        """Remove a setting that has no effect, if there is one: keys that have set nothing else are dropped."""
+        setting = self.settings.pop(target, None)
+        for row in setting.rows if setting is not None else []:
+            row.targets = tuple(each for each in row.targets if each != target)
+            if not row.targets:
+                row.fate, row.reason = Fate.DROPPED, reason
+
+    def get(self, *target: str | int) -> Any:
+        """Return the value that the recipe has so far; None if it has none."""
+        found = self.settings.get(target)
+        return None if found is None else found.value
+
+    def close(self) -> None:
+        """Check that each value of the file has its row, and sort the rows by their place in the file."""
+        assert not self._open, f"keys without an account: {[dotted(path) for path in self._open]}"
+        order = {path: number for number, path in enumerate(leaves(self.values))}
+        self.rows.sort(key=lambda row: min((number for path, number in order.items() if path[: len(row.path)] == row.path), default=-1))
+
+    def _row(self, path: Path, fate: Fate, targets: tuple[Path, ...], reason: str) -> AccountRow:
+        value = self.value(*path)
+        if _is_secret(path, value):
+            fate, targets, value = Fate.DROPPED, (), MASK
+            reason = "a recipe never contains a secret: set HF_TOKEN, or log in with `hf auth login`"
+        self._take(path)
+        row = AccountRow(path, value, fate, targets, reason, self._lines.get(path))
+        self.rows.append(row)
+        return row
+
+    def _take(self, path: Path) -> None:
+        found = [each for each in self._open if each[: len(path)] == path]
+        assert found, f"`{dotted(path)}` is settled already, or is not in the file"
+        for each in found:
+            del self._open[each]
+
+
+def _is_secret(path: Path, value: object) -> bool:
+    return isinstance(value, str) and bool(value) and (path[-1] in _TOKENS or has_secret_shape(value))

@@ -1,0 +1,95 @@
+"""Recognise the tool whose configuration a file is, by its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+AXOLOTL, TRL, LLAMA_FACTORY, SWIFT = "axolotl", "TRL", "LLaMA-Factory", "ms-swift"
+TORCHTUNE, ACCELERATE, DEEPSPEED, EXAMPLES = "torchtune", "Accelerate", "DeepSpeed", "transformers examples"
+
+OPTION_NAMES = {
+    "axolotl": AXOLOTL,
+    "trl": TRL,
+    "llama-factory": LLAMA_FACTORY,
+    "ms-swift": SWIFT,
+    "torchtune": TORCHTUNE,
+    "accelerate": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+    "transformers": EXAMPLES,
+}
+"""`--from NAME` → the tool."""
+
+_TELLING: dict[str, frozenset[str]] = {
+    tool: frozenset(names.split())
+    for tool, names in {
+        AXOLOTL: (
+            "base_model sequence_len num_epochs val_set_size sample_packing eval_sample_packing lora_target_linear evals_per_epoch "
+            "saves_per_epoch dataset_prepared_path lora_model_dir train_on_inputs pad_to_sequence_len wandb_watch wandb_log_model "
+            "lora_mlp_kernel lora_qkv_kernel flash_attention load_in_8bit micro_batch_size datasets special_tokens tokenizer_type "
+            "pretraining_dataset loss_watchdog_threshold"
+        ),
+        LLAMA_FACTORY: (
+            "stage finetuning_type cutoff_len template dataset_dir lora_target plot_loss overwrite_cache mask_history neat_packing "
+            "quantization_bit max_samples flash_attn train_on_prompt new_special_tokens enable_liger_kernel additional_target "
+            "mix_strategy preprocessing_num_workers val_size double_quantization dataset"
+        ),
+        TRL: (
+            "dataset_config dataset_train_split dataset_test_split use_peft dataset_text_field assistant_only_loss "
+            "completion_only_loss lora_target_modules lora_r dataset_num_proc attn_implementation max_seq_length packing "
+            "packing_strategy load_in_4bit eos_token model_init_kwargs dataset_streaming use_bnb_nested_quant model_revision"
+        ),
+        SWIFT: (
+            "train_type tuner_type split_dataset_ratio quant_bits model_author attn_impl target_modules load_from_cache_file "
+            "val_dataset loss_scale truncation_strategy freeze_vit use_hf use_chat_template add_version"
+        ),
+        TORCHTUNE: (
+            "checkpointer metric_logger enable_activation_checkpointing enable_activation_offloading max_steps_per_epoch clip_grad_norm "
+            "log_every_n_steps log_peak_memory_stats optimizer_in_bwd custom_sharded_layers"
+        ),
+        ACCELERATE: (
+            "compute_environment distributed_type main_training_function machine_rank same_network downcast_bf16 rdzv_backend "
+            "tpu_use_cluster tpu_use_sudo dynamo_config dynamo_backend deepspeed_config fsdp_config"
+        ),
+        DEEPSPEED: (
+            "zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer wall_clock_breakdown steps_per_print "
+            "train_batch_size communication_data_type prescale_gradients"
+        ),
+        EXAMPLES: (
+            "dataset_config_name train_file validation_file block_size validation_split_percentage config_name tokenizer_name "
+            "do_train do_eval use_fast_tokenizer max_train_samples max_eval_samples overwrite_cache"
+        ),
+    }.items()
+}
+"""Keys that tell a tool, some of them with one another."""
+_ALONE = {"zero_optimization": DEEPSPEED, "distributed_type": ACCELERATE, "compute_environment": ACCELERATE}
+"""Keys that tell a tool alone."""
+_LEAST = 2
+
+
+def tool_of(values: Mapping[str, Any]) -> str | None:
+    """Return the tool whose keys a file has; None if it is none, or if two fit equally well."""
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        return TORCHTUNE
+    for name, tool in _ALONE.items():
+        if name in values:
+            return tool
+    hits = sorted(((len(names & values.keys()), tool) for tool, names in _TELLING.items()), reverse=True)
+    (best, tool), (second, _) = hits[:2]
+    if best >= _LEAST and best > second:
+        return tool
+    return TRL if best <= 1 and {"model_name_or_path", "dataset_name"} <= values.keys() else None
+
+
+def foreign_tool(values: Mapping[str, Any]) -> str | None:
+    """Return the tool of a file that is given as a recipe; None for a recipe, which may have a few keys of another tool."""
+    sections = [cast("dict[str, Any]", values[name]) for name in ("data", "training", "model") if isinstance(values.get(name), dict)]
+    if "recipe_version" in values or any(section and "_component_" not in section for section in sections):
+        return None
+    return tool_of(values)
+
+
+def tried(values: Mapping[str, Any]) -> str:
+    """Return, for a file that is not recognised, how many telling keys of each tool it has."""
+    found = {tool: len(names & values.keys()) for tool, names in _TELLING.items()}
+    return ", ".join(f"{tool} {count}" for tool, count in found.items())
