@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
 from fsdp_tune.recipe.rules import REMARKS, RULES
 from fsdp_tune.recipe.rules.inactive import inactive_keys
-from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.scalars import printable
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
@@ -112,7 +113,7 @@ def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
     if tool is not None:
         message = f"this is a configuration of {tool}, and not a recipe"
         target = "imported.yaml" if path.name == "recipe.yaml" else "recipe.yaml"
-        hint = f"fsdp-tune import {shown(str(path))} --output {target}"
+        hint = f"fsdp-tune import {shlex.quote(printable(str(path)))} --output {target}"
         raise usage_error("foreign-configuration", message, hint=hint, where=Where(str(path)))
 
 

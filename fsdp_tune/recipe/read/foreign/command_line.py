@@ -18,10 +18,12 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SUBSTITUTION = re.compile(r"\$\([^()\n']*\)")
 _SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
 _TRAINING = ("sft", "pt", "train")
+_OTHER_TRAINING = ("dpo", "kto", "grpo", "ppo", "rloo", "reward", "rlhf", "orpo", "online_dpo", "gkd", "run_mlm", "run_plm", "megatron")
 _LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"})
 _OPERATORS = frozenset({"|", "&&", "||", ";", "&", ">", ">>", "2>", "2>&1", "<"})
 _PROGRAMS = {
     "trl": TRL,
+    "megatron": SWIFT,
     "swift": SWIFT,
     "llamafactory-cli": LLAMA_FACTORY,
     "sft.py": TRL,
@@ -52,14 +54,14 @@ def command_in(text: str) -> ForeignCommand | None:
             comments += [stripped.lstrip("#").strip()] if not stripped.startswith(("#!", "#SBATCH")) and stripped.strip("# ") else []
             continue
         try:
-            words = shlex.split(stripped, comments=True)
+            words = shlex.split(_without_comment(stripped))
         except ValueError:
             continue
         if words[:1] == ["export"]:
             variables += [word for word in words[1:] if _VARIABLE.fullmatch(word)]
         elif words and all(_VARIABLE.fullmatch(word) for word in words):
             variables += words
-        elif words and words[0] not in _SHELL and any(word.startswith("--") or word in _PROGRAMS for word in words[1:]):
+        elif words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words[1:]):
             found.append(list(itertools.takewhile(lambda word: word not in _OPERATORS, words)))
     trainings = [words for words in found if _is_training(words)]
     chosen = trainings or found
@@ -67,7 +69,40 @@ def command_in(text: str) -> ForeignCommand | None:
         names = " and ".join(f"`{' '.join(_without_variables(words)[:2])} …`" for words in chosen[:2])
         message = f"the file starts {len(chosen)} programs with options: {names}"
         raise usage_error("unknown-foreign-file", message, hint="leave one of them in the file")
-    return ForeignCommand(_expanded([*variables, *chosen[0]]), comments) if chosen else None
+    if not chosen:
+        return None
+    _check_method(chosen[0])
+    return ForeignCommand(_expanded([*variables, *chosen[0]]), comments)
+
+
+def _check_method(words: list[str]) -> None:
+    """Raises: usage error for a command that trains by another method: a recipe of its options would train something else."""
+    rest = _without_variables(words)
+    options = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
+    scripts = [word.rpartition("/")[2].removesuffix(".py") for word in rest if word.endswith(".py")]
+    named = [*rest[:options], *scripts]
+    found = next(
+        (word for word in named if word in _OTHER_TRAINING or word.startswith(tuple(f"{name}_" for name in _OTHER_TRAINING))), None
+    )
+    if found is not None:
+        hint = "only supervised fine-tuning and pre-training of causal language models can be imported"
+        raise usage_error("no-counterpart", f"the command trains by `{found}`, which this release does not have", hint=hint)
+
+
+def _without_comment(line: str) -> str:
+    """Remove a comment, which begins with a `#` at the beginning of a word, outside of quotes."""
+    quote = ""
+    for index, character in enumerate(line):
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        elif character == "#" and not quote and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
+    return line
+
+
+def _is_program(words: list[str]) -> bool:
+    first = next(iter(_without_variables(words)), "")
+    return first not in _SHELL and re.fullmatch(r"[\w./~${}-]*[\w}]", first) is not None
 
 
 def _without_variables(words: list[str]) -> list[str]:
@@ -77,7 +112,8 @@ def _without_variables(words: list[str]) -> list[str]:
 def _is_training(words: list[str]) -> bool:
     """Return whether a command is a known trainer's command that trains: `swift export` prepares data."""
     _, tool = _program(_without_variables(words))
-    return tool is not None and (any(word in _TRAINING for word in words) or any(word.endswith(".py") for word in words))
+    others = (*_TRAINING, *_OTHER_TRAINING)
+    return tool is not None and (any(word in others for word in words) or any(word.endswith(".py") for word in words))
 
 
 def _expanded(words: list[str]) -> list[str]:

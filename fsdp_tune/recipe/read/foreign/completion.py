@@ -38,7 +38,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.logging_steps": 5,
         "fsdp.activation_checkpointing": "full",
     },
-    TORCHTUNE: {},
+    TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
     ACCELERATE: {},
     DEEPSPEED: {},
 }
@@ -54,7 +54,6 @@ _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
         "training.learning_rate": 1e-4,
     },
 }
-_ADAPTER_SWITCHES = {AXOLOTL: "adapter", TRL: "use_peft", EXAMPLES: "use_peft", LLAMA_FACTORY: "finetuning_type"}
 
 
 def complete(ledger: Ledger, num_gpus: int | None) -> None:
@@ -95,9 +94,8 @@ def _settle_adapter(ledger: Ledger) -> None:
     if has_adapter(ledger):
         ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless it is told otherwise", Weight.DEFAULT)
         return
-    switch = _ADAPTER_SWITCHES.get(ledger.tool, "the adapter")
     for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
-        ledger.discard(target, f"no effect: `{switch}` trains no adapter")
+        ledger.discard(target, "no effect: the file trains no adapter")
 
 
 def _settle_dtype(ledger: Ledger) -> None:
@@ -138,12 +136,17 @@ def _set_defaults(ledger: Ledger) -> None:
             ledger.decide(("lora", "target_modules"), words)
     if ledger.tool == SWIFT and not has_adapter(ledger):
         found["training.learning_rate"] = 1e-5
-    if ledger.tool == SWIFT and ledger.get("data", "max_length") is None:
-        ledger.decide(("data", "max_length"), "ms-swift cuts at the model's own length")
+    if ledger.tool in (SWIFT, TORCHTUNE) and ledger.get("data", "max_length") is None:
+        ledger.decide(("data", "max_length"), f"{ledger.tool} cuts at the model's own length, or not at all; the default here is 2048")
+    if ledger.tool == TRL and not any(target[-1] == "loss_on" for target in ledger.settings):
+        words = "TRL trains every token of a chat unless `assistant_only_loss` is on; here it is the assistant's turns: `loss_on: all`?"
+        ledger.decide(("data", "loss_on"), words)
+    if ledger.tool == TORCHTUNE and not str(ledger.get("training", "optim")).startswith("adamw"):
+        del found["training.weight_decay"]  # torch's default of AdamW alone
     if ledger.tool == EXAMPLES:
         _pack_texts(ledger)
     for key, value in found.items():
-        ledger.set(tuple(key.split(".")), value, f"{ledger.tool}'s default", Weight.DEFAULT)
+        ledger.set(tuple(key.split(".")), value, f"default of {ledger.tool}", Weight.DEFAULT)
 
 
 def _pack_texts(ledger: Ledger) -> None:
@@ -151,7 +154,7 @@ def _pack_texts(ledger: Ledger) -> None:
     origin = "run_clm.py joins texts and fills every block"
     ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
     ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
-    ledger.set(("data", "max_length"), 1024, "run_clm.py's default", Weight.DEFAULT)
+    ledger.set(("data", "max_length"), 1024, "default of run_clm.py", Weight.DEFAULT)
 
 
 # ---- Ranks and batch
@@ -167,7 +170,7 @@ def _settle_ranks(ledger: Ledger) -> None:
         ranks = local * machines if isinstance(machines, int) else local
         ledger.settings.pop(RANKS, None)
         row = next(row for row in ledger.rows if row.path == path)
-        ledger.set(RANKS, ranks, str(path[-1]), Weight.GIVEN, row)
+        ledger.set(RANKS, ranks, row.key, Weight.GIVEN, row)
         row.fate, row.targets, row.reason = Fate.COMPUTED, (RANKS,), f"{local} × {machines or 1} machines: it counts all ranks here"
 
 

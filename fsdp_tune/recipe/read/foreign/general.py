@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened, leaves
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.synonyms import SYNONYMS
 from fsdp_tune.recipe.read.yaml_tree import MappingNode, compose, plain_value
@@ -107,8 +107,10 @@ def is_on(value: object) -> bool:
 
 
 def settle_all(ledger: Ledger, prefix: Path, rules: Rules) -> None:
-    """Settle every key of the mapping at `prefix`, in the order of the file."""
-    for name in list(ledger.value(*prefix) or {}):
+    """Settle every key of the mapping at `prefix`, in the order of the file; those that include another file are the last."""
+    for name in sorted(
+        ledger.value(*prefix) or {}, key=lambda name: any(each[: len(prefix) + 1] == (*prefix, name) for each in ledger.included)
+    ):
         settle_key(ledger, (*prefix, name), rules)
 
 
@@ -139,7 +141,13 @@ def settle_by_name(ledger: Ledger, path: Path, value: Any) -> None:
     elif (home := _home_of(name)) is not None:
         ledger.write(path, {f"{home}.{name}" if home else name: value}, Fate.KEPT)
     else:
-        ledger.ask(path, f"`{shown(name)}` of {ledger.tool} is not known here")
+        ask_each(ledger, path)
+
+
+def ask_each(ledger: Ledger, path: Path) -> None:
+    """Settle each open value below a path, which nothing knows, as a question."""
+    for leaf in [leaf for leaf in leaves(ledger.value(*path), path) if ledger.is_open(leaf)]:
+        ledger.ask(leaf, f"`{shown(str(leaf[-1]))}` of {ledger.tool} is not known here")
 
 
 def _home_of(name: str) -> str | None:
@@ -185,7 +193,7 @@ def _advised(ledger: Ledger, path: Path, name: str, value: Any) -> None:
     if advice.tree is None:
         ledger.ask(path, advice.words, tuple(synonym.key.split(".")))
     elif not advice.tree:
-        ledger.drop(path, advice.words.removeprefix("leave it out").lstrip(",: "))
+        ledger.drop(path, advice.words.removeprefix("leave it out").lstrip(",: ").replace("which ", "leaving it out "))
     else:
         ledger.write(path, advice.tree, Fate.CONVERTED)
 

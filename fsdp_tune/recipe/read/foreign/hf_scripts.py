@@ -63,10 +63,7 @@ def _only(loss_on: str) -> Rule:
 
     def rule(ledger: Ledger, path: Path, value: Any) -> None:
         if value is False and loss_on == "assistant":
-            ledger.drop(path, "off; with a chat, only the assistant's turns are trained here unless `data.loss_on: all` is set")
-            ledger.decide(
-                ("data", "loss_on"), "TRL trains every token of a chat unless `assistant_only_loss` is on: write `loss_on: all` for that"
-            )
+            ledger.drop(path, "off: `data.loss_on` says which tokens are trained")
         else:
             by_synonym(str(path[-1]))(ledger, path, value)
 
@@ -117,6 +114,9 @@ TRL_RULES: Rules = {
     "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data", "overlong"),
 }
 """By name; see `general.settle_key`."""
+UNSUPPORTED = dict.fromkeys(
+    ("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs"), "preference tuning"
+)
 EXAMPLE_RULES: Rules = {
     **_SFT,
     "train_file": _file(_FIRST),

@@ -13,8 +13,8 @@ from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, hf_scripts
 from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.completion import complete
 from fsdp_tune.recipe.read.foreign.foreign_file import ForeignFile, read_foreign, read_mapping
-from fsdp_tune.recipe.read.foreign.general import Rule, Rules, leave, same, section, settle_all, settle_by_name
-from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, leaves
+from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
+from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path
 from fsdp_tune.recipe.read.foreign.recipe_text import recipe_text
 from fsdp_tune.recipe.read.foreign.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 from fsdp_tune.recipe.read.loader import parse_recipe
@@ -67,8 +67,7 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
     _include(ledger, found)
     rules = RULES[found.tool]
     settle_all(ledger, (), {**rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED})
-    for path_left in [each for each in leaves(ledger.values) if ledger.is_open(each)]:
-        ledger.ask(path_left, f"`{path_left[-1]}` of {found.tool} is not known here")
+    ask_each(ledger, ())
     complete(ledger, num_gpus)
     text = _accepted_text(ledger, found)
     ledger.close()
@@ -79,7 +78,9 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
 def _refuse_other_training(found: ForeignFile) -> None:
     """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
     values = found.values
-    kinds = {AXOLOTL: axolotl.UNSUPPORTED, SWIFT: swift.UNSUPPORTED, TORCHTUNE: torchtune.UNSUPPORTED}.get(found.tool, {})
+    kinds = {AXOLOTL: axolotl.UNSUPPORTED, SWIFT: swift.UNSUPPORTED, TORCHTUNE: torchtune.UNSUPPORTED, TRL: hf_scripts.UNSUPPORTED}.get(
+        found.tool, {}
+    )
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     if found.tool == LLAMA_FACTORY and values.get("stage") not in (None, *llama_factory.STAGES):
         wrong = [("stage", llama_factory.UNSUPPORTED)]

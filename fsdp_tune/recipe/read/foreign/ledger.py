@@ -110,6 +110,8 @@ class Ledger:
         self._open = dict.fromkeys(leaves(values)) if values else {}
         self.rows: list[AccountRow] = []
         self.settings: dict[Path, Setting] = {}
+        self.included: list[Path] = []
+        """Places of other files' content. What a file or command says itself comes before what it includes."""
         self.decisions: list[tuple[Path, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
 
@@ -132,6 +134,7 @@ class Ledger:
         """Add the content of another file, in the place of its name if the file has one."""
         if self.is_open(path):
             self._take(path)
+        self.included.append(path)
         holder = self.value(*path[:-1])
         holder[path[-1]] = value
         self._open |= dict.fromkeys(leaves(value, path))
@@ -157,6 +160,9 @@ class Ledger:
         if clash:
             there = self.settings.get(clash[0])
             by = f" from `{there.origins[0]}`" if there is not None else ""
+            if any(path[: len(place)] == place for place in self.included):
+                self.drop(path, f"`{dotted(clash[0])}` has another value{by}, which comes first")
+                return
             self.ask(path, f"`{dotted(clash[0])}` has another value{by}; keep one", clash[0])
             return
         row = self._row(path, fate, tuple(target for target, _ in found), reason)

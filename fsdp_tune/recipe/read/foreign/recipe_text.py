@@ -88,6 +88,8 @@ class _Comments:
         self._rows = ledger.rows
         self._above = {path: words for path, words in found.above.items() if path}
         self._beside = dict(found.beside)
+        self._explained: set[int] = set()
+        """Rows whose reason stands beside another value already."""
 
     def entry(self, target: Path, node: Any, indent: int) -> Iterator[str]:
         space, key = "  " * indent, _key(str(target[-1]))
@@ -123,7 +125,8 @@ class _Comments:
                 above += self._above.pop(path)
             for path in [path for path in self._beside if path[: len(row.path)] == row.path]:
                 beside.append(self._beside.pop(path))
-            reasons += [row.reason] if row.reason and row.reason not in setting.origins else []
+            reasons += [row.reason] if row.reason and row.reason not in setting.origins and id(row) not in self._explained else []
+            self._explained.add(id(row))
         origins = ", ".join(dict.fromkeys(setting.origins))
         is_key = bool(setting.rows) and setting.origins[0] in {row.key for row in setting.rows}
         words = [f"from {origins}" if is_key else origins, *dict.fromkeys(reasons), *beside]
@@ -143,10 +146,10 @@ def scalar(value: Any) -> str:
     if isinstance(value, str):
         text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
         try:
-            is_same = text.startswith(('"', "'")) or (parse_plain(text) == (value, None) and "\n" not in text)
+            is_same = text.startswith(('"', "'")) or (parse_plain(text) == (value, None))
         except ScalarError:
             is_same = False
-        return text if is_same and "\n" not in text else yaml.safe_dump(value, default_style='"', width=10**6).strip()
+        return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
     if isinstance(value, list):
         return f"[{', '.join(_inner(item) for item in cast('list[Any]', value))}]"
     text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()

@@ -23,7 +23,7 @@ from fsdp_tune.recipe.read.foreign.sources import rename
 
 COMPONENT = "_component_"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_PROFILER = leave("`benchmarks/` and `metrics.jsonl` have times and memory; there is no profiler")
+_PROFILER = leave("it is `train --profile`, and `metrics.jsonl` has times and memory")
 _FROM_FILES = leave("it follows from the files of the model")
 _DATASETS = {
     "alpaca_dataset": "tatsu-lab/alpaca",
@@ -35,6 +35,8 @@ _DATASETS = {
     "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
 }
 """Builders with a data set of their own (torchtune/datasets): its hub id."""
+_TRAINS_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
+"""Builders that train the prompts too, unless `train_on_input` is false."""
 _BUILDERS = {"text_completion_dataset": "text", "chat_dataset": None, "instruct_dataset": "alpaca", "alpaca_dataset": None}
 _OPTIMIZERS = {
     "AdamW": "adamw_torch",
@@ -157,6 +159,8 @@ def _settle_set(ledger: Ledger, path: Path, place: Path) -> None:
         ledger.write((*path, COMPONENT), {(*place, "format"): _BUILDERS[name]}, Fate.CONVERTED)
     elif ledger.is_open((*path, COMPONENT)):
         ledger.drop((*path, COMPONENT), "the columns of the rows decide the format")
+    if name in _TRAINS_ALL and ledger.value(*path, "train_on_input") is None and place[1] == "train":
+        ledger.set((*place, "loss_on"), "all", f"default of {name}", Weight.DEFAULT)
     settle_all(ledger, path, {key: _at(place, key) for key in cast("dict[str, Any]", ledger.value(*path) or {})})
 
 

@@ -1,0 +1,92 @@
+"""`import` as a command: the recipe on stdout, the account beside it, JSON, exit codes; and foreign files given to other verbs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fsdp_tune.cli.app import app
+from fsdp_tune.recipe.read.foreign.ledger import leaves
+from tests.cli.conftest import Cli
+from tests.recipe.foreign_files import AXOLOTL, FILES
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(AXOLOTL, encoding="utf-8")
+    return path
+
+
+def test_recipe_is_on_stdout_and_the_account_on_stderr(source: Path) -> None:
+    done = runner.invoke(app, ["import", str(source)])
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(done.stdout)["lora"]["r"] == 32
+    assert "micro_batch_size" in done.stderr
+    assert "# DECIDE:" in done.stderr
+    assert "keys: 53 (13 kept, 28 converted, 1 computed, 3 question, 8 dropped)" in done.stderr
+    assert "not checked: the model `Qwen/Qwen2.5-1.5B` is not on this machine" in done.stderr
+
+
+def test_output_gets_the_recipe_and_stdout_the_account(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "recipe.yaml"
+    done = runner.invoke(app, ["import", str(source), "--output", str(target), "--num-gpus", "2"])
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(target.read_text())["training"]["global_batch_size"] == 16
+    assert f"wrote {target}" in done.stdout
+    again = runner.invoke(app, ["import", str(source), "--output", str(target)])
+    assert (again.exit_code, again.stderr.splitlines()[1]) == (2, "hint: give another file name, or `--force`")
+    assert runner.invoke(app, ["migrate", str(source), "--output", str(target), "--force"]).exit_code == 0
+
+
+def test_json_document_has_the_account_of_every_key(source: Path) -> None:
+    done = runner.invoke(app, ["import", str(source), "--json"])
+    document = json.loads(done.stdout)
+    assert (document["tool"], document["output"]) == ("axolotl", None)
+    assert len(document["account"]) == sum(document["counts"].values())
+    named = {row["key"] for row in document["account"]}
+    assert {path[0] for path in leaves(yaml.safe_load(AXOLOTL))} == {key.partition(".")[0].partition("[")[0] for key in named}
+    (row,) = [row for row in document["account"] if row["key"] == "evals_per_epoch"]
+    assert (row["fate"], row["to"], row["value"]) == ("computed", ["training.eval_steps", "training.eval_strategy"], 4)
+    assert document["decisions"][0]["key"] == "training.global_batch_size"
+    assert yaml.safe_load(document["recipe"])["model"]["name_or_path"] == "Qwen/Qwen2.5-1.5B"
+
+
+def test_unknown_file_is_exit_2_with_what_was_tried(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: 1\n")
+    done = runner.invoke(app, ["import", str(tmp_path / "x.yaml"), "--json"])
+    (problem,) = json.loads(done.stdout)["errors"]
+    assert (done.exit_code, problem["code"]) == (2, "unknown-foreign-file")
+    assert "axolotl 0" in problem["message"]
+    assert runner.invoke(app, ["import", str(tmp_path / "none.yaml")]).exit_code == 2
+    assert runner.invoke(app, ["import", str(tmp_path / "x.yaml"), "--from", "caffe"]).exit_code == 2
+
+
+@pytest.mark.parametrize("verb", ["validate", "train", "plan", "prepare", "rehearse"])
+@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed"])
+def test_foreign_file_given_to_another_verb_is_one_error(verb: str, name: str, tmp_path: Path) -> None:
+    tool, file, text = FILES[name]
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    done = runner.invoke(app, [verb, "--config", str(tmp_path / file), "--json"])
+    (problem,) = json.loads(done.stdout)["errors"]
+    assert (done.exit_code, problem["code"]) == (2, "foreign-configuration")
+    assert problem["message"] == f"this is a configuration of {tool}, and not a recipe"
+    assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["axolotl", "trl", "llama-factory"])
+def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, tmp_path: Path) -> None:
+    """Model and rows are not here: `validate` says so and has no other complaint."""
+    _, file, text = FILES[name]
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    assert cli("import", file, "--output", "recipe.yaml").returncode == 0
+    document = json.loads(cli("validate", "--config", "recipe.yaml", "--offline", "--trust-remote-code", "--json").stdout)
+    schema = {"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field", "missing-key", "contradiction", "not-yet"}
+    assert {problem["code"] for problem in document.get("errors", [])} & schema == set()

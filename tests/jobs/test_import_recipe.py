@@ -1,0 +1,54 @@
+"""`import_recipe` from Python: the file that it writes, and what it says was not checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fsdp_tune
+from tests.recipe.foreign_files import AXOLOTL
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(AXOLOTL, encoding="utf-8")
+    return path
+
+
+def code(source: Path, output: Path, *, force: bool = False) -> str:
+    with pytest.raises(fsdp_tune.FsdpTuneError) as caught:
+        fsdp_tune.import_recipe(source, output=output, force=force)
+    return caught.value.problems[0].code
+
+
+def test_written_recipe_is_the_text_and_loads(source: Path, tmp_path: Path) -> None:
+    found = fsdp_tune.import_recipe(source, output=tmp_path / "recipe.yaml")
+    assert (tmp_path / "recipe.yaml").read_text(encoding="utf-8") == found.imported.text
+    assert fsdp_tune.load_recipe(tmp_path / "recipe.yaml").recipe.lora is not None
+    assert any("`Qwen/Qwen2.5-1.5B` is not on this machine" in line for line in found.unchecked)
+
+
+def test_bundled_chat_templates_are_known_by_name(source: Path) -> None:
+    assert "chat_template: qwen2.5" in fsdp_tune.import_recipe(source).imported.text
+
+
+def test_existing_file_is_replaced_with_force_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("mine\n")
+    assert code(source, tmp_path / "recipe.yaml") == "output-exists"
+    assert (tmp_path / "recipe.yaml").read_text() == "mine\n"
+    fsdp_tune.import_recipe(source, output=tmp_path / "recipe.yaml", force=True)
+    assert "base_model" in (tmp_path / "recipe.yaml").read_text()
+
+
+def test_source_is_never_replaced(source: Path, tmp_path: Path) -> None:
+    assert code(source, source, force=True) == "output-exists"
+    assert source.read_text(encoding="utf-8") == AXOLOTL
+    assert code(source, tmp_path, force=True) == "output-exists"
+    assert code(source, tmp_path / "none" / "recipe.yaml") == "no-directory"
+
+
+def test_unknown_name_of_a_tool_is_a_usage_error(source: Path) -> None:
+    with pytest.raises(fsdp_tune.FsdpTuneError, match="`axolotol` is not a tool"):
+        fsdp_tune.import_recipe(source, tool="axolotol")

@@ -1,0 +1,396 @@
+"""Configurations of other trainers as recipes: every key has one row of the account, and the text loads with the values it should have."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
+from fsdp_tune.recipe.read.foreign.ledger import Fate, leaves
+from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.schema.keys import values_by_key
+from tests.recipe.foreign_files import ACCELERATE, AXOLOTL, DATASET_INFO, FILES, TRL
+
+TEMPLATES = ("chatml", "qwen2.5", "llama3")
+
+
+def write(directory: Path, name: str) -> Path:
+    _, file, text = FILES[name]
+    (directory / file).write_text(text, encoding="utf-8")
+    return directory / file
+
+
+def imported(directory: Path, name: str, **options: Any) -> ImportedRecipe:
+    return import_file(write(directory, name), templates=TEMPLATES, **options)
+
+
+def from_text(directory: Path, text: str, file: str = "config.yaml", **options: Any) -> ImportedRecipe:
+    (directory / file).write_text(text, encoding="utf-8")
+    return import_file(directory / file, templates=TEMPLATES, **options)
+
+
+def values(result: ImportedRecipe) -> dict[str, Any]:
+    """The recipe as it loads, by key."""
+    return values_by_key(parse_recipe(result.text, Path("recipe.yaml")).recipe)
+
+
+def row(result: ImportedRecipe, key: str) -> tuple[str, str]:
+    """What became of a key, and why."""
+    (found,) = [row for row in result.rows if row.key == key]
+    return found.fate.value, found.reason
+
+
+def words_of(path: Path) -> set[str]:
+    """Every option and variable of a command, found without the parser under test."""
+    words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    return {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
+
+
+# ---- The account
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_a_file_is_in_exactly_one_row(name: str, tmp_path: Path) -> None:
+    result = imported(tmp_path, name)
+    path = tmp_path / FILES[name][1]
+    if path.suffix == ".sh":
+        assert words_of(path) == {str(row.path[-1]) for row in result.rows if row.path[0] != "environment"}
+        return
+    for leaf in leaves(yaml.safe_load(path.read_text(encoding="utf-8"))):
+        assert len([row for row in result.rows if leaf[: len(row.path)] == row.path]) == 1, leaf
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tool_is_recognised_and_every_dropped_key_has_its_reason(name: str, tmp_path: Path) -> None:
+    result = imported(tmp_path, name)
+    assert result.tool == FILES[name][0]
+    assert [row.key for row in result.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) and not row.reason] == []
+    assert [row.key for row in result.rows if row.fate in (Fate.KEPT, Fate.CONVERTED, Fate.COMPUTED) and not row.targets] == []
+    assert sum(result.counts.values()) == len(result.rows)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_question_is_a_comment_of_the_recipe_and_every_value_has_its_origin(name: str, tmp_path: Path) -> None:
+    result = imported(tmp_path, name)
+    asked = [row.key for row in result.rows if row.fate is Fate.QUESTION] + [key for key, _ in result.decisions]
+    lines = [line.strip() for line in result.text.splitlines() if "# DECIDE: " in line]
+    assert len(lines) == len(asked)
+    for line in result.text.splitlines():
+        if not line.lstrip().startswith("#") and not line.rstrip().endswith(":"):
+            assert "  # " in line, line
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_written_loads(name: str, tmp_path: Path) -> None:
+    parse_recipe(imported(tmp_path, name).text, Path("recipe.yaml"))
+
+
+def test_unknown_and_nested_keys_are_questions(tmp_path: Path) -> None:
+    result = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\nnested:\n  deep: [{x: 1}, {y: {z: 2}}]\n  flat: []\n")
+    assert [row.key for row in result.rows if row.fate is Fate.QUESTION] == ["nested.deep[0].x", "nested.deep[1].y.z", "nested.flat"]
+
+
+def test_rows_have_the_line_of_the_key(tmp_path: Path) -> None:
+    lines = {row.key: row.line for row in imported(tmp_path, "axolotl").rows}
+    text = AXOLOTL.splitlines()
+    assert text[lines["sequence_len"] - 1].startswith("sequence_len:")  # type: ignore[operator]
+    assert text[lines["fsdp_config.fsdp_version"] - 1].strip().startswith("fsdp_version:")  # type: ignore[operator]
+
+
+# ---- Values by tool
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "model.name_or_path": "Qwen/Qwen2.5-1.5B",
+        "data.chat_template": "qwen2.5",
+        "data.eval.fraction": 0.02,
+        "data.packing": True,
+        "data.eval_packing": False,
+        "training.optim": "adamw_torch_8bit",
+        "training.eval_steps": 0.083333,
+        "training.save_strategy": "epoch",
+        "training.lr_scheduler_type": "cosine_with_min_lr",
+        "training.lr_scheduler_kwargs.min_lr_rate": 0.1,
+        "training.warmup_steps": 0.05,
+        "lora.r": 32,
+        "lora.target_modules": "all-linear",
+        "quantization.load": "nf4",
+        "kernels.liger": True,
+        "kernels.loss": "liger",
+        "fsdp.activation_checkpointing": "full",
+        "fsdp.activation_checkpointing_offload": True,
+        "fsdp.transformer_layer_cls_to_wrap": "Qwen2DecoderLayer",
+        "launch.env.WANDB_PROJECT": "support",
+        "training.report_to": ["wandb"],
+    },
+    "trl": {
+        "data.loss_on": "assistant",
+        "model.tokens.eos": "<|im_end|>",
+        "model.dtype": "fp32",
+        "model.frozen_dtype": "bf16",
+        "model.attn_implementation": "sdpa",
+        "lora.lora_alpha": 32.0,
+        "lora.lora_dropout": 0.05,
+        "lora.target_modules": ["q_proj", "v_proj"],
+        "training.report_to": [],
+    },
+    "trl-command": {"data.max_length": 1024, "training.global_batch_size": 128, "launch.num_processes": 2, "data.packing": True},
+    "llama-factory": {
+        "fsdp.sharding_strategy": "FULL_SHARD",
+        "fsdp.activation_checkpointing": "full",
+        "lora.r": 8,
+        "lora.lora_alpha": 16.0,
+        "data.max_length": 2048,
+        "data.eval.fraction": 0.1,
+        "data.packing": True,
+    },
+    "llama-factory-json": {
+        "precision.mixed_precision": "fp16",
+        "data.loss_on": "all",
+        "lora": None,
+        "training.learning_rate": 5e-5,
+        "training.per_device_train_batch_size": 8,
+    },
+    "accelerate": {
+        "fsdp.reshard_after_forward": True,
+        "fsdp.activation_checkpointing": "full",
+        "launch.num_machines": 2,
+        "launch.num_processes": 16,
+        "launch.main_process_port": 29500,
+        "precision.mixed_precision": "bf16",
+    },
+    "torchtune": {
+        "model.name_or_path": "/models/llama/",
+        "model.dtype": "bf16",
+        "data.max_length": 8192,
+        "lora.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "lora.r": 8,
+        "training.max_steps": 1000,
+        "training.max_grad_norm": 0,
+        "training.weight_decay": 0.01,
+        "training.learning_rate": 3e-4,
+        "training.lr_scheduler_type": "cosine",
+        "launch.env.WANDB_PROJECT": "torchtune",
+    },
+    "ms-swift": {
+        "fsdp.sharding_strategy": "SHARD_GRAD_OP",
+        "model.attn_implementation": "flash_attention_2",
+        "training.global_batch_size": 16,
+        "training.weight_decay": 0.1,
+        "lora.lora_alpha": 32.0,
+        "launch.num_processes": 2,
+    },
+    "ms-swift-yaml": {"data.loss_on": "last_assistant", "lora": None, "quantization": None, "training.learning_rate": 1e-5},
+    "deepspeed": {
+        "fsdp.sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp.offload_params": True,
+        "training.global_batch_size": 64,
+        "training.adam_beta2": 0.95,
+        "training.max_steps": 1000,
+        "training.warmup_steps": 100,
+        "training.lr_scheduler_type": "linear",
+    },
+    "transformers": {
+        "data.max_length": 512,
+        "data.packing_strategy": "wrapped",
+        "fsdp.sharding_strategy": "FULL_SHARD",
+        "precision.mixed_precision": "fp16",
+        "launch.num_processes": 8,
+        "training.global_batch_size": 64,
+    },
+}
+SOURCES: dict[str, list[dict[str, Any]]] = {
+    "axolotl": [{"path": "acme/support-chats", "format": "sharegpt"}, {"path": "data/answers.jsonl", "format": "alpaca"}],
+    "trl": [{"path": "trl-lib/Capybara"}],
+    "torchtune": [{"path": "yahma/alpaca-cleaned", "split": "train[:95%]", "loss_on": "all"}],
+    "ms-swift": [{"path": "AI-ModelScope/alpaca-gpt4-data-en", "max_rows": 500}, {"path": "acme/chats", "name": "en"}],
+    "transformers": [{"path": "train.txt"}],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_values_mean_the_same_here(name: str, tmp_path: Path) -> None:
+    found = values(imported(tmp_path, name))
+    assert {key: found.get(key) for key in EXPECTED[name]} == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_data_sets_are_sources(name: str, tmp_path: Path) -> None:
+    sources = values(imported(tmp_path, name))["data.train"]
+    assert [{key: source[key] for key in wanted} for source, wanted in zip(sources, SOURCES[name], strict=True)] == SOURCES[name]
+
+
+def test_held_out_split_is_read_only_where_it_is_evaluated(tmp_path: Path) -> None:
+    assert values(imported(tmp_path, "trl"))["data.eval"][0]["split"] == "test"
+    result = from_text(tmp_path, TRL.replace("eval_strategy: steps", 'eval_strategy: "no"'))
+    assert values(result)["data.eval"] is None
+    assert row(result, "eval_steps") == ("dropped", "there are no rows to evaluate")
+
+
+# ---- Other files
+
+
+def test_entries_of_dataset_info_are_sources_and_have_rows_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(DATASET_INFO, encoding="utf-8")
+    result = imported(tmp_path, "llama-factory")
+    found = values(result)
+    first, second = found["data.train"]
+    assert (first["path"], first["rename_columns"], first["max_rows"]) == (
+        str(tmp_path / "data" / "answers.json"),
+        {"question": "instruction"},
+        1000,
+    )
+    assert (second["path"], second["name"], second["format"]) == ("acme/chats", "en", "messages")
+    assert found["data.roles.bot"] == "assistant"
+    used = {name: entry for name, entry in json.loads(DATASET_INFO).items() if name != "unused"}
+    assert {row.path for row in result.rows if row.path[0] == "dataset_info.json"} == {
+        ("dataset_info.json", *leaf) for leaf in leaves(used)
+    }
+
+
+def test_without_dataset_info_the_data_set_is_a_question(tmp_path: Path) -> None:
+    result = imported(tmp_path, "llama-factory")
+    assert row(result, "dataset")[0] == "question"
+    assert values(result)["data.train"][0]["path"] == "NAME"
+
+
+def test_file_of_the_launcher_is_read_and_the_command_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "fsdp2.yaml").write_text(ACCELERATE, encoding="utf-8")
+    result = imported(tmp_path, "trl-command")
+    found = values(result)
+    assert (found["fsdp.activation_checkpointing"], found["launch.num_processes"]) == ("full", 2)
+    fate, reason = row(result, "launcher.config_file.num_processes")
+    assert fate == "dropped"
+    assert "comes first" in reason
+
+
+def test_missing_file_of_the_launcher_is_a_question(tmp_path: Path) -> None:
+    fate, reason = row(imported(tmp_path, "trl-command"), "launcher.config_file")
+    assert fate == "question"
+    assert "fsdp-tune import fsdp2.yaml" in reason
+
+
+# ---- Batch, adapters, comments
+
+
+def test_number_of_gpus_gives_the_global_batch(tmp_path: Path) -> None:
+    without, with_gpus = imported(tmp_path, "axolotl"), imported(tmp_path, "axolotl", num_gpus=4)
+    assert "training.global_batch_size" in dict(without.decisions)
+    assert values(without)["training.gradient_accumulation_steps"] == 4
+    assert values(with_gpus)["training.global_batch_size"] == 2 * 4 * 4
+    assert row(with_gpus, "gradient_accumulation_steps") == ("computed", "2 × 4 × 4 ranks")
+    assert "training.global_batch_size" not in dict(with_gpus.decisions)
+
+
+def test_keys_of_adapters_have_no_effect_without_one(tmp_path: Path) -> None:
+    result = from_text(tmp_path, AXOLOTL.replace("adapter: qlora", "adapter:"))
+    found = values(result)
+    assert (found["lora"], found["quantization"]) == (None, None)
+    assert row(result, "lora_r") == ("dropped", "no effect: the file trains no adapter")
+
+
+def test_llama_factory_trains_an_adapter_unless_it_says_otherwise(tmp_path: Path) -> None:
+    text = "model_name_or_path: gpt2\nstage: sft\ncutoff_len: 64\ntemplate: llama3\n"
+    found = values(from_text(tmp_path, text))
+    assert (found["lora.r"], found["lora.lora_alpha"], found["data.chat_template"]) == (8, 16.0, "llama3")
+
+
+def test_comments_of_the_file_are_kept(tmp_path: Path) -> None:
+    text = imported(tmp_path, "axolotl").text
+    assert (
+        "  # LoRA of a small model on two data sets\n  name_or_path: Qwen/Qwen2.5-1.5B  # from base_model; the base, not Instruct\n" in text
+    )
+    assert "learning_rate: 0.0002  # from learning_rate; higher than in the paper\n" in text
+
+
+def test_value_that_a_recipe_refuses_is_a_question_with_the_reason(tmp_path: Path) -> None:
+    result = from_text(tmp_path, AXOLOTL.replace("paged_adamw_8bit", "lion_8bit"))
+    fate, reason = row(result, "optimizer")
+    assert fate == "question"
+    assert "lion_8bit" in reason
+    assert values(result).get("training.optim") is None
+
+
+def test_two_keys_with_different_values_for_one_key_are_a_question(tmp_path: Path) -> None:
+    result = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\nmax_seq_length: 16\n")
+    assert values(result)["data.max_length"] == 8
+    assert row(result, "max_seq_length") == ("question", "`data.max_length` has another value from `sequence_len`; keep one")
+
+
+def test_yaml_1_1_of_other_tools_is_read_as_they_read_it(tmp_path: Path) -> None:
+    found = values(from_text(tmp_path, "base_model: gpt2\nsequence_len: 1_024\nsample_packing: yes\nlearning_rate: 1e-5\n"))
+    assert (found["data.max_length"], found["data.packing"], found["training.learning_rate"]) == (1024, True, 1e-5)
+
+
+def test_secrets_are_neither_written_nor_shown(tmp_path: Path) -> None:
+    secret = "hf_" + "a1B2" * 8
+    result = from_text(tmp_path, TRL + f"hub_token: {secret}\nhub_model_id: {secret}\n")
+    assert secret not in result.text + json.dumps([row.as_dict() for row in result.rows])
+    assert row(result, "hub_token")[0] == "dropped"
+
+
+# ---- Errors
+
+
+def refusal(directory: Path, text: str, file: str = "config.yaml", **options: Any) -> str:
+    with pytest.raises(FsdpTuneError) as caught:
+        from_text(directory, text, file, **options)
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code == 2
+    return f"{problem.code}: {problem.message}; {problem.hint}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base_model: gpt2\nsequence_len: 8\nrl: dpo\n", "`rl: dpo` of axolotl: this release has no preference tuning"),
+        ("model_name_or_path: gpt2\nstage: dpo\ntemplate: x\n", "`stage: dpo` of LLaMA-Factory"),
+        (
+            "checkpointer: {_component_: a.B}\nteacher_model: {_component_: a.C}\n",
+            "`teacher_model` of torchtune: this release has no distillation",
+        ),
+    ],
+)
+def test_other_training_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, text)
+
+
+def test_unknown_file_says_what_was_tried(tmp_path: Path) -> None:
+    found = refusal(tmp_path, "a: 1\nsequence_len: 3\n")
+    assert found.startswith("unknown-foreign-file: ")
+    assert "axolotl 1, LLaMA-Factory 0, TRL 0" in found
+    assert "`--from`" in found
+    assert from_text(tmp_path, "a: 1\nsequence_len: 3\n", tool="axolotl").tool == "axolotl"
+
+
+@pytest.mark.parametrize(
+    ("text", "file"), [("- 1\n", "a.yaml"), ("[1]", "a.json"), ("{", "a.json"), ("", "a.yaml"), ("# nothing\n", "a.sh")]
+)
+def test_file_without_keys_is_one_error(text: str, file: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, text, file).partition(":")[0] in {"not-a-mapping", "yaml-syntax"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "trl dpo --model_name_or_path a",
+        "swift rlhf --rlhf_type dpo",
+        "accelerate launch --num_processes 8 examples/scripts/ppo/ppo.py --x 1",
+        "python run_mlm.py --model_name_or_path a",
+        "NPROC_PER_NODE=2 megatron sft --model a",
+    ],
+)
+def test_command_of_another_method_is_refused(script: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, script, "a.sh").startswith("no-counterpart: the command trains by ")
+
+
+def test_script_with_two_trainings_is_one_error(tmp_path: Path) -> None:
+    found = refusal(tmp_path, "trl sft --model_name_or_path a\ntrl sft --model_name_or_path b\n", "a.sh")
+    assert "starts 2 programs" in found
