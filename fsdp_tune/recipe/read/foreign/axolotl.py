@@ -6,20 +6,24 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fsdp_tune.recipe.read.foreign.general import (
+    TRAIN,
     Rule,
     Rules,
+    SourceRule,
     by_synonym,
     chat_template,
     implies,
     is_on,
     leave,
+    leave_here,
     off_or,
     question,
+    rename,
     same,
     settle_by_name,
+    settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.foreign.sources import TRAIN, SourceRule, leave_here, rename, settle_source
 from fsdp_tune.recipe.read.synonyms import OF_A_SOURCE, SYNONYMS
 from fsdp_tune.recipe.scalars import enumerated
 

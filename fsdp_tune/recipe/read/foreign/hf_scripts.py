@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.general import Rule, Rules, by_synonym, fine_or, leave, off_or, question, same
-from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.foreign.sources import TRAIN, settle_source
+from fsdp_tune.recipe.read.foreign.general import TRAIN, Rule, Rules, by_synonym, fine_or, leave, off_or, question, same, settle_source
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
 from fsdp_tune.recipe.read.synonyms import SYNONYMS
 
 _FIRST: Path = (*TRAIN, 0)
@@ -135,9 +134,3 @@ EXAMPLE_RULES: Rules = {
     "streaming": same("data.streaming"),
 }
 """By name; see `general.settle_key`."""
-
-
-def pack_texts(ledger: Ledger) -> None:
-    """`run_clm.py` joins all texts and cuts them into full blocks."""
-    ledger.set(("data", "packing"), True, "run_clm.py joins texts", Weight.DEFAULT)
-    ledger.set(("data", "packing_strategy"), "wrapped", "run_clm.py fills every block", Weight.DEFAULT)

@@ -8,20 +8,24 @@ from typing import Any, cast
 
 from fsdp_tune.recipe.read.foreign.foreign_file import read_mapping
 from fsdp_tune.recipe.read.foreign.general import (
+    TRAIN,
     Rule,
     Rules,
+    SourceRule,
     by_synonym,
     chat_template,
     fine_or,
     implies,
     is_on,
     leave,
+    leave_here,
     off_or,
     question,
+    rename,
     same,
+    settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.read.foreign.sources import TRAIN, SourceRule, leave_here, rename, settle_source
 from fsdp_tune.recipe.read.synonyms import SYNONYMS
 
 INFO = "dataset_info.json"

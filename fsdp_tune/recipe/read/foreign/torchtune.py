@@ -14,12 +14,12 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
     leave,
     off_or,
+    rename,
     same,
     section,
     settle_all,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.foreign.sources import rename
 
 COMPONENT = "_component_"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
