@@ -180,7 +180,9 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
 
 def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
     wrapped = loaded.wrapped
-    synchronise = last or (recipe.fsdp.sync_each_batch and recipe.is_sharded)
+    # Accelerate leaves `no_sync` of DDP and FSDP1 out if there is a single rank.
+    alone = recipe.world_size == 1 and not isinstance(wrapped, FSDPModule)
+    synchronise = last or alone or (recipe.fsdp.sync_each_batch and recipe.is_sharded)
     if isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(synchronise)
         if recipe.is_hybrid:

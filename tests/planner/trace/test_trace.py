@@ -19,7 +19,7 @@ from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
 from fsdp_tune.planner.predict.totals import disk
-from fsdp_tune.planner.trace_format import COLLECTIVES, GROUPS, KINDS, PHASES, Trace
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import state_bytes
 from tests.model.families import FAMILIES
@@ -104,6 +104,15 @@ def test_traced_optimizer_state_equals_the_optimizer(optim: str, optim_args: str
     assert size(alive(trace, "optimizer state", until=after)) == pytest.approx(moments, rel=0.005)
 
 
+def test_experts_are_traced_in_fp32_as_in_bf16() -> None:
+    """torch's rule for the shapes of grouped products refuses fp32, which its kernels on a GPU take."""
+    wide, narrow = (trace_of(recipe_of("mixtral", precision={"mixed_precision": name})) for name in ("no", "bf16"))
+    products = [trace.ops[trace.ops["name"] == trace.op_names.index("_grouped_mm")] for trace in (wide, narrow)]
+    assert products[0]["flops"].tolist() == products[1]["flops"].tolist()
+    assert len(products[0]) > 0
+    assert {DTYPES[index] for index in products[0]["dtype"]} == {"fp32"}
+
+
 def test_trace_of_muon_has_its_state_products_and_collectives() -> None:
     """Llama with 2 layers: 7 matrices each, of which a rank of two orthogonalises 7; AdamW has two moments of everything else."""
     recipe = recipe_of("llama", training={"optim": "muon"})
@@ -156,6 +165,15 @@ def test_few_layers_represent_all(layers: int, sections: dict[str, Any]) -> None
     assert np.array_equal(spliced.collectives["bytes"], exact.collectives["bytes"])
     assert (spliced.counts, [u.parameters for u in spliced.units]) == (exact.counts, [u.parameters for u in exact.units])
     _same_peaks(spliced, exact)
+
+
+@pytest.mark.parametrize(("ranks", "sets"), [(1, 1), (2, 2)])
+def test_micro_batches_under_ddp_add_up_in_the_buckets_of_a_single_rank(ranks: int, sets: int) -> None:
+    """Several ranks skip the sum of all but the last micro-batch (`no_sync`), whose gradients then lie beside the buckets."""
+    training = {"gradient_accumulation_steps": 2}
+    trace = trace_of(recipe_of("llama", ranks, fsdp={"sharding_strategy": "NO_SHARD"}, training=training))
+    gradients = np.where(trace.events["kind"] == KINDS.index("gradients"), trace.events["bytes"], 0)
+    assert np.cumsum(gradients).max() == sets * trace.counts.parameter_bytes
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
