@@ -12,6 +12,7 @@ import torch
 def install(native):
     library = torch.library.Library("aten", "IMPL")
     library.impl("histc", _histc(native), "CUDA")
+    library.impl("_conv_depthwise2d", _depthwise_convolution(native), "CUDA")
     library.impl("_flash_attention_forward", _flash(native), "CUDA")
     library.impl("_flash_attention_backward", _flash_backward(native), "CUDA")
     install.library = library  # registered as long as it lives
@@ -25,6 +26,14 @@ def _histc(native):
         return native.to_device(counts.to(values.dtype), values.device.index)
 
     return histc
+
+
+def _depthwise_convolution(native):
+    def convolution(values, weight, kernel_size, bias, stride, padding, dilation):
+        host = [None if each is None else native.on_cpu(each) for each in (values, weight, bias)]
+        return native.to_device(torch.conv2d(*host, stride, padding, dilation, groups=values.shape[1]), values.device.index)
+
+    return convolution
 
 
 def _examples(query, key, cumulative_q, cumulative_k, longest_q):

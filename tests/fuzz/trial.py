@@ -67,7 +67,7 @@ def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) ->
         return verdict
     if isinstance(run, RunDir):
         _compare(verdict, run, store, model)
-    elif (switch := _blamed_by_ranks(run, verdict.draw)) is None:
+    elif (switch := blamed_by_ranks(run, verdict.draw)) is None:
         verdict.failures.append(f"the run failed: [{run.code}] {run.message}")
     else:  # the ranks inspect the live model; without the switch it must train
         rest = verdict.draw.unpacked() if switch == PACKING else verdict.draw.without(switch)
@@ -90,7 +90,7 @@ def _accepted(verdict: Verdict, folder: Path, model: Path) -> bool:
         problem = _refused(verdict.draw, folder, model)
         if problem is None:
             return True
-        switch = _blamed(problem, verdict.draw)
+        switch = blamed(problem, verdict.draw)
         if switch is None:
             verdict.failures.append(f"refused, and no drawn switch explains it: [{problem.code}] {problem.message}")
             return False
@@ -115,14 +115,14 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
     return None
 
 
-def _blamed_by_ranks(problem: Problem, draw: Draw) -> str | None:
+def blamed_by_ranks(problem: Problem, draw: Draw) -> str | None:
     """The switch behind what only the live model shows, None for what is a failure."""
     if problem.code == "packing-not-isolated":
         return PACKING if draw.batch[PACKING] and draw.family in PACKED_EXAMPLES_MEET else None
-    return _blamed(problem, draw) if problem.code in SEEN_IN_THE_MODEL else None
+    return blamed(problem, draw) if problem.code in SEEN_IN_THE_MODEL else None
 
 
-def _blamed(problem: Problem, draw: Draw) -> str | None:
+def blamed(problem: Problem, draw: Draw) -> str | None:
     """The drawn switch that a refusal names: by its key, else in its words."""
     drawn = {**draw.switches, **(draw.resumed.switches if draw.resumed else {})}
     text = f"{problem.where.key or ''} {problem.message} {problem.hint or ''}"

@@ -41,12 +41,12 @@ struct Heads {  // keys and values repeated for the heads that share them
   }
 };
 
-// A gradient in the layout that CUDA's kernel gives it: flash that of its operand, memory-efficient with the heads of a token together.
-at::Tensor laid_out(const at::Tensor& gradient, const at::Tensor& operand, bool is_flash) {
+// A result in the layout that CUDA's kernel gives it: flash that of its operand, memory-efficient with the heads of a token together.
+at::Tensor laid_out(const at::Tensor& made, const at::Tensor& operand, bool is_flash) {
   auto heads = operand.size(1), tokens = operand.size(2), width = operand.size(3);
   std::vector<int64_t> by_token{tokens * heads * width, width, heads * width, 1};
-  auto fresh = empty_on_device(operand.sizes(), is_flash && operand.is_non_overlapping_and_dense() ? operand.strides() : at::IntArrayRef(by_token), gradient.scalar_type(), operand.device());
-  on_cpu(fresh).copy_(gradient);
+  auto fresh = empty_on_device(operand.sizes(), is_flash && operand.is_non_overlapping_and_dense() ? operand.strides() : at::IntArrayRef(by_token), made.scalar_type(), operand.device());
+  on_cpu(fresh).copy_(made);
   return fresh;
 }
 
@@ -54,19 +54,21 @@ at::Tensor nothing(c10::Device device) { return empty_on_device({0}, {1}, at::kL
 std::optional<at::Tensor> mask_on_cpu(const std::optional<at::Tensor>& mask) { return mask.has_value() && mask->defined() ? std::make_optional(on_cpu(*mask)) : std::nullopt; }
 
 std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
-                                          bool is_causal, std::optional<double> scale) {
+                                          bool is_causal, std::optional<double> scale, bool is_flash) {
   TORCH_CHECK(dropout == 0, "the emulated device has no fused attention with dropout");
+  Running named("attention");
   Kernel kernel(q.device().index());
   for (const auto& each : {q, k, v}) kernel.reads(each);
   Heads heads(q, on_cpu(k), on_cpu(v));
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(on_cpu(q), heads.key, heads.value, 0.0, is_causal, mask_on_cpu(mask), scale);
-  auto results = std::make_pair(to_device(out, q.device()), to_device(lse.contiguous(), q.device()));
+  auto results = std::make_pair(laid_out(out, q, is_flash), to_device(lse.contiguous(), q.device()));
   kernel.writes(results.first);
   return results;
 }
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                                                         const at::Tensor& lse, const std::optional<at::Tensor>& mask, bool is_causal, std::optional<double> scale,
                                                         bool is_flash) {
+  Running named("attention_backward");
   Kernel kernel(q.device().index());
   for (const auto& each : {gradient, q, k, v, out, lse}) kernel.reads(each);
   Heads heads(q, on_cpu(k), on_cpu(v));
@@ -77,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& gradie
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool is_causal, bool, std::optional<double> scale) {
-  auto [out, lse] = forward(q, k, v, std::nullopt, dropout, is_causal, scale);
+  auto [out, lse] = forward(q, k, v, std::nullopt, dropout, is_causal, scale, true);
   auto device = q.device();
   auto state = empty_on_device({2}, {1}, at::kUInt64, device);
   return {out, lse, at::Tensor(), at::Tensor(), q.sym_size(2), k.sym_size(2), state, empty_on_device({}, {}, at::kUInt64, device), nothing(device)};
@@ -90,7 +92,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias,
                                                                      bool, double dropout, bool is_causal, std::optional<double> scale) {
-  auto [out, lse] = forward(q, k, v, bias, dropout, is_causal, scale);
+  auto [out, lse] = forward(q, k, v, bias, dropout, is_causal, scale, false);
   auto padded = (q.size(2) + 31) / 32 * 32;  // as the kernel of CUDA aligns it
   auto wide = empty_on_device({q.size(0), q.size(1), padded}, {q.size(1) * padded, padded, 1}, at::kFloat, q.device());
   on_cpu(wide).zero_().narrow(2, 0, q.size(2)).copy_(on_cpu(lse));

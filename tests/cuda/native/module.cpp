@@ -100,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("unpin", [](uintptr_t address) { unpin(reinterpret_cast<void*>(address)); });
 
   m.def("operations", &operations);
+  m.def("running_operation", &Running::name);  // of this thread
   m.def("races", &races);
   m.def("watch_orders", [](const py::object& site) {
     watch.site = guarded<std::string>(site);

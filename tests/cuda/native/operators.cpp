@@ -19,6 +19,7 @@ namespace emulated {
 namespace {
 constexpr c10::DispatchKeySet CUDA_KEYS(c10::DispatchKey::CUDA);
 std::atomic<int64_t> operation_count{0};
+thread_local const char* running = "";
 
 at::Tensor with_storage(c10::Storage storage, c10::DispatchKeySet keys, const at::Tensor& like) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
@@ -277,6 +278,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{schema, device_of(schema, arguments), {}, {}};
   c10::DeviceGuard guard(call.device);
   ++operation_count;
+  Running named(schema.name().c_str());
   bool waits = synchronises(schema, arguments);
   if (waits) host_synchronises(Wait::operation, schema.name().c_str());
   Kernel kernel(call.device.index());
@@ -310,6 +312,9 @@ void Kernel::touches(const at::Tensor& tensor, bool is_write) const {
   if (watch.orders && tensor.defined() && tensor.is_cuda() && tensor.has_storage()) touch(tensor.storage().data(), stream_, is_write, site_);
 }
 int64_t operations() { return operation_count; }
+Running::Running(const char* name) : outer_(running) { running = name; }
+Running::~Running() { running = outer_; }
+const char* Running::name() { return running; }
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
@@ -338,10 +343,25 @@ void resize_storage(const at::Tensor& holder, int64_t bytes) {
 }
 }  // namespace emulated
 
+// CUDA has kernels of its own for operations that torch else composes of others, whose temporaries would take memory of the device:
+// native_functions.yaml, `CUDA` next to `CompositeExplicitAutograd`. Those on lists of tensors copy between devices one by one there too.
+namespace {
+const std::vector<std::string> WHOLE = {"addr", "addr.out", "all.dims_out", "any.dims_out", "convolution_backward", "native_group_norm", "native_layer_norm",
+                                        "_chunk_cat", "_chunk_cat.out", "_grouped_mm", "linalg__powsum", "split_with_sizes_copy.out"};
+
+bool is_whole(const c10::OperatorName& name) {
+  bool is_out = name.overload_name.size() >= 3 && name.overload_name.rfind("out") == name.overload_name.size() - 3;
+  return name.name.rfind("aten::_foreach_", 0) == 0 && name.name != "aten::_foreach_copy_" && name.name != "aten::_foreach_copy" && !is_out;
+}
+}  // namespace
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&emulated::run_on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   using namespace emulated;
+  for (const auto& name : WHOLE) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+    if (is_whole(name)) m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &emulated::as_strided);

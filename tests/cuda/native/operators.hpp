@@ -27,4 +27,15 @@ class Kernel {
   std::string site_;
 };
 int64_t operations();
+
+// Names the operation of this thread while it lives; the innermost counts.
+class Running {
+ public:
+  explicit Running(const char* name);
+  ~Running();
+  static const char* name();  // empty between operations
+
+ private:
+  const char* outer_;
+};
 }  // namespace emulated
