@@ -21,7 +21,8 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.run.directory import RunDir
-from tests.cuda.live_memory import STEADY_STEP, VOCABULARY, LiveMemory, Recorded, RunRefused, live_memory
+from tests.cuda.live_memory import STEADY_STEP, VOCABULARY, Recorded, RunRefused, live_memory
+from tests.cuda.memory_step import MemoryStep
 from tests.cuda.planned_memory import PlannedMemory, planned_memory
 from tests.fuzz.families import FAMILIES, make_model
 from tests.fuzz.space import Draw, draw
@@ -56,22 +57,22 @@ class Weighed:
     """One recipe, as it ran in the end: without what was refused."""
 
     draw: Draw
-    live: LiveMemory
+    live: MemoryStep
     planned: PlannedMemory
     refusals: tuple[str, ...]
 
     @property
     def off_bytes(self) -> int:
         """Plan minus run."""
-        return self.planned.peak_allocated_bytes - self.live.step.peak_bytes
+        return self.planned.peak_allocated_bytes - self.live.peak_bytes
 
     @property
     def off(self) -> float:
-        return self.off_bytes / self.live.step.peak_bytes
+        return self.off_bytes / self.live.peak_bytes
 
     @property
     def is_within(self) -> bool:
-        return abs(self.off_bytes) <= max(_ABSOLUTE, _RELATIVE * self.live.step.peak_bytes)
+        return abs(self.off_bytes) <= max(_ABSOLUTE, _RELATIVE * self.live.peak_bytes)
 
 
 def drawn(seed: int) -> Draw:

@@ -24,14 +24,7 @@ SLICE_TOKENS = 160
 _QUIET = ("/torch/", "/tests/cuda/", "<string>")
 
 
-@dataclass(frozen=True)
-class LiveMemory:
-    step: MemoryStep
-    max_memory_allocated: int
-    """What torch.cuda says of the step: with the rests of blocks that plain segments do not split."""
-
-
-Recorded = Callable[[str], "LiveMemory | dict[str, Any]"]
+Recorded = Callable[[str], MemoryStep | dict[str, Any]]
 
 
 class RunRefused(Exception):
@@ -43,7 +36,7 @@ class RunRefused(Exception):
         self.problem = problem
 
 
-def live_memory(pool: RankPool, ranks: int, path: str, run: Recorded | None = None) -> LiveMemory:
+def live_memory(pool: RankPool, ranks: int, path: str, run: Recorded | None = None) -> MemoryStep:
     """Train to the steady step on `ranks` devices of the pool, by `recorded_run` unless given. Raises: RunRefused."""
     answers = pool.run(ranks, run or recorded_run, path)
     for answer in answers:
@@ -52,7 +45,7 @@ def live_memory(pool: RankPool, ranks: int, path: str, run: Recorded | None = No
     return answers[0]
 
 
-def recorded_run(path: str) -> LiveMemory | dict[str, Any]:
+def recorded_run(path: str) -> MemoryStep | dict[str, Any]:
     """On a rank: the memory of the steady step, or the outcome of a run that did not reach it."""
     recording = _Recording()
     try:
@@ -97,18 +90,16 @@ class _Recording:
     changes: list[Change] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     """Number of changes after each step of the optimizer."""
-    most_allocated: int = 0
     _addresses: dict[int, int] = field(default_factory=dict)
     _optimizer: int | None = None
-    _before: int = 0
 
     @property
     def is_complete(self) -> bool:
         return len(self.steps) >= STEADY_STEP
 
-    def result(self) -> LiveMemory:
+    def result(self) -> MemoryStep:
         changes, self.changes = self.changes[: self.steps[STEADY_STEP - 1]], []
-        return LiveMemory(MemoryStep(changes, self.steps[STEADY_STEP - 2]), self.most_allocated)
+        return MemoryStep(changes, self.steps[STEADY_STEP - 2])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -119,9 +110,8 @@ class _Recording:
         gc.unfreeze()  # a rank freezes what is left of its last run, perhaps with the model
         gc.collect()
         device = torch.cuda.current_device()
-        self._before = torch.cuda.memory_allocated()
         native.on_memory_change(functools.partial(self._changed, device, native.running_operation))
-        hook = register_optimizer_step_post_hook(functools.partial(self._stepped, torch.cuda))
+        hook = register_optimizer_step_post_hook(self._stepped)
         try:
             yield
         finally:
@@ -137,15 +127,12 @@ class _Recording:
         elif (block := self._addresses.pop(address, None)) is not None:  # else of an earlier run in this process
             self.changes.append(Change(block, requested, ""))
 
-    def _stepped(self, cuda: Any, optimizer: Any, *_: Any) -> None:
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)  # the device keeps this object alive, which must not keep a model
         if id(optimizer) != self._optimizer:  # the read-back repeats the first step on a sample
             return
         self.steps.append(len(self.changes))
-        if len(self.steps) == STEADY_STEP - 1:
-            cuda.reset_peak_memory_stats()
         if self.is_complete:
-            self.most_allocated = cuda.max_memory_allocated() - self._before
             raise _SteadyStepDone
 
 

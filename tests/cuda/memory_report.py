@@ -66,13 +66,13 @@ def compare(seed: int, folder: Path, pool: RankPool) -> Row:
         return Row(seed, described(one), failure=_last_line(str(error)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sizes = weighed.live.step.peak_bytes, weighed.planned.peak_allocated_bytes
+    sizes = weighed.live.peak_bytes, weighed.planned.peak_allocated_bytes
     return Row(seed, described(weighed.draw), *sizes, weighed.is_within, difference(weighed))
 
 
 def difference(weighed: Weighed) -> str | None:
     """Where run and plan part, and what only one of them holds at its peak; None if they hold the same."""
-    live, planned = weighed.live.step, weighed.planned.step
+    live, planned = weighed.live, weighed.planned.step
     at_peak = [f"only the {name}'s peak has {found[0]}" for name, found in only_at_peak(live, planned).items() if found]
     first = parting(live, planned)
     return "; ".join([*([f"first {first}"] if first else []), *at_peak]) or None
@@ -88,6 +88,8 @@ def described(one: Draw) -> str:
 
 
 def _last_line(text: str) -> str:
+    if "no answer in time" in text:  # and after it the stacks
+        return "a rank did not answer in time"
     return text.strip().splitlines()[-1][:300] if text.strip() else "no message"
 
 
@@ -104,7 +106,7 @@ def section(rows: Sequence[Row]) -> str:
         *_HOW.format(recipes=len(rows), first=rows[0].seed, last=rows[-1].seed).splitlines(),
         "",
         f"**{len(compared) - len(outside)} of {len(compared)} recipes are within bounds**: median {statistics.median(off):.2f} %, "
-        f"nine of ten below {off[int(0.9 * (len(off) - 1))]:.2f} %, largest {off[-1]:.2f} %. "
+        f"nine of ten below {off[int(0.9 * (len(off) - 1))]:.2f} %, largest {off[-1]:.2f} %.",
         f"{len(rows) - len(compared)} more could not be compared.",
         "",
         "| off by | recipes | |",

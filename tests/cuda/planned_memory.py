@@ -23,15 +23,12 @@ class PlannedMemory:
     step: MemoryStep
     peak_allocated_bytes: int
     """The replay's, in the steady step."""
-    plain_allocated_bytes: int
-    """The replay's with plain segments, whose rests are not split."""
-    where: str
 
 
 def planned_memory(recipe: Recipe) -> PlannedMemory:
     """Trace and replay a resolved recipe, whose evaluation is off: the last traced step is the steady one."""
     trace = full_depth(trace_of(recipe, change=_SLICES.__enter__))
-    memory, plain = (peak_memory(trace, segments=segments) for segments in ("expandable", "plain"))
+    memory = peak_memory(trace)
     events = trace.events[~trace.events["host"]]
     changes = [
         Change(int(event["block"]), int(event["bytes"]), f"{place(trace, event)}, {KINDS[event['kind']]}" if event["bytes"] > 0 else "")
@@ -39,4 +36,4 @@ def planned_memory(recipe: Recipe) -> PlannedMemory:
     ]
     begin = int((events["step"] == trace.shapes.traced_steps - 1).argmax())
     most = int(memory.timeline.allocated_bytes.max())
-    return PlannedMemory(MemoryStep(changes, begin), most, int(plain.timeline.allocated_bytes.max()), memory.where)
+    return PlannedMemory(MemoryStep(changes, begin), most)
