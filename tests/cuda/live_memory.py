@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-from tests.cuda.memory_step import Change, MemoryStep
+from tests.cuda.memory_step import MemoryChange, MemoryStep
 from tests.parity import runs
 from tests.ranks import Leaves, RankPool
 
@@ -87,7 +87,7 @@ class _SteadyStepDone(BaseException):
 
 @dataclass
 class _Recording:
-    changes: list[Change] = field(default_factory=list)
+    changes: list[MemoryChange] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     """Number of changes after each step of the optimizer."""
     _addresses: dict[int, int] = field(default_factory=dict)
@@ -123,9 +123,9 @@ class _Recording:
             return
         if requested > 0:
             self._addresses[address] = len(self.changes)
-            self.changes.append(Change(len(self.changes), requested, f"{operation() or 'aten::empty'}, {_place()}"))
+            self.changes.append(MemoryChange(len(self.changes), requested, f"{operation() or 'aten::empty'}, {_place()}"))
         elif (block := self._addresses.pop(address, None)) is not None:  # else of an earlier run in this process
-            self.changes.append(Change(block, requested, ""))
+            self.changes.append(MemoryChange(block, requested, ""))
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)  # the device keeps this object alive, which must not keep a model

@@ -37,7 +37,7 @@ are not part of the comparison. Models are toys: peaks are 15 to 500 MiB. A plan
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     seed: int
     recipe: str
     live_bytes: int = 0
@@ -58,16 +58,16 @@ class Row:
         return text if self.is_within else f"{text}\n    OUT OF BOUND: {self.parting}"
 
 
-def compare(seed: int, folder: Path, pool: RankPool) -> Row:
+def compare(seed: int, folder: Path, pool: RankPool) -> ComparedRow:
     one = drawn(seed)
     try:
         weighed = weigh(one, folder, pool)
     except (RunRefused, RanksFailed, AssertionError) as error:
-        return Row(seed, described(one), failure=_last_line(str(error)))
+        return ComparedRow(seed, described(one), failure=_last_line(str(error)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sizes = weighed.live.peak_bytes, weighed.planned.peak_allocated_bytes
-    return Row(seed, described(weighed.draw), *sizes, weighed.is_within, difference(weighed))
+    return ComparedRow(seed, described(weighed.draw), *sizes, weighed.is_within, difference(weighed))
 
 
 def difference(weighed: Weighed) -> str | None:
@@ -96,7 +96,7 @@ def _last_line(text: str) -> str:
 # ---- The page
 
 
-def section(rows: Sequence[Row]) -> str:
+def section(rows: Sequence[ComparedRow]) -> str:
     compared = [row for row in rows if row.failure is None]
     outside = [row for row in compared if not row.is_within]
     off = sorted(abs(row.percent) for row in compared)
@@ -153,7 +153,7 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="memory-"))
     pool = RankPool(folder / "ranks", size=2, environment=with_gpus(2))
-    rows: list[Row] = []
+    rows: list[ComparedRow] = []
     started = time.monotonic()
     try:
         for seed in range(arguments.seed, arguments.seed + arguments.recipes):

@@ -16,7 +16,7 @@ NOTABLE = 0.002
 """Share of the peak from which an allocation is named as a difference."""
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Memory that is given out (`size` > 0, in bytes as requested) or given back (`size` < 0). `label`: the operation and its place."""
 
     block: int
@@ -28,7 +28,7 @@ class Change(NamedTuple):
 class MemoryStep:
     """`changes[begin:]` are those of the step. Blocks are counted in the allocator's units of 512 bytes."""
 
-    changes: list[Change]
+    changes: list[MemoryChange]
     begin: int
 
     @property
@@ -45,9 +45,9 @@ class MemoryStep:
     def peak_bytes(self) -> int:
         return int(self.levels[self.highest])
 
-    def alive(self) -> list[Change]:
+    def alive(self) -> list[MemoryChange]:
         """The allocations that are alive at the peak."""
-        found: dict[int, Change] = {}
+        found: dict[int, MemoryChange] = {}
         for change in self.changes[: self.highest + 1]:
             if change.size > 0:
                 found[change.block] = change
@@ -55,7 +55,7 @@ class MemoryStep:
                 del found[change.block]
         return list(found.values())
 
-    def allocations(self, least_bytes: float) -> list[Change]:
+    def allocations(self, least_bytes: float) -> list[MemoryChange]:
         return [change for change in self.changes[self.begin :] if change.size >= least_bytes]
 
 
@@ -79,7 +79,7 @@ def only_at_peak(live: MemoryStep, planned: MemoryStep) -> dict[str, list[str]]:
     counts = {name: Counter(rounded(each.size) for each in blocks) for name, blocks in sides.items()}
     found: dict[str, list[str]] = {}
     for name, other in (("live", "plan"), ("plan", "live")):
-        by_size: dict[int, list[Change]] = defaultdict(list)
+        by_size: dict[int, list[MemoryChange]] = defaultdict(list)
         for each in sides[name]:
             by_size[rounded(each.size)].append(each)
         surplus = {size: count for size, count in (counts[name] - counts[other]).items() if size * count >= least}
@@ -88,5 +88,5 @@ def only_at_peak(live: MemoryStep, planned: MemoryStep) -> dict[str, list[str]]:
     return found
 
 
-def _described(change: Change) -> str:
+def _described(change: MemoryChange) -> str:
     return f"{change.size / 2**20:.2f} MiB by {change.label}"

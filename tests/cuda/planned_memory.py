@@ -9,7 +9,7 @@ from fsdp_tune.planner.predict.memory import peak_memory, place
 from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema import Recipe
 from tests.cuda.live_memory import smaller_slices
-from tests.cuda.memory_step import Change, MemoryStep
+from tests.cuda.memory_step import MemoryChange, MemoryStep
 from tests.planner.trace.tracing import trace_of
 
 _SLICES = smaller_slices()
@@ -31,7 +31,9 @@ def planned_memory(recipe: Recipe) -> PlannedMemory:
     memory = peak_memory(trace)
     events = trace.events[~trace.events["host"]]
     changes = [
-        Change(int(event["block"]), int(event["bytes"]), f"{place(trace, event)}, {KINDS[event['kind']]}" if event["bytes"] > 0 else "")
+        MemoryChange(
+            int(event["block"]), int(event["bytes"]), f"{place(trace, event)}, {KINDS[event['kind']]}" if event["bytes"] > 0 else ""
+        )
         for event in events
     ]
     begin = int((events["step"] == trace.shapes.traced_steps - 1).argmax())
