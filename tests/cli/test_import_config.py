@@ -81,7 +81,7 @@ def test_foreign_file_given_to_another_verb_is_one_error(verb: str, name: str, t
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["axolotl", "trl", "llama-factory"])
+@pytest.mark.parametrize("name", ["axolotl", "trl", pytest.param("llama-factory", marks=pytest.mark.slow)])
 def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, tmp_path: Path) -> None:
     """Model and rows are not here: `validate` says so and has no other complaint."""
     _, file, text = FILES[name]

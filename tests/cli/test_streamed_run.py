@@ -80,6 +80,7 @@ def test_bad_row_far_into_the_stream_ends_the_run_with_its_line(cli: Cli, tmp_pa
     assert (Path(problem["file"]).name, problem["line"]) == ("rows.jsonl", 1201)
 
 
+@pytest.mark.slow
 def test_packed_stream_ends_after_its_last_row(cli: Cli, tmp_path: Path) -> None:
     """Lanes pack as many rows of the files into different numbers of rows; those that end first wait for the others."""
     write(tmp_path, lines_of(700), train=[{"path": "rows.jsonl", "repeats": 1}], max_length=96)

@@ -72,7 +72,7 @@ def test_section_replaces_the_old_one_alone() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seed", FAST)
+@pytest.mark.parametrize("seed", [FAST[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAST[1:])])
 def test_plan_holds_what_a_run_holds(tmp_path: Path, pool: RankPool, seed: int) -> None:
     row = compare(seed, tmp_path / "recipe", pool)
     assert row.failure is None, row

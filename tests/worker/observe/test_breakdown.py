@@ -93,7 +93,7 @@ def run_profiled(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_profile_records_requested_steps_without_changing_numbers(bench: Bench) -> None:
     run = bench.fresh_run(Case(accumulation=4), run_profiled)
     folder = run.path / "profile" / "steps-3-4"
