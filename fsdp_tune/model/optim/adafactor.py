@@ -135,15 +135,16 @@ def _zeros_without(parameter: torch.Tensor, dim: int) -> torch.Tensor:
         return zeros
     placements = [Replicate() if placement.is_shard(dim) else placement for placement in parameter.placements]
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    made = DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    return made.to(parameter.device)  # `from_local` moves what is in host memory to the devices of the mesh
 
 
 def _add_over_ranks(tensors: list[tuple[Sharding | None, torch.Tensor]]) -> None:
     """Add tensors over the ranks with the other parts, in place. One collective: the parameters of a model are cut over the same ranks."""
     if not tensors:
         return
-    [ranks] = {sharding.group for sharding, _ in tensors if sharding is not None}
-    total = torch.cat([tensor.reshape(-1) for _, tensor in tensors])
+    [(ranks, device)] = {(sharding.group, sharding.device) for sharding, _ in tensors if sharding is not None}
+    total = torch.cat([tensor.reshape(-1) for _, tensor in tensors]).to(device)
     dist.all_reduce(total, group=ranks)
     for (_, tensor), added in zip(tensors, total.split([tensor.numel() for _, tensor in tensors]), strict=True):
         tensor.copy_(added.view_as(tensor))

@@ -24,6 +24,8 @@ class Sharding:
 
     dim: int
     group: dist.ProcessGroup
+    device: torch.device
+    """Where the group communicates. With `offload_params` the parts are in host memory, and the group is one of GPUs."""
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding | None:
@@ -32,7 +34,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
         mesh = tensor.device_mesh
         for index, placement in enumerate(tensor.placements):
             if placement.is_shard() and mesh.size(index) > 1:
-                return Sharding(placement.dim, mesh.get_group(index))  # type: ignore[attr-defined]
+                return Sharding(placement.dim, mesh.get_group(index), torch.device(mesh.device_type))  # type: ignore[attr-defined]
     return None
 
 
