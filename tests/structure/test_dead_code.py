@@ -26,7 +26,7 @@ CALLED_BY = {
     },
     "torch's DDP": {"_rebuild_buckets"},
     "torch's dispatch modes": {"_should_skip_dynamo"},
-    "torch.distributed.checkpoint": {"create_stream"},
+    "torch.distributed.checkpoint": {"create_stream", "commit_tensor"},
     "pickle": {"find_class", "persistent_load"},
     "ctypes": {"_fields_"},
     "files": {"seekable", "writable"},
