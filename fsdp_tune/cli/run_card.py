@@ -15,7 +15,7 @@ from fsdp_tune.jobs.train import takes_best
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 
 if TYPE_CHECKING:
@@ -100,12 +100,9 @@ def _longer(recipe: Recipe) -> str:
 
 def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:
     """Return the seconds of this launch and of the steps of all launches."""
-    in_steps, before = 0.0, 0
-    for line in steps:
-        in_steps += float(line.get("step_seconds") or 0.0) * (line["step"] - before)
-        before = line["step"]
+    last = steps[-1]["step"] if steps else 0
     parts = [f"{format_seconds(facts['seconds'])} since the ranks started"] if facts.get("seconds") is not None else []
-    return ", ".join([*parts, *([f"{format_seconds(in_steps)} in the run's {before:,} steps"] if before else [])])
+    return ", ".join([*parts, *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else [])])
 
 
 def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:

@@ -10,7 +10,6 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.foreign.tools import OPTION_NAMES
-from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -41,7 +40,7 @@ def import_recipe(
     imported = import_file(path, tool=OPTION_NAMES[tool] if tool else None, num_gpus=num_gpus, templates=frozenset(BUNDLED))
     if target is not None:
         atomic.write_file(target, imported.text)
-    return Import(imported, _unchecked(parse_recipe(imported.text, target or path.with_suffix(".yaml")).recipe))
+    return Import(imported, _unchecked(imported.recipe))
 
 
 def _check_target(target: Path, source: Path, *, force: bool) -> None:

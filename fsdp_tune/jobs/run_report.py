@@ -42,8 +42,8 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
-    paths = list(dict.fromkeys(existing_run(Path(run)).path for run in runs))
-    records = [read_run(existing_run(path), label) for path, label in zip(paths, labels_of(paths), strict=True)]
+    found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
+    records = [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
     html = report_page(records, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
     page = Path(output) if output is not None else None
     if page is not None:

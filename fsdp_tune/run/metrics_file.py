@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, cast
 
 from fsdp_tune.core.atomic import json_safe
@@ -123,3 +124,12 @@ def json_objects(raw: bytes) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             found.append(cast(dict[str, Any], value))
     return found
+
+
+def seconds_in_steps(lines: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds of all steps of a run from its training lines in order: evaluations and saves excluded."""
+    total, before = 0.0, 0
+    for line in lines:
+        total += float(line.get("step_seconds") or 0.0) * (line["step"] - before)
+        before = line["step"]
+    return total

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 import yaml
 
+from fsdp_tune.cli.import_config import FromOption
 from fsdp_tune.recipe.catalogue import catalogue
-from fsdp_tune.recipe.read.foreign.tools import foreign_tool, tool_of
+from fsdp_tune.recipe.read.foreign.tools import OPTION_NAMES, foreign_tool, tool_of
 from tests.recipe.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 
@@ -38,3 +40,9 @@ def test_one_key_is_not_enough_to_tell_a_tool() -> None:
     assert tool_of({"base_model": "gpt2", "sequence_len": 8}) == "axolotl"
     assert tool_of(json.loads('{"zero_optimization": {}}')) == "DeepSpeed"
     assert tool_of({"model_name_or_path": "gpt2", "dataset_name": "a/b"}) == "TRL"
+
+
+def test_option_of_the_command_has_the_names_of_the_tools() -> None:
+    """Typer takes a literal."""
+    literal, _ = get_args(get_args(FromOption)[0])
+    assert list(get_args(literal)) == list(OPTION_NAMES)

@@ -103,7 +103,7 @@ class Chart:
         return f"{self.title}{unit} by step. {' '.join(shown)}{f' And {more} more curves.' if more else ''}"
 
     def gaps(self) -> str:
-        """Return which curves have values that are no numbers; empty if none has."""
+        """Return which curves have values that are not finite or unknown; empty if every value is a number."""
         found = [(series.label, [step for step, value in _points(series.curve) if value is None]) for series in self.series]
         return "; ".join(f"{label}: {len(steps):,} not finite or unknown, first at step {steps[0]:,}" for label, steps in found if steps)
 

@@ -21,7 +21,7 @@ class Curve:
     """One for each step; None is a gap: NaN, infinite or unknown."""
 
     def finite(self) -> list[tuple[int, float]]:
-        """Return (step, value) of the points that are no gap."""
+        """Return (step, value) of the points that are not gaps."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
     def thinned(self, limit: int) -> Curve:

@@ -49,18 +49,18 @@ def report_page(runs: Sequence[RunRecord], written_at: str) -> str:
 
     Text of runs is data of others: the template escapes it, and the page allows no script but its own two, by their digests.
     """
-    charts = charts_of(runs)
+    charts, found = charts_of(runs), differences_of(runs)
     page = ""
     for share in SHARES:
-        page = _rendered(runs, charts, written_at, share)
+        page = _rendered(runs, charts, found, written_at, share)
         if len(page.encode()) < MAX_BYTES:
             break
     return page
 
 
-def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], written_at: str, share: float) -> str:
+def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], found: Differences, written_at: str, share: float) -> str:
     limit = max(6, int(share * points_each(charts)))
-    count, found = len(runs), differences_of(runs)
+    count = len(runs)
     prompts = samples_of(runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40)
     facts = dict.fromkeys(key for run in runs for key in run.environment)
     scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]

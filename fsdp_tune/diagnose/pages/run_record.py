@@ -20,7 +20,7 @@ from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 ENVIRONMENT_VARIABLES = "launch.env."
@@ -64,7 +64,7 @@ class RunRecord:
             "state": self.status["state"],
             "steps": step,
             "total_steps": self.status["total_steps"],
-            "seconds_in_steps": seconds_in_steps(self.lines),
+            "seconds_in_steps": seconds_in_steps(losses),
             "tokens": losses[-1].get("tokens") if losses else None,
             "loss": _ends(self.curve("loss")),
             "eval_loss": _ends(self.curve("eval_loss")),
@@ -113,15 +113,6 @@ def differences(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = (
     return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
-def seconds_in_steps(lines: RunLines) -> float:
-    """Return the seconds of all steps of the run, evaluations and saves excluded."""
-    total, before = 0.0, 0
-    for line in lines.losses:
-        total += float(line.get("step_seconds") or 0.0) * (line["step"] - before)
-        before = line["step"]
-    return total
-
-
 def _recipe_text(key: str, value: Any) -> str:
     if isinstance(value, str):
         return masked(key.removeprefix(ENVIRONMENT_VARIABLES), value) if key.startswith(ENVIRONMENT_VARIABLES) else mask_text(value)
@@ -154,7 +145,7 @@ def _size(size_bytes: Any) -> str:
 
 
 def _ends(curve: Curve) -> dict[str, Any] | None:
-    """Return first, last and best value with its step, and how many values are no numbers; None without a value."""
+    """Return first, last and best value with its step, and how many values are not finite; None without a value."""
     if not curve.steps:
         return None
     points = curve.finite()

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
-from fsdp_tune.model.shard.local import local_part, sharding_of
+from fsdp_tune.model.shard.local import compute_device, local_part, sharding_of
 from fsdp_tune.model.step import plain_name
 
 ORTHOGONAL = "orthogonal"
@@ -124,8 +123,7 @@ class Muon(AdamW):
         stacks = [local_part(tensor) for tensor in (parameter, gradient, state["momentum_buffer"])]
         if parameter.ndim == 2:
             stacks = [matrix.unsqueeze(0) for matrix in stacks]
-        # With `offload_params` the tensors are in host memory, and the mesh is one of GPUs.
-        device = torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+        device = compute_device(parameter)
         shape = parameter.shape[-2:]
         return [_MatrixPart(values, gradients, momenta, shape, device) for values, gradients, momenta in zip(*stacks, strict=True)]
 

@@ -18,6 +18,11 @@ def local_part(tensor: torch.Tensor) -> Any:
     return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
+def compute_device(tensor: torch.Tensor) -> torch.device:
+    """Return where a tensor is computed with: with `offload_params` its part is in host memory, and the mesh is one of GPUs."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """How a tensor is divided: along one dimension, over the ranks of a group."""
@@ -25,7 +30,7 @@ class Sharding:
     dim: int
     group: dist.ProcessGroup
     device: torch.device
-    """Where the group communicates. With `offload_params` the parts are in host memory, and the group is one of GPUs."""
+    """Where the group communicates."""
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding | None:
@@ -34,7 +39,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
         mesh = tensor.device_mesh
         for index, placement in enumerate(tensor.placements):
             if placement.is_shard() and mesh.size(index) > 1:
-                return Sharding(placement.dim, mesh.get_group(index), torch.device(mesh.device_type))  # type: ignore[attr-defined]
+                return Sharding(placement.dim, mesh.get_group(index), compute_device(tensor))  # type: ignore[attr-defined]
     return None
 
 

@@ -214,7 +214,7 @@ def grouped_product(
     """Return the result of a grouped product as CUDA allocates it (`create_grouped_gemm_output_tensor`): rows of multiples of 16 bytes.
 
     Each of `first` [rows, inner] and `second` [inner, columns] has the groups as its first dimension, or divides one dimension by them.
-    Raises: RuntimeError for rows of the inputs that are no multiples of 16 bytes, as CUDA does.
+    Raises: RuntimeError for rows of the inputs that are not multiples of 16 bytes, as CUDA does.
     """
     dtype = out_dtype or first.dtype
     aligned = 16 // dtype.itemsize

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.diagnose.pages.run_record import differences, labels_of, read_run, seconds_in_steps
+from fsdp_tune.diagnose.pages.run_record import differences, labels_of, read_run
 from fsdp_tune.run.directory import existing_run
+from fsdp_tune.run.metrics_file import seconds_in_steps
 from tests.diagnose.pages.written import training_line, written
 
 
@@ -58,7 +59,7 @@ def test_environment_is_text_without_what_is_unknown(tmp_path: Path) -> None:
 
 def test_seconds_are_of_all_steps(tmp_path: Path) -> None:
     record = read_run(written(tmp_path / "one", [training_line(10), training_line(30, step_seconds=1.0)]), "one")
-    assert seconds_in_steps(record.lines) == 10 * 0.5 + 20 * 1.0
+    assert seconds_in_steps(record.lines.losses) == 10 * 0.5 + 20 * 1.0
 
 
 def test_labels_have_as_many_parents_as_they_need() -> None:

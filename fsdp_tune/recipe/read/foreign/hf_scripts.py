@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.general import TRAIN, Rule, Rules, by_synonym, fine_or, leave, off_or, question, same, settle_source
+from fsdp_tune.recipe.read.foreign.general import (
+    TRAIN,
+    Rule,
+    Rules,
+    by_synonym,
+    fine_or,
+    leave,
+    off_or,
+    question,
+    same,
+    settle_all,
+    settle_source,
+)
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
 from fsdp_tune.recipe.read.synonyms import SYNONYMS
 
 _FIRST: Path = (*TRAIN, 0)
 
 
-def _of_the_set(name: str) -> Rule:
-    """Return a rule for a key of the only data set."""
-    return lambda ledger, path, value: ledger.write(path, {(*_FIRST, name): value}, Fate.CONVERTED)
-
-
-def _file(place: Path) -> Rule:
-    return lambda ledger, path, value: ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED)
+def _of_the_set(name: str, place: Path = _FIRST) -> Rule:
+    """Return a rule for a key of the only data set, or of the one at `place`."""
+    return lambda ledger, path, value: ledger.write(path, {(*place, name): value}, Fate.CONVERTED)
 
 
 def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
@@ -49,8 +57,6 @@ def _datasets(ledger: Ledger, path: Path, value: Any) -> None:
 
 def _init_kwargs(ledger: Ledger, path: Path, value: Any) -> None:
     """Arguments of `from_pretrained`."""
-    from fsdp_tune.recipe.read.foreign.general import settle_all
-
     if isinstance(value, dict):
         settle_all(ledger, path, {})
     else:
@@ -118,8 +124,8 @@ UNSUPPORTED = dict.fromkeys(
 )
 EXAMPLE_RULES: Rules = {
     **_SFT,
-    "train_file": _file(_FIRST),
-    "validation_file": _file(("data", "eval", 0)),
+    "train_file": _of_the_set("path"),
+    "validation_file": _of_the_set("path", ("data", "eval", 0)),
     "validation_split_percentage": _share_held_out,
     "max_train_samples": _of_the_set("max_rows"),
     "max_eval_samples": question("write a number of rows: `data: {eval: {rows: …}}`", "data", "eval"),

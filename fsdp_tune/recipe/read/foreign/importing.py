@@ -18,6 +18,7 @@ from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path
 from fsdp_tune.recipe.read.foreign.recipe_text import recipe_text
 from fsdp_tune.recipe.read.foreign.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted
 
 RULES: dict[str, Rules] = {
@@ -40,6 +41,8 @@ class ImportedRecipe:
     """The file that was imported."""
     text: str
     """The recipe, with the origin of each value as a comment."""
+    recipe: Recipe
+    """What the text loads as."""
     rows: tuple[AccountRow, ...]
     """One for each key of the file, in its order."""
     decisions: tuple[tuple[str, str], ...]
@@ -69,10 +72,10 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
     settle_all(ledger, (), {**rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED})
     ask_each(ledger, ())
     complete(ledger, num_gpus)
-    text = _accepted_text(ledger, found)
+    text, recipe = _accepted(ledger, found)
     ledger.close()
     decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
-    return ImportedRecipe(found.tool, path, text, tuple(ledger.rows), decisions)
+    return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
 
 
 def _refuse_other_training(found: ForeignFile) -> None:
@@ -182,18 +185,16 @@ _NESTED: Rules = {"config": _config, "deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted_text(ledger: Ledger, found: ForeignFile) -> str:
-    """Return a recipe that loads. A value that its reader refuses becomes a question, with the reader's message."""
+def _accepted(ledger: Ledger, found: ForeignFile) -> tuple[str, Recipe]:
+    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message."""
     for _ in range(_MOST_CORRECTIONS):
         text = recipe_text(ledger, found)
         try:
-            parse_recipe(text, found.path.with_suffix(".yaml"))
+            return text, parse_recipe(text, found.path.with_suffix(".yaml")).recipe
         except FsdpTuneError as error:
             withdrawn = [target for problem in error.problems if (target := _setting_of(ledger, problem)) is not None]
             if not withdrawn:
                 raise
-            continue
-        return text
     raise AssertionError("a recipe without settings loads")
 
 
