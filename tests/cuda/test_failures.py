@@ -119,12 +119,16 @@ def test_rank_that_the_watchdog_of_nccl_ends_has_its_message(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------------------- memory
 
 
+MANY_ROWS = {"training.per_device_train_batch_size": 256, "training.global_batch_size": 512}
+"""So many that one layer's activations do not fit: with less, what else is still held decides whether the forward or the backward fails."""
+
+
 @slow
 def test_device_without_memory_is_reported_with_the_module_and_what_was_live(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--ignore-plan", memory_gib="0.008")
+    ended = train(tmp_path, "--ignore-plan", memory_gib="0.05", changes=MANY_ROWS)
     assert (ended.code, ended.problem["code"]) == (3, "device-out-of-memory")
     assert ended.problem["message"].startswith("out of device memory in `forward`, in `transformer.h.")
-    assert "MiB requested on a device with 8.19 MiB; live: " in ended.problem["message"]
+    assert "MiB requested on a device with 51.20 MiB; live: " in ended.problem["message"]
     assert "parameters " in ended.problem["message"]
 
 
