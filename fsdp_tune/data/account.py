@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_tune.data.format.inputs import TRAIN
 from fsdp_tune.data.format.row_account import account_line
+from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.pack.packing import PackedRows
 from fsdp_tune.data.pack.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore

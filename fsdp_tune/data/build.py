@@ -16,8 +16,8 @@ from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import rows_named, set_account, source_accounts
-from fsdp_tune.data.format.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.format.row_account import KeyUse, key_account
+from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.notes import RowNotes
 from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.read.digests import Stamp

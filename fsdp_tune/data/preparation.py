@@ -18,7 +18,7 @@ from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import decoded_row, mean_tokens, spread_indices
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
-from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
+from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.read.stream_units import count_units, stream_stamps, stream_units, unstamped_files

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
-from fsdp_tune.data.format.inputs import Input, bad_row_problem
 from fsdp_tune.data.format.row_account import IGNORE_KEY, ignored_by_none, ignoring_hint, listed_keys
+from fsdp_tune.data.inputs import Input, bad_row_problem
 from fsdp_tune.data.pack.sets import Examples
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.recipe.schema import Recipe

@@ -9,7 +9,7 @@ from fsdp_tune.core import atomic
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
-from fsdp_tune.recipe.read.foreign.tools import OPTION_NAMES
+from fsdp_tune.recipe.read.tools import OPTION_NAMES
 from fsdp_tune.recipe.schema import Recipe
 
 

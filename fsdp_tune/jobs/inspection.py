@@ -20,8 +20,8 @@ from typing import Any
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.format.row_account import KeyUse, key_account
+from fsdp_tune.data.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.review import ignoring_unread, skipping

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
+from fsdp_tune.model.parameters import bare_class
 from fsdp_tune.model.sequence_parallel import shared_rows
-from fsdp_tune.model.shard.wrap import bare_class
 
 FUNCTION = "load_balancing_loss_func"
 """Name of transformers' function in the module of each such model: (router logits of all layers, experts, top-k, attention mask)."""

@@ -6,21 +6,14 @@ import re
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import elements
-from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS, expert_count
+from fsdp_tune.planner.predict.mfu import expert_count
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Fields of configurations for the number of experts per token."""
-
-
-def is_router(config: PreTrainedConfig, linear: nn.Linear) -> bool:
-    """Return whether a linear layer of a mixture of experts has one output for each expert."""
-    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(config, key, None), int)), None)
-    return linear.out_features == experts
 
 
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:

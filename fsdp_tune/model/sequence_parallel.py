@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.model import packed
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
-from fsdp_tune.model.kernels.heads import heads_by_layer
+from fsdp_tune.model.layers import heads_by_layer
 from fsdp_tune.recipe.schema import Recipe
 
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.internals.torch_internals import FOREACH_MUL, FOREACH_NORM
-from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.parameters import TORCH_DTYPE, plain_name
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.recipe.schema import Recipe
 
@@ -31,24 +31,6 @@ def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[
     if recipe.is_sharded or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
         return nullcontext()
     return torch.autocast(device_type, dtype=TORCH_DTYPE[recipe.compute_dtype])
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay acts on a parameter: a matrix whose name contains neither "norm" nor "bias".
-
-    Stacked experts (gpt-oss) and attention heads (XLNet) have biases of two dimensions.
-    """
-    return parameter.ndim >= 2 and not any(word in name.lower() for word in ("norm", "bias"))
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the bare model, without the parts that DDP and FSDP1 add."""
-    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
-
-
-def decayed_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters with weight decay. Needs the bare model, since FSDP1's parts of a matrix are vectors."""
-    return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
 def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:

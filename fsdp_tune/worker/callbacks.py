@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.core.errors import ExitReason, failed_error
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
-from fsdp_tune.model.shard.wrap import bare_class
+from fsdp_tune.model.parameters import bare_class
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.evaluate import evaluate
-from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
+from fsdp_tune.data.read.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.verify.evaluation.request import Request

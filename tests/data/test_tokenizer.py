@@ -14,9 +14,9 @@ import pytest
 
 from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.format.builtin import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
+from fsdp_tune.data.read.builtin import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.recipe.schema import Recipe

@@ -13,7 +13,7 @@ from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.muon import orthogonalised_names
 from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
-from fsdp_tune.model.step import decayed_names
+from fsdp_tune.model.parameters import decayed_names
 from fsdp_tune.recipe.schema import optimizers
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -14,16 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.step import (
-    LossScale,
-    clip_factor,
-    compute_context,
-    decayed_names,
-    decays,
-    parameter_groups,
-    scale_gradients,
-    total_norm,
-)
+from fsdp_tune.model.parameters import decayed_names, decays
+from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.ranks import RankPool

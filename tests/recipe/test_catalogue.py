@@ -97,7 +97,7 @@ def test_architecture_facts_give_the_known_number_of_parameters(name: str) -> No
 
 
 def test_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
-    from fsdp_tune.data.format.builtin import builtin_tokenizer
+    from fsdp_tune.data.read.builtin import builtin_tokenizer
 
     config = resolved("gpt2_smoke", tmp_path).model.from_config
     assert isinstance(config, dict)

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.recipe.read.synonyms import OF_A_SOURCE, SYNONYMS, Synonym, synonym_hint
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS, Synonym, synonym_hint
 from tests.recipe.loading import MINIMAL, load, one_problem, problems, problems_with
 
 LEFT_OUT = "leave it out"

@@ -10,7 +10,7 @@ import yaml
 
 from fsdp_tune.cli.import_config import FromOption
 from fsdp_tune.recipe.catalogue import catalogue
-from fsdp_tune.recipe.read.foreign.tools import OPTION_NAMES, foreign_tool, tool_of
+from fsdp_tune.recipe.read.tools import OPTION_NAMES, foreign_tool, tool_of
 from tests.recipe.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 

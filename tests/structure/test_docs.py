@@ -28,8 +28,8 @@ from fsdp_tune.cli.app import app
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
 from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.read.synonyms import SYNONYMS
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.synonyms import SYNONYMS
 from fsdp_tune.run.directory import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.data.format.builtin import builtin_rows, is_builtin
 from fsdp_tune.data.read.arrow_rows import dataset_rows
+from fsdp_tune.data.read.builtin import builtin_rows, is_builtin
 from fsdp_tune.data.read.digests import Stamp, stamp
 from fsdp_tune.data.read.hub_dataset import list_hub_files, load_from_hub, load_saved
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow

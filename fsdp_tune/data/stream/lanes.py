@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.build import TokenisedRows
-from fsdp_tune.data.format.inputs import kept_columns
+from fsdp_tune.data.inputs import kept_columns
 from fsdp_tune.data.order.permutation import shuffled
 from fsdp_tune.data.pack.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.data.format.inputs import Input, open_inputs
+from fsdp_tune.data.inputs import Input, open_inputs
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.stream_units import StreamUnit, count_units, stream_stamps, stream_units
 from fsdp_tune.data.store import UInt64

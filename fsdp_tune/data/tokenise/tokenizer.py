@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
 from fsdp_tune.core.library_errors import as_os_error
-from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
+from fsdp_tune.data.read.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.tokenise.encoder import SpecialToken
 from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin, describe_origin
 from fsdp_tune.recipe.schema import Recipe

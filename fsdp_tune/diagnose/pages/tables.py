@@ -11,7 +11,7 @@ from typing import Any, cast
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
-from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.diagnose.pages.curves import Line, number
 from fsdp_tune.diagnose.pages.run_record import RunRecord
 

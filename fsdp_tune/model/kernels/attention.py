@@ -12,9 +12,9 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.transformers_internals import OWN_FLASH_KERNELS, SUPPORTS_FLASH, SUPPORTS_SDPA, attention_of
-from fsdp_tune.model.kernels.heads import widest_head
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.varlen import against_torch_varlen, has_attention_dropout
+from fsdp_tune.model.layers import widest_head
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, is_flash_kernel
 

@@ -27,6 +27,7 @@ from fsdp_tune.model.loading.model_files import untrained_tokens
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.model.loading.tied_files import untie
+from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
@@ -35,7 +36,6 @@ OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Fields of config.json files from before transformers 5; the configuration class moves them into `rope_parameters`."""
 UNDECLARED_FIELDS = {"head_dim"}
 """Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from fsdp_tune.model.kernels.float8_weights import refresh_scales
-from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.optim.accumulation import round_before_step, sum_gradients_in_fp32, sums_need_fp32
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.muon import ORTHOGONAL, Muon, orthogonalised_names
 from fsdp_tune.model.optim.torchao_adamw import torchao_class, with_plain_rates
+from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.model.step import parameter_groups
+from fsdp_tune.model.torchao_tensors import refresh_scales
 from fsdp_tune.recipe.rules.precision import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.schema.optimizers import (

@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 
-from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.shard.local import local_part, wraps_others
+from fsdp_tune.model.torchao_tensors import require_torchao
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 
-PACKAGE = "torchao"
 SMALLEST = 4096
 """Smallest number of elements of a rank's part for which torchao uses blocks."""
 _BLOCKS = {"OptimState8bit": "8-bit", "OptimState4bit": "4-bit"}
-
-
-def require_torchao(what: str) -> None:
-    """Check that torchao is installed. Raises: usage error (exit 2)."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise usage_error(
-            "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
-        )
 
 
 def require_optimizer(recipe: Recipe) -> None:

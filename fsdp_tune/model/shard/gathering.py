@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_tune.model.internals import torch_internals as internals
+from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.model.step import plain_name
 
 Units = list[tuple[str, Any]]
 """(name, FSDP2 parameter group or FSDP1 module) of each unit."""

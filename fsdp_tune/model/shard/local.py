@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_tune.model.kernels.float8_weights import plain
+from fsdp_tune.model.torchao_tensors import plain
 
 
 def local_part(tensor: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
-from fsdp_tune.model.loading.construct import TORCH_DTYPE
+from fsdp_tune.model.parameters import TORCH_DTYPE, bare_class
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
@@ -134,11 +134,6 @@ def _parameter(data: torch.Tensor, *, requires_grad: bool = True) -> nn.Paramete
 
 def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return {p for name in ignored_module_names(recipe, model) for p in model.get_submodule(name).parameters()}
-
-
-def bare_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `module` had before FSDP2 replaced it by a subclass of its own (`FSDPLlamaForCausalLM`)."""
-    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.kernels.float8 import plan_fp8
-from fsdp_tune.model.kernels.heads import mean_heads
-from fsdp_tune.model.loading.construct import TORCH_DTYPE
+from fsdp_tune.model.layers import mean_heads
+from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.model.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.wrap import shard_dim

@@ -24,9 +24,10 @@ from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.optim.torchao_adamw import parts_of
+from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
 from fsdp_tune.model.shard.mesh import make_mesh, make_sequence_group
-from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
+from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, scale_gradients, total_norm
 from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
 from fsdp_tune.planner.trace.ddp import wrap_traceable

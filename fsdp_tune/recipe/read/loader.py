@@ -15,9 +15,9 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_e
 from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
-from fsdp_tune.recipe.read.foreign.tools import foreign_tool
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
+from fsdp_tune.recipe.read.tools import foreign_tool
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
 from fsdp_tune.recipe.rules import REMARKS, RULES

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fsdp_tune.recipe.read.synonyms import synonym_hint
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.effects import UNDECLARED, Effect
 from fsdp_tune.recipe.schema.kinds import Description, Section
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.synonyms import synonym_hint
 
 Path = tuple[str | int, ...]
 _SCALAR_WORDS: dict[object, str] = {

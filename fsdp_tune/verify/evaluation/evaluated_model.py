@@ -18,8 +18,9 @@ from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
-from fsdp_tune.model.loading.construct import TORCH_DTYPE, embedding_rows, is_tied, start_untied_head
+from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
+from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.library_errors import BLOCKS_CUT
-from fsdp_tune.model.kernels.float8_weights import plain, refresh_scales
+from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.shard.local import copy_part
-from fsdp_tune.model.step import plain_name
+from fsdp_tune.model.torchao_tensors import plain, refresh_scales
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, RestrictedReader

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
-from fsdp_tune.model.step import plain_name
+from fsdp_tune.model.parameters import plain_name
 
 _INDEX_ARGUMENTS = ("top_k_index", "router_indices")
 """Names of transformers' argument [tokens, chosen] of the forward of stacked experts."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.units import GIB, KIB
-from fsdp_tune.model.kernels.heads import mean_heads
+from fsdp_tune.model.layers import mean_heads
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from fsdp_tune.model.internals.torch_internals import OBSERVING_MODE, observing_mode
-from fsdp_tune.model.kernels.float8_weights import multiplied_as
+from fsdp_tune.model.torchao_tensors import multiplied_as
 from fsdp_tune.recipe.rules.optimizer import rounds_stochastically
 from fsdp_tune.recipe.schema import Recipe
 

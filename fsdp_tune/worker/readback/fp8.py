@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME
-from fsdp_tune.model.kernels.float8_weights import gathered_in_fp8, is_fp8
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.shard.wrap import fsdp_groups
+from fsdp_tune.model.torchao_tensors import gathered_in_fp8, is_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 # By hand, of torchao's recipes: one scale for a row and a column of the operands, or one for each operand.

@@ -20,9 +20,9 @@ from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.parameters import bare_class
 from fsdp_tune.model.sequence_parallel import attention_disabled, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathering import outside_step
-from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.planner.predict.mfu import expert_count
 from fsdp_tune.recipe.rules.precision import computes_in_fp8

@@ -30,10 +30,10 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
+from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
-from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits

@@ -20,9 +20,9 @@ from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_pa
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
+from fsdp_tune.model.loading.construct import frozen_by_its_code
+from fsdp_tune.model.parameters import TORCH_DTYPE, plain_name
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema import Lora, Recipe
 
 

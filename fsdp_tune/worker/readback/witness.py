@@ -25,9 +25,9 @@ from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.accumulation import sums_need_fp32
+from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather

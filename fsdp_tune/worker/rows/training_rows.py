@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.dataset import Batch, Collator, MicroBatches, loader, loader_died

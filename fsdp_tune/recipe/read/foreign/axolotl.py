@@ -24,8 +24,8 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.synonyms import OF_A_SOURCE, SYNONYMS
 from fsdp_tune.recipe.scalars import enumerated
+from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
 def _datasets(place: Path) -> Rule:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.recipe.read.foreign.tools import EXAMPLES, LLAMA_FACTORY, SWIFT, TRL
+from fsdp_tune.recipe.read.tools import EXAMPLES, LLAMA_FACTORY, SWIFT, TRL
 from fsdp_tune.recipe.scalars import ScalarError, parse_plain
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"

@@ -7,7 +7,7 @@ from typing import Any, cast
 from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import is_on
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.foreign.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
 MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")

@@ -14,7 +14,7 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.recipe.read.foreign.command_line import command_in, parse_command
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
-from fsdp_tune.recipe.read.foreign.tools import OPTION_NAMES, tool_of, tried
+from fsdp_tune.recipe.read.tools import OPTION_NAMES, tool_of, tried
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, compose
 

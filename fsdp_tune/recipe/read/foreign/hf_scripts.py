@@ -18,7 +18,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.read.synonyms import SYNONYMS
+from fsdp_tune.recipe.synonyms import SYNONYMS
 
 _FIRST: Path = (*TRAIN, 0)
 

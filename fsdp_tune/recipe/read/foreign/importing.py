@@ -16,8 +16,8 @@ from fsdp_tune.recipe.read.foreign.foreign_file import ForeignFile, read_foreign
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path
 from fsdp_tune.recipe.read.foreign.recipe_text import recipe_text
-from fsdp_tune.recipe.read.foreign.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted
 

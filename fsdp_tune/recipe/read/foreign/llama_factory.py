@@ -26,7 +26,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.read.synonyms import SYNONYMS
+from fsdp_tune.recipe.synonyms import SYNONYMS
 
 INFO = "dataset_info.json"
 _COLUMNS = {

@@ -18,7 +18,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     same,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.read.synonyms import SYNONYMS
+from fsdp_tune.recipe.synonyms import SYNONYMS
 
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
 _MEDIA = "models with images or sound are not trained here"

@@ -1,13 +1,17 @@
-"""The attention heads of a model, whose layers may differ: in Gemma 4, full attention has wider heads than sliding windows.
+"""Layers of a model by its configuration: attention heads, whose number and width may differ, and routers of experts.
 
-transformers raises an error for a field of the configuration that its layers differ in.
+In Gemma 4, full attention has wider heads than sliding windows. transformers raises an error for a field of the configuration that
+its layers differ in.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
+
+from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 
 
 def widest_head(config: PreTrainedConfig) -> int:
@@ -34,3 +38,9 @@ def heads_by_layer(config: PreTrainedConfig) -> list[tuple[int, int]]:
         if heads:
             found.append((heads, int(getattr(layer, "head_dim", None) or hidden // heads)))
     return found
+
+
+def is_router(config: PreTrainedConfig, linear: nn.Linear) -> bool:
+    """Return whether a linear layer of a mixture of experts has one output for each expert."""
+    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(config, key, None), int)), None)
+    return linear.out_features == experts

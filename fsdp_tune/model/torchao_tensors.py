@@ -1,4 +1,4 @@
-"""Weights that are gathered in fp8: torchao wraps each shard in a tensor subclass, which the rest of the package unwraps.
+"""torchao's tensors: whether it is installed, and weights that are gathered in fp8, in a subclass that the rest of the package unwraps.
 
 The inner shard is what is stored, saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for the full
 weight, which all ranks compute beforehand.
@@ -6,6 +6,7 @@ weight, which all ranks compute beforehand.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.internals.torch_internals import LOCAL_TENSOR
 from fsdp_tune.model.internals.torchao_internals import GATHERED_DTYPE, OPERAND, SCALE, SHARD
+
+PACKAGE = "torchao"
+
+
+def require_torchao(what: str) -> None:
+    """Check that torchao is installed. Raises: usage error (exit 2)."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise usage_error(
+            "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
+        )
 
 
 def is_fp8(module: nn.Module) -> bool:
