@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-MODULE_LINES, FUNCTION_LINES, FOLDER_ENTRIES, SMALL_MODULE_LINES = 500, 60, 15, 60
+MODULE_LINES, FUNCTION_LINES = 500, 60
 
 
 def modules(repository: Path) -> list[Path]:
@@ -37,39 +37,10 @@ def test_modules_are_short(repository: Path) -> None:
     assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
 
 
-def test_folders_are_short(repository: Path) -> None:
-    of_verbs = {repository / "fsdp_tune" / name for name in ("cli", "jobs")}  # a module for each verb
-    folders = {path.parent for path in modules(repository)} - of_verbs
-    entries = {str(folder.relative_to(repository)): sum(entry.name != "__pycache__" for entry in folder.iterdir()) for folder in folders}
-    assert {name: count for name, count in entries.items() if count > FOLDER_ENTRIES} == {}
-
-
-def test_file_name_occurs_once(repository: Path) -> None:
-    package = repository / "fsdp_tune"
-    own = [path for path in modules(repository) if package / "cli" not in path.parents and package / "recipe" / "rules" not in path.parents]
-    names = Counter(path.name for path in own if path.stem not in ("__init__", "__main__"))
-    assert {name: count for name, count in names.items() if count > 1} == {}
-
-
 def test_class_name_occurs_once(repository: Path) -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules(repository)]
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name: count for name, count in names.items() if count > 1} == {}
-
-
-def test_small_module_has_several_importers(repository: Path) -> None:
-    """A module that only one other uses is a part of it. Verbs, rules of a section, the private names of a library and children started by
-    argv aside."""
-    package = repository / "fsdp_tune"
-    imported = Counter(name for path in modules(repository) for name in set(imports(path)))
-    small = {
-        ".".join(path.relative_to(repository).with_suffix("").parts)
-        for path in modules(repository)
-        if path.stem not in ("__init__", "__main__") and len(path.read_text(encoding="utf-8").splitlines()) < SMALL_MODULE_LINES
-        if not any(path.is_relative_to(package / room) for room in ("cli", "recipe/rules", "model/internals"))
-        if 'if __name__ == "__main__"' not in path.read_text(encoding="utf-8")
-    }
-    assert {name for name in small if imported[name] < 2} == set()
 
 
 def imports(path: Path) -> Iterator[str]:
