@@ -11,7 +11,7 @@ from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.machines.coordination import machines_elsewhere
-from fsdp_tune.launch.supervise.process_tree import is_rank_of
+from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.metrics_file import json_objects
 from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome

@@ -15,10 +15,10 @@ from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.copy.layout import SINGLE_NAME, Layout, plan_layout
+from fsdp_tune.merge.copy.as_base import as_base
+from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
-from fsdp_tune.merge.formats.as_base import as_base
 from fsdp_tune.merge.formats.contents import Contents, read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
@@ -28,6 +28,7 @@ from fsdp_tune.merge.trees import weights_below
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
+from fsdp_tune.merge.weights import SINGLE_NAME
 from fsdp_tune.run.base_model import BaseLayout
 from fsdp_tune.run.dcp_metadata import Shape
 

@@ -15,9 +15,9 @@ from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
-from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.record import CARD_NAME, without_folders
+from fsdp_tune.merge.weights import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")

@@ -8,11 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
-from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.manifest import Manifest
 
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 PICKLE_NAME = "pytorch_model_fsdp.bin"
 OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")

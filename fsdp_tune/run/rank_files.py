@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
@@ -12,6 +12,8 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.document import Document
 
 STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
+ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
+"""Codes of ranks and machines that only report the failure of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,32 @@ class Heartbeat(Document):
     """Finished batches of the phase, where the rank counts them: in an evaluation."""
     planned: int = 0
     """Batches of the phase; 0: not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
+
+    rank: int
+    step: int | None = None
+    phase: str | None = None
+    state: str | None = None
+    """Why its process cannot run, or None."""
+    waits_in: str | None = None
+    at: str | None = None
+    collective: Mapping[str, Any] | None = None
+    """Its current or last collective from the flight recorder: name, number, group, ended, entered."""
+
+    def __str__(self) -> str:
+        parts = ["before its first heartbeat" if self.phase is None else f"step {self.step}, `{self.phase}`"]
+        if self.state is not None:
+            parts.append(self.state)
+        if self.at is not None and (self.state is not None or self.waits_in is None):
+            parts.append(f"at {self.at}")
+        return f"rank {self.rank} ({', '.join(parts)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from fsdp_tune.data.order.collate import collate
 from fsdp_tune.data.order.permutation import epoch_order
 from fsdp_tune.data.order.token_batches import TokenBudget, filling, filling_lines, token_micro_batches
-from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import Int32, Int64, Row
-from tests.parity.store import TRAIN_ROWS, VOCABULARY, make_store
+from tests.parity.store import make_store
 from tests.planner.recipes import resolved
 
 MAX_LENGTH = 40
@@ -104,10 +103,9 @@ def test_token_budget_fills_more_slots_in_fewer_micro_steps_than_rows(*, grouped
 
 
 def test_steps_of_a_token_budget_are_reported_before_the_epoch_starts(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store")
-    prepared = Prepared("hand-made", str(store), str(store / "train"), {}, TRAIN_ROWS, VOCABULARY, 0, {}, [])
+    train = make_store(tmp_path / "store") / "train"
     recipe = resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}, training={"per_device_train_batch_tokens": 64})
-    assert filling_lines(recipe, prepared) == [
+    assert filling_lines(recipe, train) == [
         "64 token slots at most: 1 to 4 micro-batches a step and rank, 2.8 on average; 78.6% of the slots are real tokens"
     ]
-    assert filling_lines(resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}), prepared) == []
+    assert filling_lines(resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}), train) == []

@@ -15,11 +15,10 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.machines import coordination as machines
 from fsdp_tune.launch.machines.coordination import Machines, combined
 from fsdp_tune.launch.supervise.attempts import _final
-from fsdp_tune.launch.supervise.hang import RankState
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.lock import locked
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.rank_files import RankState, Verdict
 from tests.launch.conftest import PlanOf
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from fsdp_tune.launch.command.accelerate import launch_plan
+from fsdp_tune.launch.process_tree import is_alive
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.process_tree import is_alive
 from fsdp_tune.launch.supervise.supervisor import Logged, Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.merge.companions import fetch_model
-from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.lora import adapt, low_rank
+from fsdp_tune.merge.copy import gather, low_rank, write
+from fsdp_tune.merge.lora import adapt
 from fsdp_tune.merge.lora.peft_names import sort_names
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, WEIGHTS_FILE
-from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.lora import low_rank
+from fsdp_tune.merge.copy import gather, low_rank, write
 from tests.model.families import FAMILIES
 from tests.parity.peft_adapters import make_adapter
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +26,63 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    linter = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run([str(linter), "--no-cache"], cwd=folder, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.slow
 def test_imports_follow_layers(repository: Path) -> None:
     """scripts/check runs the same; here it shows that the contract fits the tree of a checkout that is only tested."""
-    linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([str(linter), "--no-cache"], cwd=repository, capture_output=True, text=True, check=False)
+    done = lint_imports(repository)
     assert done.returncode == 0, done.stdout
+
+
+FOLDERS_OF_A_ROOM = {
+    "fsdp_tune/room/above/folder/one.py": "from fsdp_tune.room.below.two import x",
+    "fsdp_tune/room/above/three.py": "x = 1",
+    "fsdp_tune/room/below/two.py": "x = 1",
+    "fsdp_tune/room/below/four.py": "x = 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_kept"),
+    [
+        ({}, True),
+        ({"fsdp_tune/room/below/four.py": "from fsdp_tune.room.above.three import x"}, False),
+        ({"fsdp_tune/room/below/four.py": "def f():\n    from fsdp_tune.room.above.three import x"}, False),
+        (
+            {"fsdp_tune/room/above/three.py": "from fsdp_tune.room.above.folder.five import x", "fsdp_tune/room/above/folder/five.py": ""},
+            True,
+        ),
+        (
+            {
+                "fsdp_tune/room/above/three.py": "from fsdp_tune.room.above.folder.five import x",
+                "fsdp_tune/room/above/folder/five.py": "",
+                "fsdp_tune/room/above/folder/one.py": "from fsdp_tune.room.above.three import x",
+            },
+            False,
+        ),
+    ],
+    ids=["none", "of folders", "in a function", "below", "of a folder and a module"],
+)
+def test_circle_of_folders_breaks_the_contract(repository: Path, tmp_path: Path, changed: dict[str, str], is_kept: bool) -> None:
+    """No module imports itself here, over others or not: only the folders do."""
+    settings = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (contract,) = (each for each in settings["contracts"] if each["type"] == "acyclic_siblings")
+    lines = [f"{name} = {json.dumps(value)}" for name, value in contract.items()]
+    text = "\n".join(['[tool.importlinter]\nroot_package = "fsdp_tune"', "[[tool.importlinter.contracts]]", *lines])
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    for name, source in (FOLDERS_OF_A_ROOM | changed).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+        for folder in path.relative_to(tmp_path).parents:
+            if folder.parts:
+                (tmp_path / folder / "__init__.py").touch()
+    done = lint_imports(tmp_path)
+    assert (done.returncode == 0) is is_kept, done.stdout + done.stderr
 
 
 def test_modules_are_short(repository: Path) -> None:

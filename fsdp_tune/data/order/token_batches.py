@@ -9,12 +9,12 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from fsdp_tune.data.order.collate import padded_length
 from fsdp_tune.data.order.permutation import order_of
-from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.recipe.schema import Recipe
 
@@ -134,12 +134,12 @@ def filling(batches: Iterator[list[list[Int64]]], budget: TokenBudget) -> Fillin
     return Filling(tuple(micro_steps), tokens, slots, held)
 
 
-def filling_lines(recipe: Recipe, prepared: Prepared) -> list[str]:
-    """Describe the micro-batches of the first epoch under the token budget; no lines if the recipe has none."""
+def filling_lines(recipe: Recipe, train: Path | str) -> list[str]:
+    """Describe the micro-batches of the first epoch under the token budget; no lines if it has none. `train` is a set of a store."""
     budget = budget_of(recipe)
     if budget is None:
         return []
-    lengths, size = RowStore(prepared.train).lengths, recipe.global_batch_size
+    lengths, size = RowStore(train).lengths, recipe.global_batch_size
     order = order_of(recipe, lengths, epoch=0)
     steps = max(1, len(order) // size)
     sampled = np.unique(np.linspace(0, steps - 1, min(steps, SAMPLED_STEPS)).astype(np.int64))

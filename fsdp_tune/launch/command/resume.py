@@ -17,7 +17,7 @@ from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.launch.machines.work import WorkWatch
-from fsdp_tune.launch.supervise.process_tree import is_rank_of
+from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.effects import OnResume

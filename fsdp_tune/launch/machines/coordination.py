@@ -26,11 +26,9 @@ from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.work import WorkWatch
-from fsdp_tune.launch.supervise.hang import RankState
-from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.rank_files import ECHO_CODES, RankState, Verdict
 
 JOIN_SECONDS = 3600.0
 """Limit for the first machine to check its inputs and to confirm that this machine has joined. It may take longer while its count of work

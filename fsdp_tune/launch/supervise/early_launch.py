@@ -22,7 +22,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise.process_tree import kill_for_good
+from fsdp_tune.launch.process_tree import kill_for_good
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.early_start import EarlyStart

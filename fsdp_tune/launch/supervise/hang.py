@@ -7,9 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -17,7 +16,7 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.supervise.stacks import find_location, parse, waits_in
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Heartbeat
+from fsdp_tune.run.rank_files import Heartbeat, RankState
 
 ANSWER_SECONDS = 5.0
 """Limit for all ranks to write their stacks; a rank in uninterruptible sleep never does."""
@@ -26,32 +25,6 @@ STATES = {
     psutil.STATUS_TRACING_STOP: "held by a debugger",
     psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (waiting for a disk or a driver)",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
-
-    rank: int
-    step: int | None = None
-    phase: str | None = None
-    state: str | None = None
-    """Why its process cannot run, or None."""
-    waits_in: str | None = None
-    at: str | None = None
-    collective: Mapping[str, Any] | None = None
-    """Its current or last collective from the flight recorder: name, number, group, ended, entered."""
-
-    def __str__(self) -> str:
-        parts = ["before its first heartbeat" if self.phase is None else f"step {self.step}, `{self.phase}`"]
-        if self.state is not None:
-            parts.append(self.state)
-        if self.at is not None and (self.state is not None or self.waits_in is None):
-            parts.append(f"at {self.at}")
-        return f"rank {self.rank} ({', '.join(parts)})"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def collect_rank_states(

@@ -11,11 +11,11 @@ import time
 
 import psutil
 
-from fsdp_tune.launch.supervise.hang import STATES, RankState, collect_rank_states
-from fsdp_tune.launch.supervise.process_tree import find_ranks, is_alive
+from fsdp_tune.launch.process_tree import find_ranks, is_alive
+from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
 from fsdp_tune.launch.supervise.verdict import GOOD_CODES, Death
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Heartbeat, Outcome, read_heartbeat, read_outcome
+from fsdp_tune.run.rank_files import Heartbeat, Outcome, RankState, read_heartbeat, read_outcome
 
 UNSEEN_SECONDS = 10.0
 """The agent starts its ranks together. A rank that is not seen this long after another one started and ended between two polls."""

@@ -27,9 +27,9 @@ from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.coordination import Machines
+from fsdp_tune.launch.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
 from fsdp_tune.launch.supervise.verdict import LaunchObservation, judge
 from fsdp_tune.run.directory import RunDir

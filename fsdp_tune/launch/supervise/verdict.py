@@ -20,8 +20,6 @@ REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGHUP: ExitReason.PREEMPTED,
     signal.SIGUSR1: ExitReason.PREEMPTED,
 }
-# Codes of ranks and machines that only report the failure of another.
-ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
 GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 # torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll; torch 2.11 to 2.13
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")

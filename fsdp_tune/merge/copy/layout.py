@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_tune.merge.formats.tensors import Shape, SourceTensor
+from fsdp_tune.merge.weights import SINGLE_NAME
 from fsdp_tune.run.dtypes import OF_OPTION, DType
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
 _LENGTH_BYTES = 8
 

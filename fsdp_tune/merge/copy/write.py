@@ -24,11 +24,12 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
+from fsdp_tune.merge.copy.layout import PAGE_BYTES, Layout, Placed
+from fsdp_tune.merge.copy.low_rank import HELD_BYTES, Budget, Delta, ExpertDelta, held_bytes, kind_of, read_factor
 from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked, rounded_to_nf4
 from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import LowRankOfExperts, SourceTensor
-from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, ExpertDelta, held_bytes, kind_of, read_factor
+from fsdp_tune.merge.weights import INDEX_NAME
 
 THREADS = 4  # whatever the cores: a thread that waits for the disk needs none
 SAMPLE_BYTES = 32 << 10

@@ -10,11 +10,10 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, W
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.formats.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.formats.hf_shards import read_hf_shards
-from fsdp_tune.merge.formats.names import model_names, optimizer_state
+from fsdp_tune.merge.formats.names import is_peft, model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_safetensors
 from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, SourceTensor
-from fsdp_tune.merge.lora.peft_names import is_peft
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights
 from fsdp_tune.run.pickles import Refused

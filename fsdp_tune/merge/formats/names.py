@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_tune.run.pickles import Refused
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+_OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 MODEL_ROOTS = ("model", "state_dict", "module")
 OPTIMIZER_ROOTS = frozenset(
     {f"{name}{end}" for name in ("optimizer", "optim", "opt") for end in ("", "s", "_state", "_states", "_state_dict")} - {"opt", "opts"}
@@ -99,3 +101,8 @@ def _model_root(path: tuple[str, ...]) -> tuple[str, ...] | None:
 
 def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def is_peft(names: Iterable[str]) -> bool:
+    """Return whether names of tensors are those of a PEFT model."""
+    return any(_OF_PEFT.search(name) for name in names)

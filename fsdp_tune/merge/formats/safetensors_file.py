@@ -6,9 +6,9 @@ import json
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.formats import safetensors_header as header
-from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import Chunk, Extent, SourceTensor, row_major
+from fsdp_tune.merge.weights import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.dtypes import OF_SAFETENSORS
 from fsdp_tune.run.manifest import is_inside
 

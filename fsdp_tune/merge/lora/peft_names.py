@@ -15,7 +15,6 @@ from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.formats.peft_fields import PREFIX
 
 MAGNITUDE = ".lora_magnitude_vector"
-_MARK = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.(?P<part>lora_embedding_[AB])(\.(?P<adapter>[^.]+))?")
 _OTHER = re.compile(
@@ -49,10 +48,6 @@ class PeftNames:
     twice: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     copies: dict[str, str] = field(default_factory=dict[str, str])
     """{name: key} of trained weights that the file usually holds under their own name too, which PEFT reads."""
-
-
-def is_peft(names: Iterable[str]) -> bool:
-    return any(_MARK.search(name) for name in names)
 
 
 def sort_names(keys: Iterable[str], where: Where) -> PeftNames:

@@ -10,9 +10,10 @@ import xxhash
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
-from fsdp_tune.merge.copy.layout import INDEX_NAME, Layout
+from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_header, read_index
+from fsdp_tune.merge.weights import INDEX_NAME
 
 
 def check_headers(stage: Path, layout: Layout) -> None:
