@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
-    from fsdp_tune.jobs.evaluate import EvaluateOptions, evaluate
+    from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.merge import merge_checkpoint
     from fsdp_tune.jobs.observer import Observer
+    from fsdp_tune.jobs.options import Allowed, EvaluateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.prepare import prepare
     from fsdp_tune.jobs.push import push
     from fsdp_tune.jobs.rehearse import rehearse
     from fsdp_tune.jobs.run_report import report
-    from fsdp_tune.jobs.session import Allowed
-    from fsdp_tune.jobs.train import TrainOptions, train
+    from fsdp_tune.jobs.train import train
     from fsdp_tune.jobs.validate import validate
-    from fsdp_tune.merge.settings import MergeOptions
+    from fsdp_tune.merge.merge_options import MergeOptions
     from fsdp_tune.recipe.read.loader import load_recipe
 
 __version__ = "0.1.0"
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Allowed": "jobs.session",
-    "EvaluateOptions": "jobs.evaluate",
+    "Allowed": "jobs.options",
+    "EvaluateOptions": "jobs.options",
     "FsdpTuneError": "core.errors",
-    "MergeOptions": "merge.settings",
+    "MergeOptions": "merge.merge_options",
     "Observer": "jobs.observer",
-    "TrainOptions": "jobs.train",
+    "TrainOptions": "jobs.options",
     "evaluate": "jobs.evaluate",
     "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",

@@ -8,49 +8,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import command
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.option import Option
 from fsdp_tune.core.units import format_age, format_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.data.cache_entries import CacheEntry
 
-CacheDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache-dir", metavar="DIR", help="`data.cache_dir` of the recipes [default: $XDG_CACHE_HOME/fsdp-tune].", show_default=False
-    ),
-]
+CacheDir = Annotated[Path | None, Option("`data.cache_dir` of the recipes [default: $XDG_CACHE_HOME/fsdp-tune].", metavar="DIR")]
 
 cache = typer.Typer(name="cache", help="List and clean the cache of prepared data.", no_args_is_help=True)
 
 
 @cache.command("list")
-def list_cache(cache_dir: CacheDirOption = None, json_output: JsonOption = False) -> None:
+@verb
+def list_cache(screen: Screen, cache_dir: CacheDir = None) -> None:
     """List the entries of the cache with size, content and last use.
 
     \b
     Example:
         fsdp-tune cache list
     """
-    with command(json_output) as screen:
-        from fsdp_tune.data.cache_entries import list_entries
+    from fsdp_tune.data.cache_entries import list_entries
 
-        folder = _folder(cache_dir)
-        entries = list_entries(folder)
-        screen.document({"cache_dir": str(folder), "entries": [_facts(entry) for entry in entries]})
-        screen.table(f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}", COLUMNS, [_row(entry) for entry in entries])
+    folder = _folder(cache_dir)
+    entries = list_entries(folder)
+    screen.document({"cache_dir": str(folder), "entries": [_facts(entry) for entry in entries]})
+    screen.table(f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}", COLUMNS, [_row(entry) for entry in entries])
 
 
 @cache.command("clean")
+@verb
 def clean_cache(
-    older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="TIME", help="Keep entries used within this time: 30d, 12h.", show_default=False)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")] = False,
-    cache_dir: CacheDirOption = None,
-    json_output: JsonOption = False,
+    screen: Screen,
+    older_than: Annotated[str | None, Option("Keep entries used within this time: 30d, 12h.", metavar="TIME")] = None,
+    dry_run: Annotated[bool, Option("Show what would be removed, without removing it.")] = False,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Remove the entries that no live run uses. They are built again when a recipe needs them.
 
@@ -59,23 +54,22 @@ def clean_cache(
         fsdp-tune cache clean --dry-run
         fsdp-tune cache clean --older-than 30d
     """
-    with command(json_output) as screen:
-        from fsdp_tune.data.cache_entries import clean
+    from fsdp_tune.data.cache_entries import clean
 
-        folder = _folder(cache_dir)
-        removed, kept = clean(folder, unused_seconds=_seconds(older_than), dry_run=dry_run)
-        screen.document(
-            {
-                "cache_dir": str(folder),
-                "removed": [_facts(entry) for entry in removed],
-                "kept": [_facts(entry) | {"reason": reason} for entry, reason in kept],
-                "dry_run": dry_run,
-            }
-        )
-        freed = format_bytes(sum(entry.size_bytes for entry in removed))
-        screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
-        for entry, reason in kept:
-            screen.message(f"kept {entry.path}: {reason}")
+    folder = _folder(cache_dir)
+    removed, kept = clean(folder, unused_seconds=_seconds(older_than), dry_run=dry_run)
+    screen.document(
+        {
+            "cache_dir": str(folder),
+            "removed": [_facts(entry) for entry in removed],
+            "kept": [_facts(entry) | {"reason": reason} for entry, reason in kept],
+            "dry_run": dry_run,
+        }
+    )
+    freed = format_bytes(sum(entry.size_bytes for entry in removed))
+    screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
+    for entry, reason in kept:
+        screen.message(f"kept {entry.path}: {reason}")
 
 
 COLUMNS = ["entry", "size", "holds", "last used", "by"]

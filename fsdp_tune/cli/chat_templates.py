@@ -6,19 +6,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import command
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
+from fsdp_tune.core.option import Argument, Option
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name from `fsdp-tune templates`.", show_default=False)]
-
-TokenizerOption = Annotated[
+Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="NAME",
-        help="Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.",
-        show_default=False,
-    ),
+    Option("Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.", metavar="NAME"),
 ]
 PARTS = ("system", "tools", "thinking")
 
@@ -26,7 +20,8 @@ templates = typer.Typer(name="templates", help="List and show the chat templates
 
 
 @templates.callback()
-def list_by_default(context: typer.Context, tokenizer: TokenizerOption = None, json_output: JsonOption = False) -> None:
+@verb
+def list_by_default(screen: Screen, context: typer.Context, tokenizer: Tokenizer = None) -> None:
     """List and show the chat templates of the package.
 
     \b
@@ -34,11 +29,14 @@ def list_by_default(context: typer.Context, tokenizer: TokenizerOption = None, j
         fsdp-tune templates
     """
     if context.invoked_subcommand is None:
-        _list(tokenizer, json_output=json_output)
+        _list(screen, tokenizer)
+    else:
+        screen.json_output = False  # the document is that of the subcommand
 
 
 @templates.command("list")
-def list_templates(tokenizer: TokenizerOption = None, json_output: JsonOption = False) -> None:
+@verb
+def list_templates(screen: Screen, tokenizer: Tokenizer = None) -> None:
     """List the chat templates of the package: for which models, and what each renders.
 
     \b
@@ -46,46 +44,45 @@ def list_templates(tokenizer: TokenizerOption = None, json_output: JsonOption = 
         fsdp-tune templates list
         fsdp-tune templates list --tokenizer ./my_model
     """
-    _list(tokenizer, json_output=json_output)
+    _list(screen, tokenizer)
 
 
 @templates.command("show")
-def show_template(name: NameArgument, json_output: JsonOption = False) -> None:
+@verb
+def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fsdp-tune templates`.", metavar="NAME")]) -> None:
     """Print the Jinja text of a chat template.
 
     \b
     Example:
         fsdp-tune templates show qwen3 > mine.jinja
     """
-    with command(json_output) as screen:
-        from fsdp_tune.data.format.templates import BUNDLED, bundled_text, not_bundled
+    from fsdp_tune.data.format.templates import BUNDLED, bundled_text, not_bundled
 
-        if name not in BUNDLED:
-            raise not_bundled(name)
-        text = bundled_text(name)
-        screen.document(_described(name) | {"text": text})
-        if not json_output:
-            screen.message(text.rstrip("\n"))
+    if name not in BUNDLED:
+        raise not_bundled(name)
+    text = bundled_text(name)
+    screen.document(_described(name) | {"text": text})
+    if not screen.json_output:
+        screen.message(text.rstrip("\n"))
 
 
-def _list(tokenizer: str | None, *, json_output: bool) -> None:
-    with command(json_output) as screen:
-        from fsdp_tune.data.format.templates import BUNDLED, fitting_templates
+def _list(screen: Screen, tokenizer: str | None) -> None:
+    from fsdp_tune.data.format.templates import BUNDLED, fitting_templates
 
-        found = [_described(name) for name in BUNDLED]
-        columns = ["name", "for", *PARTS, "tokens"]
-        if tokenizer is not None:
-            from fsdp_tune.data.tokenise.tokenizer import load_encoder
-            from fsdp_tune.recipe.schema import Recipe
+    found = [_described(name) for name in BUNDLED]
+    columns = ["name", "for", *PARTS, "tokens"]
+    if tokenizer is not None:
+        from fsdp_tune.data.tokenise.tokenizer import load_encoder
+        from fsdp_tune.recipe.schema import Recipe
 
-            encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
-            fitting = fitting_templates(encoder.encode)
-            found = [each | {"fits": each["name"] in fitting} for each in found]
-            columns.insert(2, "fits")
-        screen.document({"templates": found})
-        if not json_output:
-            rows = [[_cell(each[column]) for column in columns] for each in found]
-            screen.table("chat templates (data.chat_template: NAME)", columns, rows)
+        encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
+        fitting = fitting_templates(encoder.encode)
+        found = [each | {"fits": each["name"] in fitting} for each in found]
+        columns.insert(2, "fits")
+    screen.document({"templates": found})
+    if not screen.json_output:
+        rows = [[_cell(each[column]) for column in columns] for each in found]
+        screen.table("chat templates (data.chat_template: NAME)", columns, rows)
 
 
 def _cell(value: Any) -> str:

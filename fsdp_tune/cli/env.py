@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core.units import format_bytes
 
 
-def env(json_output: JsonOption = False) -> None:
+@verb
+def env(screen: Screen) -> None:
     """Show versions, devices, interconnect, limits, and known-bad combinations.
 
     Queries torch in a child process; changes nothing.
@@ -19,17 +20,16 @@ def env(json_output: JsonOption = False) -> None:
     Example:
         fsdp-tune env --json > env.json
     """
-    with command(json_output) as screen:
-        from fsdp_tune.diagnose.known_bad import known_bad
+    from fsdp_tune.diagnose.known_bad import known_bad
 
-        facts = gather()
-        bad = known_bad(facts)
-        screen.document(facts | {"known_bad": [row.as_dict() for row in bad]})
-        show(screen, facts)
-        for row in bad:
-            screen.message(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")
-        if not bad:
-            screen.message("no known-bad combination")
+    facts = gather()
+    bad = known_bad(facts)
+    screen.document(facts | {"known_bad": [row.as_dict() for row in bad]})
+    show(screen, facts)
+    for row in bad:
+        screen.message(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")
+    if not bad:
+        screen.message("no known-bad combination")
 
 
 def gather() -> dict[str, Any]:

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command
+import fsdp_tune
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import given, verb
+from fsdp_tune.core.option import Argument
+from fsdp_tune.jobs.options import ImportOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.import_recipe import Import
 
-FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        help="A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
-        "with the command that starts one of them, or transformers' `run_clm.py`.",
-        show_default=False,
-    ),
-]
-FromOption = Annotated[
-    Literal["axolotl", "trl", "llama-factory", "ms-swift", "torchtune", "accelerate", "deepspeed", "transformers"] | None,
-    typer.Option("--from", help="The tool of the file [default: recognised by its keys].", show_default=False),
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe [default: stdout].", show_default=False)
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace `--output` if it exists.")]
-GpusOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-gpus", min=1, metavar="N", help="GPUs that the file was made for: gives `training.global_batch_size`.", show_default=False
-    ),
-]
 
-
+@verb
 def import_config(
-    file: FileArgument,
-    tool: FromOption = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    num_gpus: GpusOption = None,
-    json_output: JsonOption = False,
+    screen: Screen,
+    file: Annotated[
+        Path,
+        Argument(
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
+            "with the command that starts one of them, or transformers' `run_clm.py`.",
+            metavar="FILE",
+        ),
+    ],
+    options: ImportOptions,
 ) -> None:
     """Turn a configuration of another trainer into a recipe, with an account of every key of the file.
 
@@ -54,27 +36,25 @@ def import_config(
     Example:
         fsdp-tune import axolotl.yaml --output recipe.yaml
     """
-    with command(json_output) as screen:
-        import fsdp_tune
-
-        found = fsdp_tune.import_recipe(file, tool=tool, output=output, force=force, num_gpus=num_gpus)
-        imported = found.imported
-        screen.document(
-            {
-                "tool": imported.tool,
-                "source": str(file),
-                "output": None if output is None else str(output),
-                "recipe": imported.text,
-                "counts": imported.counts,
-                "account": [row.as_dict() for row in imported.rows],
-                "decisions": [{"key": key, "words": words} for key, words in imported.decisions],
-                "unchecked": list(found.unchecked),
-            }
-        )
-        if not json_output:
-            if output is None:
-                screen.result(imported.text)
-            _show(screen, found, output)
+    output = options.output
+    found = fsdp_tune.import_recipe(file, **given(options))
+    imported = found.imported
+    screen.document(
+        {
+            "tool": imported.tool,
+            "source": str(file),
+            "output": None if output is None else str(output),
+            "recipe": imported.text,
+            "counts": imported.counts,
+            "account": [row.as_dict() for row in imported.rows],
+            "decisions": [{"key": key, "words": words} for key, words in imported.decisions],
+            "unchecked": list(found.unchecked),
+        }
+    )
+    if not screen.json_output:
+        if output is None:
+            screen.result(imported.text)
+        _show(screen, found, output)
 
 
 def _show(screen: Screen, found: Import, output: Path | None) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import (
-    AllowExtensionsOption,
-    ConfigArg,
-    ConfigOption,
-    JsonOption,
-    NameOption,
-    SetOption,
-    TrustOption,
-    VerifyDataOption,
-    chosen_recipe,
-)
-from fsdp_tune.cli.output import Screen, command, printable
+import fsdp_tune
+from fsdp_tune.cli.output import Screen, printable
+from fsdp_tune.cli.verbs import NamedRecipe, given, verb
+from fsdp_tune.core.option import Option
+from fsdp_tune.jobs.options import PrepareOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.data.preparation import Prepared
@@ -27,30 +21,16 @@ LONGEST_RUN = 600
 """Characters of one part of an example that are shown; the middle of a longer one is left out."""
 BEGIN, END = "⟦", "⟧"
 
-ShowOption = Annotated[int, typer.Option("--show", metavar="N", min=0, help="Decode N rows, with the trained part marked.")]
-IdsOption = Annotated[bool, typer.Option("--ids", help="Print the token ids of shown rows, for each part.")]
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html", metavar="FILE", help="Write a page: lengths, truncation, trained share and sampled rows by source.", show_default=False
-    ),
-]
-DownloadOption = Annotated[bool, typer.Option("--download", help="Fetch the model's weights into the local cache too.")]
 
-
+@verb
 def prepare(
-    recipe: ConfigArg = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    name: NameOption = None,
-    show: ShowOption = 0,
-    ids: IdsOption = False,
-    html: HtmlOption = None,
-    download: DownloadOption = False,
-    verify_data: VerifyDataOption = False,
-    trust_remote_code: TrustOption = False,
-    allow_extensions: AllowExtensionsOption = False,
-    json_output: JsonOption = False,
+    screen: Screen,
+    recipe: NamedRecipe,
+    options: PrepareOptions,
+    ids: Annotated[bool, Option("Print the token ids of shown rows, for each part.")] = False,
+    html: Annotated[
+        Path | None, Option("Write a page: lengths, truncation, trained share and sampled rows by source.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Tokenise and pack the data of a recipe into the cache, and show what is trained. Needs no GPU.
 
@@ -60,34 +40,24 @@ def prepare(
         fsdp-tune prepare my.yaml --html rows.html
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
-    with command(json_output) as screen:
-        import fsdp_tune
-        from fsdp_tune.cli.rows_page import SAMPLES, rows_page
-        from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.cli.rows_page import SAMPLES, rows_page
+    from fsdp_tune.core.atomic import write_file
 
-        loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        allowed = fsdp_tune.Allowed(trust_remote_code, extensions=allow_extensions)
-        done = fsdp_tune.prepare(
-            loaded,
-            show=max(show, 1) if ids else show,
-            samples=SAMPLES if html is not None else 0,
-            download=download,
-            verify_data=verify_data,
-            allowed=allowed,
-            observer=screen,
-        )
-        data = done.data
-        document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals}
-        screen.document(document | {"report": data.report} | ({"shown": done.rows} if done.rows else {}))
-        show_data(screen, data)
-        examples = [example for row in done.rows for example in row] or [data.report["example"]]
-        for example in examples:
-            show_example(screen, example)
-            if ids:
-                show_ids(screen, example)
-        if html is not None:
-            write_file(html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples))
-            screen.message(f"the page is {html}")
+    loaded = recipe.load()
+    options = replace(options, show=max(options.show, 1) if ids else options.show)
+    done = fsdp_tune.prepare(loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen)
+    data = done.data
+    document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals}
+    screen.document(document | {"report": data.report} | ({"shown": done.rows} if done.rows else {}))
+    show_data(screen, data)
+    examples = [example for row in done.rows for example in row] or [data.report["example"]]
+    for example in examples:
+        show_example(screen, example)
+        if ids:
+            show_ids(screen, example)
+    if html is not None:
+        write_file(html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples))
+        screen.message(f"the page is {html}")
 
 
 def show_data(screen: Screen, data: Prepared) -> None:

@@ -8,51 +8,51 @@ from typing import Annotated
 
 import typer
 
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import command
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
+from fsdp_tune.core.option import Argument
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name from `fsdp-tune recipes list`.", show_default=False)]
+Name = Annotated[str, Argument("A name from `fsdp-tune recipes list`.", metavar="NAME")]
 
 recipes = typer.Typer(name="recipes", help="Show and copy the recipes of the package.", no_args_is_help=True)
 
 
 @recipes.command("list")
-def list_recipes(json_output: JsonOption = False) -> None:
+@verb
+def list_recipes(screen: Screen) -> None:
     """List the catalogue: each name with its purpose.
 
     \b
     Example:
         fsdp-tune recipes list
     """
-    with command(json_output) as screen:
-        from fsdp_tune.recipe.catalogue import catalogue, headline
+    from fsdp_tune.recipe.catalogue import catalogue, headline
 
-        rows = [(name, headline(path), str(path)) for name, path in catalogue().items()]
-        screen.document({"recipes": [{"name": name, "headline": text, "path": path} for name, text, path in rows]})
-        if not json_output:
-            screen.table("recipes", ["name", "for"], [row[:2] for row in rows])
+    rows = [(name, headline(path), str(path)) for name, path in catalogue().items()]
+    screen.document({"recipes": [{"name": name, "headline": text, "path": path} for name, text, path in rows]})
+    if not screen.json_output:
+        screen.table("recipes", ["name", "for"], [row[:2] for row in rows])
 
 
 @recipes.command("show")
-def show_recipe(name: NameArgument, json_output: JsonOption = False) -> None:
+@verb
+def show_recipe(screen: Screen, name: Name) -> None:
     """Print a recipe of the catalogue with its comments.
 
     \b
     Example:
         fsdp-tune recipes show llama7b_full_shard
     """
-    with command(json_output) as screen:
-        path, text = _read(name)
-        screen.document({"name": name, "path": str(path), "text": text})
-        if not json_output:
-            screen.message(text.rstrip("\n"))
+    path, text = _read(name)
+    screen.document({"name": name, "path": str(path), "text": text})
+    if not screen.json_output:
+        screen.message(text.rstrip("\n"))
 
 
 @recipes.command("copy")
+@verb
 def copy_recipe(
-    name: NameArgument,
-    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Target [default: ./NAME.yaml].", show_default=False)] = None,
-    json_output: JsonOption = False,
+    screen: Screen, name: Name, to: Annotated[Path | None, Argument("Target [default: ./NAME.yaml].", metavar="[FILE]")] = None
 ) -> None:
     """Copy a recipe of the catalogue to a file; an existing file is never replaced.
 
@@ -60,23 +60,23 @@ def copy_recipe(
     Example:
         fsdp-tune recipes copy gpt2_smoke my_run.yaml
     """
-    with command(json_output) as screen:
-        from fsdp_tune.core import atomic
-        from fsdp_tune.core.errors import usage_error
+    from fsdp_tune.core import atomic
+    from fsdp_tune.core.errors import usage_error
 
-        _, text = _read(name)
-        target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
-        if target.exists() or target.is_symlink():
-            raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
-        if not target.parent.is_dir():
-            raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
-        atomic.write_file(target, text)
-        screen.document({"name": name, "path": str(target)})
-        screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
+    _, text = _read(name)
+    target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
+    if target.exists() or target.is_symlink():
+        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
+    if not target.parent.is_dir():
+        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
+    atomic.write_file(target, text)
+    screen.document({"name": name, "path": str(target)})
+    screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
 
 
 @recipes.command("schema")
-def print_schema(json_output: JsonOption = False) -> None:
+@verb
+def print_schema(screen: Screen) -> None:
     """Print the JSON Schema of a recipe, for completion and checks in editors.
 
     \b
@@ -85,13 +85,12 @@ def print_schema(json_output: JsonOption = False) -> None:
     Then start a recipe with the line:
         # yaml-language-server: $schema=recipe.schema.json
     """
-    with command(json_output) as screen:
-        from fsdp_tune.recipe.schema.reference import json_schema
+    from fsdp_tune.recipe.schema.reference import json_schema
 
-        schema = json_schema()
-        screen.document(schema)
-        if not json_output:
-            screen.message(json.dumps(schema, indent=2))
+    schema = json_schema()
+    screen.document(schema)
+    if not screen.json_output:
+        screen.message(json.dumps(schema, indent=2))
 
 
 def _read(name: str) -> tuple[Path, str]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command
+import fsdp_tune
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
+from fsdp_tune.core.option import Argument, Option
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.run_report import RunReport
 
-RunsArgument = Annotated[
-    list[Path], typer.Argument(metavar="RUN…", help="Run directories; several are drawn on the same axes.", show_default=False)
-]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing one is replaced.")]
 
-
-def report(runs: RunsArgument, output: OutputOption = Path("report.html"), json_output: JsonOption = False) -> None:
+@verb
+def report(
+    screen: Screen,
+    runs: Annotated[list[Path], Argument("Run directories; several are drawn on the same axes.", metavar="RUN…")],
+    output: Annotated[Path, Option("The page; an existing one is replaced.", flags=("--output", "-o"), metavar="FILE")] = Path(
+        "report.html"
+    ),
+) -> None:
     """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, and how the runs differ.
 
     The page is a single file that opens from disk, without network. Reads files only; a run that is training is not affected.
@@ -29,12 +31,9 @@ def report(runs: RunsArgument, output: OutputOption = Path("report.html"), json_
         fsdp-tune report runs/gpt2_smoke
         fsdp-tune report runs/one runs/two --output comparison.html
     """
-    with command(json_output) as screen:
-        import fsdp_tune
-
-        done = fsdp_tune.report(runs, output=output)
-        screen.document(done.as_dict())
-        show(screen, done)
+    done = fsdp_tune.report(runs, output=output)
+    screen.document(done.as_dict())
+    show(screen, done)
 
 
 def show(screen: Screen, done: RunReport) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
+from fsdp_tune.core.option import Argument
 from fsdp_tune.core.units import format_seconds
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
-
-def status(run: RunArgument, json_output: JsonOption = False) -> None:
+@verb
+def status(screen: Screen, run: Annotated[Path, Argument("A run directory.", metavar="RUN")]) -> None:
     """Show the status of a run: step, age of the last line, live ranks, newest complete checkpoint, logs.
 
     Reads files only; the run is not affected.
@@ -23,13 +21,12 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
     Example:
         fsdp-tune status runs/gpt2_smoke
     """
-    with command(json_output) as screen:
-        from fsdp_tune.launch.run_status import run_status
-        from fsdp_tune.run.directory import existing_run
+    from fsdp_tune.launch.run_status import run_status
+    from fsdp_tune.run.directory import existing_run
 
-        facts = run_status(existing_run(run))
-        screen.document(facts)
-        show(screen, facts)
+    facts = run_status(existing_run(run))
+    screen.document(facts)
+    show(screen, facts)
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:

@@ -2,77 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fsdp_tune.cli.options import (
-    AllowEnvOption,
-    AllowExtensionsOption,
-    ConfigArg,
-    ConfigOption,
-    JsonOption,
-    NameOption,
-    SetOption,
-    TrustOption,
-    chosen_recipe,
-)
-from fsdp_tune.cli.output import Screen, command
+import fsdp_tune
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import NamedRecipe, given, verb
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs.options import ValidateOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.validate import Validation
     from fsdp_tune.recipe.read.loader import LoadedRecipe
 
-StrictOption = Annotated[bool, typer.Option("--strict", help="Count keys that have no effect as errors.")]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not contact the hub; list what would need it as unchecked.")]
 
-
-def validate(
-    recipe: ConfigArg = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    name: NameOption = None,
-    strict: StrictOption = False,
-    offline: OfflineOption = False,
-    trust_remote_code: TrustOption = False,
-    allow_env: AllowEnvOption = None,
-    allow_extensions: AllowExtensionsOption = False,
-    json_output: JsonOption = False,
-) -> None:
+@verb
+def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> None:
     """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
 
     \b
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
-    with command(json_output) as screen:
-        import fsdp_tune
-        from fsdp_tune.planner.predict.totals import total_steps
-        from fsdp_tune.recipe.schedule import rate_line
-        from fsdp_tune.recipe.world import batch_arithmetic
+    from fsdp_tune.planner.predict.totals import total_steps
+    from fsdp_tune.recipe.schedule import rate_line
+    from fsdp_tune.recipe.world import batch_arithmetic
 
-        loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions)
-        found = fsdp_tune.validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=screen)
-        arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
-        screen.document(
-            {
-                "recipe": str(loaded.path),
-                "valid": not found.problems,
-                "resolved": found.recipe.model_dump(mode="json", by_alias=True),
-                "reasons": found.resolution.reasons,
-                "overrides": list(loaded.overrides),
-                "arithmetic": arithmetic,
-                "rate": rate.removeprefix("rate: "),
-                "model": found.model,
-                "data": found.inputs,
-                "unchecked": list(found.unchecked),
-            }
-        )
-        if found.problems:
-            raise FsdpTuneError(*found.problems)
-        _show(screen, loaded, found, arithmetic, rate)
+    loaded = recipe.load()
+    found = fsdp_tune.validate(loaded, **given(options), observer=screen)
+    arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
+    screen.document(
+        {
+            "recipe": str(loaded.path),
+            "valid": not found.problems,
+            "resolved": found.recipe.model_dump(mode="json", by_alias=True),
+            "reasons": found.resolution.reasons,
+            "overrides": list(loaded.overrides),
+            "arithmetic": arithmetic,
+            "rate": rate.removeprefix("rate: "),
+            "model": found.model,
+            "data": found.inputs,
+            "unchecked": list(found.unchecked),
+        }
+    )
+    if found.problems:
+        raise FsdpTuneError(*found.problems)
+    _show(screen, loaded, found, arithmetic, rate)
 
 
 def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str, rate: str) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, check_cache, refuse_code, resolve_recipe, session
+from fsdp_tune.jobs.options import EvaluateOptions
+from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
@@ -38,33 +39,6 @@ from fsdp_tune.verify.evaluation.statistics import Comparison, Estimate, Scores,
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.verify.evaluation.score")
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOptions:
-    """What is measured, and how the models run."""
-
-    metric: str = PERPLEXITY
-    """exact_match, perplexity, or an entry point of the group `fsdp_tune.metrics`."""
-    data: str | None = None
-    """Rows to evaluate on: a file, a hub id or `builtin:NAME`. None: the eval sets of the recipe, or of the run."""
-    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further keys of `data`, as in a recipe's `data.train`: split, name, format, rename_columns …"""
-    ignore_columns: tuple[str, ...] = ()
-    """Further names for `data.ignore_columns`."""
-    max_rows: int | None = None
-    """Examples of each set to evaluate; None: all."""
-    answer: str | None = None
-    """exact_match: a regular expression whose first match (its first group, if it has one) is compared."""
-    max_new_tokens: int = 256
-    base: str | None = None
-    """A second model, compared on the same rows."""
-    batch_size: int = 8
-    device: str = "auto"
-    dtype: str = "auto"
-    out: Path | None = None
-    """A file that gets one JSON line for each row and model."""
-    allowed: Allowed = Allowed()
 
 
 @dataclass(frozen=True, slots=True)

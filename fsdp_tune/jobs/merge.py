@@ -10,8 +10,8 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
-from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.run.directory import RunDir
 
 

@@ -12,7 +12,8 @@ from fsdp_tune.data.preparation import Prepared, decoded_rows
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
+from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 

@@ -12,7 +12,8 @@ from fsdp_tune.data.preparation import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.inspection import FIRST_ROWS, inspect
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
+from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.verify.rehearsal.lifecycle_checks import Check, Rehearsal

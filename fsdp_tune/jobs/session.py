@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK
@@ -16,6 +16,7 @@ from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_
 from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
 from fsdp_tune.data.store_cache import STORES
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
@@ -24,24 +25,6 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """Code outside this package that a recipe may run. A recipe alone runs none."""
-
-    remote_code: bool = False
-    """Code from the repositories of the model and of a hub kernel (`--trust-remote-code`)."""
-    variables: Sequence[str] = ()
-    """Names in `launch.env` that are not known to be plain settings (`--allow-env`)."""
-    extensions: bool = False
-    """Entry points of installed packages that the recipe names (`--allow-extensions`)."""
-
-    def options(self) -> tuple[str, ...]:
-        """Return the options of the command line that allow the same."""
-        flags = [("--trust-remote-code", self.remote_code), ("--allow-extensions", self.extensions)]
-        variables = [word for name in self.variables for word in ("--allow-env", name)]
-        return (*(option for option, is_given in flags if is_given), *variables)
 
 
 @contextmanager

@@ -25,10 +25,11 @@ from fsdp_tune.diagnose.environment import accelerate_default_config, host, vers
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.push import push, target_of
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
-from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
+from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -45,7 +46,7 @@ from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.upload import check_access
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.totals import total_steps
@@ -60,33 +61,9 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BaseModel, describe_base
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.rank_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """How a run is started; what it trains is the recipe's."""
-
-    resume: str | None = None
-    """`auto`: the newest complete checkpoint of the run. A path: that checkpoint. None: a new run."""
-    overwrite: bool = False
-    """Move a used run directory aside and start over."""
-    machine_rank: int | None = None
-    """Which machine this is, 0 being the first; None: Slurm's number, or 0 of one machine."""
-    launcher_arguments: Sequence[str] = ()
-    """Further arguments of `accelerate launch`."""
-    profile: ProfiledSteps | None = None
-    """Steps that are recorded into RUN/profile."""
-    ignore_plan: bool = False
-    """Start even if the plan predicts that the recipe does not fit."""
-    verify_data: bool = False
-    """Hash all data files instead of trusting sizes and times."""
-    allowed: Allowed = Allowed()
-    command: Sequence[str] = ()
-    """The command line without `fsdp-tune`, for messages that say how to continue."""
 
 
 def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> TrainResult:

@@ -9,8 +9,9 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.jobs.inspection import Inspection, inspect
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.planning import budget_of, decide, visible_gpu
-from fsdp_tune.jobs.session import Allowed, check_cache, resolve_recipe, session
+from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.model.loading.model_files import check_vocabulary
 from fsdp_tune.planner.search.recomputation import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned

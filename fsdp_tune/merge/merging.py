@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.option import MergeCheck
 from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
@@ -21,8 +22,9 @@ from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.formats.contents import Contents, read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.record import Facts, write_companions, write_record
-from fsdp_tune.merge.settings import MergeOptions, MergeSettings, Verify, settle
+from fsdp_tune.merge.settings import MergeSettings, settle
 from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.merge.trees import weights_below
 from fsdp_tune.merge.verify.integrity import ManifestCheck
@@ -49,7 +51,7 @@ class MergeResult:
     parameters: int
     size_bytes: int
     seconds: float
-    verified: Verify
+    verified: MergeCheck
     adapter: Adapter | None = None
     notices: tuple[Notice, ...] = field(default=())
 

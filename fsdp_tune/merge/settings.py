@@ -4,44 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.units import parse_bytes
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Merge, Recipe
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from fsdp_tune.run.directory import RunDir
-
-Verify = Literal["quick", "full", "none"]
-DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
-BaseWeights = Literal["trained", "original"]
-
-
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
-    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
-
-    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
-    False. `base`: a directory or a name on the hub. `base_weights`: `merge.base`.
-    """
-
-    output: Path | None = None
-    dtype: DtypeOption | None = None
-    max_shard_bytes: int | None = None
-    verify: Verify | None = None
-    base: str | None = None
-    step: int | None = None
-    best: bool = False
-    average: str | None = None
-    adapter: bool | None = None
-    adapter_config: Path | None = None
-    base_weights: BaseWeights | None = None
-    overwrite: bool = False
-    allow_incomplete: bool = False
-    allow_nonfinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +22,9 @@ class MergeSettings:
     """Resolved settings. `recipe` is None for a checkpoint of another tool."""
 
     output: Path
-    dtype: DtypeOption
+    dtype: MergedDtype
     max_shard_bytes: int
-    verify: Verify
+    verify: MergeCheck
     recipe: Recipe | None
     base_weights: BaseWeights = "trained"
 

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.document import Document
-
-_WRITTEN = re.compile(r"steps=(\d+)(?::(\d+))?")
-
-
-class ProfiledSteps(NamedTuple):
-    """The first and the last profiled step, inclusive; steps count from 1, as in metrics.jsonl."""
-
-    first: int
-    last: int
-
-
-def parse_profile(text: str) -> ProfiledSteps:
-    """Parse `steps=10:13` or `steps=10`. Raises: usage error (exit 2) for anything else."""
-    found = _WRITTEN.fullmatch(text.strip())
-    steps = ProfiledSteps(int(found[1]), int(found[2] or found[1])) if found else None
-    if steps is None or not 1 <= steps.first <= steps.last:
-        raise usage_error(
-            "profile-not-understood",
-            f"`--profile {text}` does not name steps",
-            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps allocate and compile, so start later",
-        )
-    return steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.generate import generate
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.verify.parity import plain_loop

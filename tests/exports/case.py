@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts

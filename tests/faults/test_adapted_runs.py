@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.run.directory import RunDir
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count

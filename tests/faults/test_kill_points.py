@@ -229,8 +229,8 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
 def test_merge_killed_anywhere_leaves_no_model_or_a_complete_one(every: int, tmp_path: Path, count: Count) -> None:
     import torch
 
+    from fsdp_tune.merge.merge_options import MergeOptions
     from fsdp_tune.merge.merging import merge_checkpoint
-    from fsdp_tune.merge.settings import MergeOptions
     from tests.merge.checkpoints import make_run, merged_tensors, same_bits
 
     state = {f"layer.{index}.weight": torch.randn(30, 20) for index in range(4)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import subprocess
@@ -17,13 +18,24 @@ import fsdp_tune
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Defaults that are objects are written as their type."""
+    """Defaults that are objects are written as their type, and types without their options of the command line."""
     plain = inspect.signature(function)
     short = [
-        each.replace(default=type(each.default)) if type(each.default).__module__.startswith("fsdp_tune.") else each
+        each.replace(
+            annotation=bare(each.annotation),
+            default=type(each.default) if type(each.default).__module__.startswith("fsdp_tune.") else each.default,
+        )
         for each in plain.parameters.values()
     ]
     return str(plain.replace(parameters=short))
+
+
+def bare(annotation: Any) -> Any:
+    """`Annotated[int, Option(…)]` → `int`; annotations are texts."""
+    match ast.parse(annotation, mode="eval").body if isinstance(annotation, str) else None:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return ast.unparse(kind)
+    return annotation
 
 
 def signatures() -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 from tests.parity.bench import Bench

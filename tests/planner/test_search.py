@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.core.option import Target
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
 from fsdp_tune.planner.search.candidates import MLP_SLICES
 from fsdp_tune.planner.search.pricing import Search
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import Ranking, Target, other_trainings, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import Ranking, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.planner.hand_trace import Hand

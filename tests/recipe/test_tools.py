@@ -8,9 +8,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from fsdp_tune.cli.import_config import FromOption
 from fsdp_tune.recipe.catalogue import catalogue
-from fsdp_tune.recipe.read.tools import OPTION_NAMES, foreign_tool, tool_of
+from fsdp_tune.recipe.read.tools import OPTION_NAMES, OptionName, foreign_tool, tool_of
 from tests.recipe.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 
@@ -43,6 +42,4 @@ def test_one_key_is_not_enough_to_tell_a_tool() -> None:
 
 
 def test_option_of_the_command_has_the_names_of_the_tools() -> None:
-    """Typer takes a literal."""
-    literal, _ = get_args(get_args(FromOption)[0])
-    assert list(get_args(literal)) == list(OPTION_NAMES)
+    assert list(get_args(OptionName)) == list(OPTION_NAMES)

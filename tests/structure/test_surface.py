@@ -9,9 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import typer.main
@@ -43,8 +42,8 @@ def surface() -> str:
                 continue  # Typer's own
             names = ", ".join([*parameter.opts, *parameter.secondary_opts])
             annotation = parameter.type_descriptor.annotation
-            is_choice = isinstance(annotation, type) and issubclass(annotation, Enum)
-            kind = "|".join(str(member.value) for member in annotation) if is_choice else getattr(annotation, "__name__", str(annotation))
+            choices = [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
+            kind = "|".join(choices) or getattr(annotation, "__name__", str(annotation))
             many = " repeatable" if getattr(parameter, "multiple", False) else ""
             lines.append(f"    {parameter.param_type_name} {names}: {kind}{many} = {parameter.default}")
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ import yaml
 
 from fsdp_tune.core.atomic import DISK, needs_filling, staged_directory, stages_inside, undo_fill, write_file
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
@@ -21,7 +22,7 @@ from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.document import Document
-from fsdp_tune.run.launch_files import LaunchRecord, ProfiledSteps, ResumeRequest
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import clear

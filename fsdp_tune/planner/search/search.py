@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from fsdp_tune.core.option import Target
 from fsdp_tune.planner.hardware.gpus import known_hardware
 from fsdp_tune.planner.predict.fits import fit
 from fsdp_tune.planner.search.candidates import (
@@ -24,7 +25,6 @@ from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
-Target = Literal["fastest", "cheapest", "largest-context"]
 SHOWN = 12
 """Number of alternatives in a plan."""
 MOST_DEVICES = 1024

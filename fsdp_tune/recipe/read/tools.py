@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 AXOLOTL, TRL, LLAMA_FACTORY, SWIFT = "axolotl", "TRL", "LLaMA-Factory", "ms-swift"
 TORCHTUNE, ACCELERATE, DEEPSPEED, EXAMPLES = "torchtune", "Accelerate", "DeepSpeed", "transformers examples"
 
-OPTION_NAMES = {
+OptionName = Literal["axolotl", "trl", "llama-factory", "ms-swift", "torchtune", "accelerate", "deepspeed", "transformers"]
+OPTION_NAMES: dict[OptionName, str] = {
     "axolotl": AXOLOTL,
     "trl": TRL,
     "llama-factory": LLAMA_FACTORY,

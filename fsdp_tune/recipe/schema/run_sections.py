@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, NUMBERS, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import Auto, Device, Duration, Port, Section, Size, Text, Whole, WholeOrZero
 
@@ -77,13 +78,13 @@ class Merge(Section):
 
     at_end: bool = True
     """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
-    dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
+    dtype: Auto | MergedDtype = "auto"
     """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
     """Output of a LoRA run: merged weights, the adapter, or both."""
-    base: Literal["trained", "original"] = "trained"
+    base: BaseWeights = "trained"
     """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
-    verify: Literal["quick", "full", "none"] = "quick"
+    verify: MergeCheck = "quick"
     """How the merged directory is checked."""

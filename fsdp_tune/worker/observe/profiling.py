@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.worker.observe.breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.recipe.schema import Recipe

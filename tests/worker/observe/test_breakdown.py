@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.option import ProfiledSteps, parse_profile
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LaunchRecord, ProfiledSteps, parse_profile
+from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.worker.observe.breakdown import Share, breakdown, difference, intersection, length, union
 from tests.parity import runs
 from tests.parity.bench import Bench

@@ -5,21 +5,79 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import operator
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
+from fsdp_tune.core.option import Argument, Only, Option
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, resolve_recipe
+from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.jobs.session import resolve_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli
 from tests.recipe.loading import MINIMAL
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    left: Annotated[bool, Option("Left out by one command.")] = False
+    kept: Annotated[bool, Option("Of both commands.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    count: Annotated[int, Option("A number.", metavar="N", minimum=1)] = 3
+    kind: Annotated[Literal["one", "two"] | None, Option("A choice.")] = None
+    names: Annotated[tuple[str, ...], Option("Repeatable.", flags=("--name", "-n"))] = ()
+    size: Annotated[float | None, Option("Read from text.", read=float)] = None
+    on: Annotated[bool, Option("Turns it off.", flags=("--off",), read=operator.not_, typed=bool)] = True
+    extra: Annotated[Mapping[str, Any], Inner] = field(default_factory=dict[str, Any])
+    inner: Annotated[Inner, Only(())] = Inner()
+    hidden: str = "no option"
+
+
+def run(*words: str) -> Any:
+    """What a command gets from these words; its document if it fails."""
+    app, got = typer.Typer(), list[Any]()
+
+    @app.command()
+    @verb
+    def take(screen: Screen, path: Annotated[Path, Argument("A path.", metavar="PATH")], group: Group) -> None:
+        """Take all."""
+        got.append((path, group))
+        screen.document({"fine": True})
+
+    done = CliRunner().invoke(app, list(words))
+    return got[0] if got else done.stdout
+
+
+def test_group_of_options_has_its_defaults_and_what_was_typed() -> None:
+    assert run("p") == (Path("p"), Group(extra={"left": False, "kept": False}))
+    words = ["--count", "4", "--kind", "two", "-n", "a", "--name", "b", "--size", "1.5", "--off", "--kept"]
+    expected = Group(4, "two", ("a", "b"), 1.5, on=False, extra={"left": False, "kept": True})
+    assert run("p", *words) == (Path("p"), expected)
+
+
+def test_value_outside_of_the_declaration_is_refused() -> None:
+    for words in (["--count", "0"], ["--kind", "three"], ["--hidden", "x"], []):
+        assert isinstance(run(*(["p", *words] if words else [])), str), words
+
+
+def test_value_that_cannot_be_read_is_an_error_of_the_command() -> None:
+    document = json.loads(run("p", "--size", "much", "--json"))
+    assert document["errors"][0]["code"] == "bug", "a reader that raises no usage error is a bug inside the boundary"
 
 
 @pytest.mark.parametrize("arguments", [(), ("cache",), ("recipes",)])

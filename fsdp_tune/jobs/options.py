@@ -1,0 +1,221 @@
+"""Arguments of the jobs: each field is declared once, for scripts, for the option of the command and for its help.
+
+Importing this module is cheap: the command line is made of it before it is known which job runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.option import Only, Option, ProfiledSteps, Target, declared, parse_profile
+from fsdp_tune.recipe.read.tools import OptionName
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+LoadedDtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Code outside this package that a recipe may run. A recipe alone runs none."""
+
+    remote_code: Annotated[
+        bool,
+        Option(
+            "Let code run from the repositories of models (`model.trust_remote_code`) and of kernels from the hub.",
+            flags=("--trust-remote-code",),
+        ),
+    ] = False
+    variables: Annotated[
+        Sequence[str],
+        Option(
+            "Let `launch.env` set this variable, which is not known to be a plain setting. Repeatable.",
+            flags=("--allow-env",),
+            metavar="NAME",
+        ),
+    ] = ()
+    extensions: Annotated[
+        bool,
+        Option(
+            "Honour `extensions` and `loader` of the recipe: run code of the installed packages that they name.",
+            flags=("--allow-extensions",),
+        ),
+    ] = False
+
+    def options(self) -> tuple[str, ...]:
+        """Return the options of the command line that allow the same."""
+        flags = {name: option.flags[0] for name, option in declared(Allowed)}
+        given = [flags[name] for name in ("remote_code", "extensions") if getattr(self, name)]
+        return (*given, *(word for name in self.variables for word in (flags["variables"], name)))
+
+
+AllowedCode = Annotated[Allowed, Only(("remote_code", "extensions"))]
+"""Of a job that starts no ranks, for which `launch.env` is nothing."""
+
+
+VerifyData = Annotated[bool, Option("Hash all data files, even if their size and times have not changed.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateOptions:
+    strict: Annotated[bool, Option("Count keys that have no effect as errors.")] = False
+    offline: Annotated[bool, Option("Do not contact the hub; list what would need it as unchecked.")] = False
+    allowed: Allowed = Allowed()
+
+
+def _resume(typed: str) -> str | None:
+    """Return None for `never`, which is the default."""
+    return None if typed == "never" else typed
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How a run is started; what it trains is the recipe's."""
+
+    resume: Annotated[
+        str | None,
+        Option("auto: the newest complete checkpoint of the run. PATH: that checkpoint.", metavar="auto|never|PATH", read=_resume),
+    ] = None
+    overwrite: Annotated[bool, Option("Move a used run directory aside and start over.")] = False
+    machine_rank: Annotated[
+        int | None, Option("Which machine this is, 0 being the first; inside `srun` taken from Slurm.", metavar="N")
+    ] = None
+    launcher_arguments: Sequence[str] = ()
+    """Further arguments of `accelerate launch`."""
+    profile: Annotated[
+        ProfiledSteps | None,
+        Option(
+            "Record these steps: RUN/profile gets a Chrome trace of each rank and a breakdown of the steps.",
+            metavar="steps=FIRST:LAST",
+            read=parse_profile,
+        ),
+    ] = None
+    ignore_plan: Annotated[bool, Option("Start even if the plan does not fit this machine's GPUs.")] = False
+    verify_data: VerifyData = False
+    allowed: Allowed = Allowed()
+    command: Sequence[str] = ()
+    """The command line without `fsdp-tune`, for messages that say how to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    gpu: Annotated[
+        str | None,
+        Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE"),
+    ] = None
+    num_gpus: Annotated[
+        int | None,
+        Option("GPUs over all machines; overrides the recipe.", flags=("--num-gpus", "--num-processes"), metavar="N", minimum=1),
+    ] = None
+    target: Annotated[
+        Target | None,
+        Option("Rank other recipes too: fastest (default of --write), cheapest (fewer GPUs allowed), largest-context."),
+    ] = None
+    exact: Annotated[bool, Option("Trace every decoder layer instead of repeating the middle ones.")] = False
+    search: Annotated[
+        bool, Option("This recipe alone: no alternatives, no scaling table.", flags=("--no-search",), read=operator.not_, typed=bool)
+    ] = True
+    write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
+    calibrate: Annotated[Path | None, Option("Learn this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
+    allowed: AllowedCode = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareOptions:
+    show: Annotated[int, Option("Decode N rows, with the trained part marked.", metavar="N", minimum=0)] = 0
+    download: Annotated[bool, Option("Fetch the model's weights into the local cache too.")] = False
+    verify_data: VerifyData = False
+    allowed: AllowedCode = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class RehearseOptions:
+    num_processes: Annotated[
+        int | None, Option("Ranks; 2, or 4 if the recipe shards in groups or its ranks share rows.", metavar="N", minimum=1)
+    ] = None
+    parity: Annotated[bool, Option("Compare every switch (strategy, checkpointing, offload …) with one device instead.")] = False
+    allowed: Allowed = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    to: Annotated[
+        str | None, Option("The repository [default: training.hub_model_id, else the name of the run].", metavar="OWNER/NAME")
+    ] = None
+    public: Annotated[
+        bool | None,
+        Option(
+            "Visibility of a new repository; one that is public already needs `--public` [default: the recipe's, else private].",
+            flags=("--public/--private",),
+        ),
+    ] = None
+    revision: Annotated[str | None, Option("Branch, created if needed [default: training.hub_revision, else main].", metavar="BRANCH")] = (
+        None
+    )
+    adapter: Annotated[bool, Option("Upload RUN/adapter instead of the merged model.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    tool: Annotated[OptionName | None, Option("The tool of the file [default: recognised by its keys].", flags=("--from",))] = None
+    output: Annotated[Path | None, Option("The recipe [default: stdout].", flags=("--output", "-o"), metavar="FILE")] = None
+    force: Annotated[bool, Option("Replace `--output` if it exists.")] = False
+    num_gpus: Annotated[
+        int | None,
+        Option("GPUs that the file was made for: gives `training.global_batch_size`.", metavar="N", minimum=1),
+    ] = None
+
+
+def _renamed(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise usage_error("usage", f"`--rename {pair}` has no `=`", hint="--rename question=prompt")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKeys:
+    """Keys of `data.train` that describe rows to evaluate on."""
+
+    split: Annotated[str | None, Option("Split of `--data` [default: train].")] = None
+    name: Annotated[str | None, Option("Configuration of a hub data set.", flags=("--data-name",), metavar="NAME")] = None
+    format: Annotated[str | None, Option("Format of `--data`, as `data.format` [default: detected].")] = None
+    rename_columns: Annotated[
+        Mapping[str, str] | None,
+        Option("Rename a column of `--data`. Repeatable.", flags=("--rename",), metavar="OLD=NEW", read=_renamed, typed=list[str]),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """What is measured, and how the models run."""
+
+    metric: Annotated[str, Option("exact_match, perplexity, or an entry point of the group `fsdp_tune.metrics`.", metavar="NAME")] = (
+        "perplexity"
+    )
+    data: Annotated[
+        str | None,
+        Option("Rows: a file, a directory, a hub id or builtin:NAME [default: the eval sets of RECIPE or of the run].", metavar="PATH"),
+    ] = None
+    source: Annotated[Mapping[str, Any], SourceKeys] = field(default_factory=dict[str, Any])
+    """Further keys of `data`, as in a recipe's `data.train`: those of `SourceKeys`, loss_on, chat_template …"""
+    ignore_columns: Annotated[
+        tuple[str, ...],
+        Option("Ignore a column of `--data` that no format reads. Repeatable.", flags=("--ignore-column",), metavar="NAME"),
+    ] = ()
+    max_rows: Annotated[int | None, Option("Only the first N rows.", metavar="N", minimum=1)] = None
+    answer: Annotated[
+        str | None,
+        Option("exact_match: compare the first match of this in both texts (its first group), such as '#### (.*)'.", metavar="REGEX"),
+    ] = None
+    max_new_tokens: Annotated[int, Option("exact_match: longest generated answer.", metavar="N", minimum=1)] = 256
+    base: Annotated[str | None, Option("Evaluate this model on the same rows too, and compare both.", metavar="MODEL")] = None
+    batch_size: Annotated[int, Option("Rows of one forward pass.", metavar="N", minimum=1)] = 8
+    device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
+    dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
+    out: Annotated[Path | None, Option("Write prompt, prediction, target and score of each row.", metavar="FILE")] = None
+    allowed: AllowedCode = Allowed()

@@ -1,0 +1,75 @@
+"""Arguments of a merge; like those of the jobs (`jobs/options.py`), each field is an option of the command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype, Option
+from fsdp_tune.core.units import parse_bytes
+
+
+def _shard_bytes(typed: str) -> int:
+    try:
+        return parse_bytes(typed)
+    except ValueError as error:
+        raise usage_error("merge-shard-size", f"`--max-shard-size`: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
+
+    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
+    False.
+    """
+
+    output: Annotated[
+        Path | None, Option("The model directory to write [default: RUN/merged].", flags=("--output", "-o"), metavar="DIR")
+    ] = None
+    dtype: Annotated[
+        MergedDtype | None, Option("Type of the weights [default: the run's `merge.dtype`, else keep]. Integers and fp8 stay.")
+    ] = None
+    max_shard_bytes: Annotated[
+        int | None,
+        Option(
+            "Largest file, such as 5GB or 900MiB [default: the run's, else 5GB].",
+            flags=("--max-shard-size",),
+            metavar="SIZE",
+            read=_shard_bytes,
+        ),
+    ] = None
+    verify: Annotated[
+        MergeCheck | None,
+        Option(
+            "quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also read every byte back from the disk "
+            "and load the model. [default: the run's, else quick]."
+        ),
+    ] = None
+    base: Annotated[
+        str | None, Option("Take config and tokenizer from this directory or hub model [default: RUN/model].", metavar="MODEL")
+    ] = None
+    step: Annotated[int | None, Option("Merge the checkpoint of this step [default: the newest complete one].", metavar="N")] = None
+    best: Annotated[bool, Option("Merge the checkpoint with the best evaluation.")] = False
+    average: Annotated[str | None, Option("Merge the mean of several checkpoints: `last:3`, or `100,200,300`.", metavar="last:N|STEPS")] = (
+        None
+    )
+    adapter: Annotated[
+        bool | None,
+        Option(
+            "A LoRA adapter: write it alone, as PEFT does, or add it to the weights of its base [default: merge.adapter of the run].",
+            flags=("--adapter/--merged",),
+        ),
+    ] = None
+    adapter_config: Annotated[
+        Path | None, Option("The adapter's adapter_config.json [default: the one next to the weights].", metavar="FILE")
+    ] = None
+    base_weights: Annotated[
+        BaseWeights | None,
+        Option("A base that was held in 4 bits: its weights as they were trained, or as stored [default: the run's `merge.base`]."),
+    ] = None
+    overwrite: Annotated[bool, Option("Replace the output of an earlier merge, once the new one is complete.")] = False
+    allow_incomplete: Annotated[bool, Option("Merge a checkpoint that is not complete; missing files are reported.")] = False
+    allow_nonfinite: Annotated[bool, Option("Keep NaN and infinite weights; their tensors are reported.")] = False
