@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -14,6 +13,7 @@ from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.jobs.train import takes_best
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
+from fsdp_tune.run.events import SAMPLES, sample_line
 from fsdp_tune.run.launch_files import train_command
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
 
 Line = dict[str, Any]
-SAMPLE_CHARACTERS = 60
 CARD_SAMPLES = 3
 
 
@@ -134,16 +133,9 @@ def _losses(lines: Sequence[Line], name: str) -> str:
     return f"first {shown(lines[0])}, last {shown(lines[-1])}{at_best}"
 
 
-def sample_line(sample: dict[str, str]) -> str:
-    """Return the end of a prompt and the beginning of the generated text on one line."""
-    prompt, text = (json.dumps(sample[name], ensure_ascii=False)[1:-1] for name in ("prompt", "text"))
-    shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
-    return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
-
-
 def _samples(lines: Sequence[Line]) -> list[str]:
     """Return the first generated texts of the last time that `training.sample` generated."""
-    generated = [line["samples"] for line in lines if line.get("event") == "samples"]
+    generated = [line["samples"] for line in lines if line.get("event") == SAMPLES.name]
     return [sample_line(sample) for sample in generated[-1][:CARD_SAMPLES]] if generated else []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune.cli.progress import ScreenBar
-from fsdp_tune.cli.run_card import card, commands_after, merge_command, sample_line
+from fsdp_tune.cli.run_card import card, commands_after, merge_command
 from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
@@ -24,8 +24,8 @@ from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.not_yet import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
+from fsdp_tune.run.events import EVENTS, STOPPING, TRAIN_STARTED, describe
 
-SHOWN_PHASE_SECONDS = 0.1
 ENDED_PHASES = ("finished", "failed")
 TRAINING_PHASES = ("training", "forward", "backward", "optimizer step")
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}
@@ -152,39 +152,17 @@ class StepView:
             self._bar.at(self._at, self._detail)
 
     def _event(self, line: dict[str, Any]) -> None:
-        name, step = line["event"], line.get("step")
-        if name == "train_started":
-            self._total = int(line["total_steps"])
+        kind = EVENTS.get(line["event"])
+        if kind is TRAIN_STARTED:
+            self._total, self._at = int(line["total_steps"]), int(line.get("step") or 0)
             self._bar.enter("")
-            self._at = int(step or 0)
             self._bar.start(self._at, self._total)
-            self._screen.message(
-                f"the live model matches the recipe; training to step {self._total}" + (f" from step {step}" if step else "")
-            )
-        elif name == "first_step":
-            phases: dict[str, float] = line["phase_seconds"]
-            named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= SHOWN_PHASE_SECONDS)
-            self._screen.message(f"first step {sum(phases.values()):.1f} s after the launch ({named})")
-        elif name == "profiled":
-            for row in profile_table(line["seconds"], line["steps"]):
-                self._screen.message(row)
-            self._screen.message(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
-        elif name == "samples":
-            for sample in line["samples"]:
-                self._screen.message(f"step {step}: {sample_line(sample)}")
-        elif name == "checkpoint_saved":
-            self._screen.message(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
-        elif name == "stopping":
+        elif kind is STOPPING:
             self._bar.at(int(line["step"]), self._detail)
-            self._screen.message(f"step {step}: stopping ({line['reason']})")
-        elif name == "checkpoint_failed":
-            self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
-        elif name in ("slow_rank", "tracker_failed"):
-            self._screen.warn(f"warning: step {step}: {line['message']}")
-        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed", "witness_cost"):
-            details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time", "message"))
-            message = f": {line['message']}" if "message" in line else ""
-            self._screen.message(f"step {step}: {name.replace('_', ' ')}{message}" + (f" ({details})" if details else ""))
+        show = kind.show if kind is not None else describe  # a kind of another version
+        write = self._screen.warn if kind is not None and kind.level == "alarm" else self._screen.message
+        for text in show(line) if show is not None else ():
+            write(text)
 
     def _step(self, line: dict[str, Any]) -> None:
         """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
@@ -224,18 +202,6 @@ def _shares(line: dict[str, Any]) -> dict[str, float]:
         ("optimizer", "optimizer_seconds", "last_step_seconds"),
     )
     return {name: line[part] / line[whole] for name, part, whole in named if line.get(part) is not None and line.get(whole)}
-
-
-def profile_table(seconds: dict[str, dict[str, float]], steps: int) -> list[str]:
-    """Return the milliseconds a step of rank 0: a row for each phase, and one for their sum."""
-    columns = list(next(iter(seconds.values())))
-    total = {column: sum(share[column] for share in seconds.values()) for column in columns}
-    titles = f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns)
-    rows = [
-        f"{phase:<10}" + "".join(f"{share[column] / steps * 1000:>13.2f} ms" for column in columns)
-        for phase, share in {**seconds, "step": total}.items()
-    ]
-    return [titles, *rows]
 
 
 def _is_eval_of_a_set(name: str) -> bool:

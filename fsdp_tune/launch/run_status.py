@@ -13,6 +13,7 @@ from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.machines.coordination import machines_elsewhere
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.metrics_file import json_objects
 from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome
 
@@ -117,8 +118,8 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 def _started(path: Path) -> list[dict[str, Any]]:
     """Return the `train_started` events at the end of the file, newest first, or else those at its start."""
-    lines = [line for line in reversed(last_lines(path)) if line.get("event") == "train_started"]
+    lines = [line for line in reversed(last_lines(path)) if line.get("event") == TRAIN_STARTED.name]
     if lines or not path.exists():
         return lines
     with open(path, "rb") as file:
-        return [line for line in json_objects(file.read(TAIL_BYTES)) if line.get("event") == "train_started"]
+        return [line for line in json_objects(file.read(TAIL_BYTES)) if line.get("event") == TRAIN_STARTED.name]

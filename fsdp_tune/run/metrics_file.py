@@ -10,9 +10,7 @@ from typing import IO, Any, cast
 
 from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.run.directory import RunDir
-
-# Events of the full run, written between launches; they are kept when a run starts over at step 0.
-LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
+from fsdp_tune.run.events import EVENTS, EventKind
 
 
 class MetricsFile:
@@ -39,10 +37,10 @@ class MetricsFile:
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 fields = json.loads(line)
-                step, event = fields.get("step", 0), fields.get("event")
+                step, kind = fields.get("step", 0), EVENTS.get(fields.get("event"))
             except (ValueError, AttributeError):
                 continue  # a line torn by a crash
-            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or event in LAUNCHER_EVENTS):
+            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or (kind is not None and kind.is_of_run)):
                 kept.append(line)
         stage = self._path.with_suffix(".jsonl.tmp")
         stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -70,8 +68,8 @@ class MetricsFile:
                 self.failure = error
         self.unwritten.append(line)
 
-    def event(self, event: str, step: int, **details: Any) -> None:
-        self.write({"event": event, "step": step, "time": time.time(), **details})
+    def event(self, kind: EventKind, step: int, **details: Any) -> None:
+        self.write({"event": kind.name, "step": step, "time": time.time(), **details})
 
     def close(self) -> None:
         if self._file is not None:
@@ -90,9 +88,9 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
+def append_event(run: RunDir, kind: EventKind, step: int, **details: Any) -> None:
     """Append an event of the launcher while no rank runs. Rank 0 keeps it when it truncates the file."""
-    line = {"event": event, "step": step, "time": time.time(), **details}
+    line = {"event": kind.name, "step": step, "time": time.time(), **details}
     with open(run.metrics_jsonl, "a+b") as file:
         if file.tell() > 0 and not _ends_a_line(run):
             file.write(b"\n")  # a rank that was killed may have left half a line

@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
+from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class GradientGate:
         """Record a non-finite step, and raise unless it is skipped. Collective."""
         if self.scale is not None:
             self.scale.update(finite=False)
-            self.metrics.event("loss_scale_backed_off", step, loss_scale=self.scale.scale)
+            self.metrics.event(events.LOSS_SCALE_BACKED_OFF, step, loss_scale=self.scale.scale)
             if self.scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
                 overflowed = f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g})"
                 raise _non_finite(f"step {step}: {overflowed}; {self.locate(batches)}")
@@ -133,7 +134,7 @@ class GradientGate:
             message = f"step {step}: the gradient norm is {norm}; {self.locate(batches)}"
             if not self.skip_nonfinite:
                 raise _non_finite(message)
-            self.metrics.event("step_skipped", step, reason=message)
+            self.metrics.event(events.STEP_SKIPPED, step, reason=message)
         self.skipped_steps += 1
 
 

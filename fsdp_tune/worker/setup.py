@@ -35,6 +35,7 @@ from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, training_value
+from fsdp_tune.run import events
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
@@ -226,7 +227,7 @@ def _set_up_trackers(trainer: FsdpTrainer, run: RunDir, recipe: Recipe, say: Cal
 
 def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:
     def report(sentence: str) -> None:
-        trainer.parts.metrics.event("tracker_failed", trainer.state.global_step, message=sentence)
+        trainer.parts.metrics.event(events.TRACKER_FAILED, trainer.state.global_step, message=sentence)
         say(f"WARNING: {sentence}")
 
     return report
@@ -237,14 +238,14 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
         if saved.error is None:
             trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
             trainer.parts.metrics.event(
-                "checkpoint_saved", saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
+                events.CHECKPOINT_SAVED, saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
             )
             if saved.left is not None:
-                trainer.parts.metrics.event("rotation_failed", saved.step, message=saved.left)
+                trainer.parts.metrics.event(events.ROTATION_FAILED, saved.step, message=saved.left)
                 say(f"WARNING: old checkpoints were not removed: {saved.left}")
             return
         message = saved.error.problems[0].message
-        trainer.parts.metrics.event("checkpoint_failed", saved.step, message=message)
+        trainer.parts.metrics.event(events.CHECKPOINT_FAILED, saved.step, message=message)
         say(f"WARNING: checkpoint-{saved.step} was NOT saved: {message}")
         if recipe.checkpoint.save_failure == "stop":
             raise saved.error
@@ -267,7 +268,7 @@ def close(trainer: FsdpTrainer) -> None:
         if failures[-1].error is not None:
             raise failures[-1].error
     metrics = trainer.parts.metrics
-    metrics.event("train_finished", trainer.state.global_step)
+    metrics.event(events.TRAIN_FINISHED, trainer.state.global_step)
     metrics.close()
     all_or_none(lambda: _check_metrics(metrics, trainer.state.global_step), "writing metrics.jsonl")
 

@@ -27,6 +27,7 @@ from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
@@ -224,7 +225,7 @@ class FsdpTrainer(Trainer):
             warnings = warnings_of(self.parts.recipe, report)
             ReadBack.complete(self.parts.run.readback_json, ran_in=report, warnings=warnings)
             for warning in warnings:
-                self.parts.metrics.event("precision_warning", self.state.global_step, message=warning)
+                self.parts.metrics.event(events.PRECISION_WARNING, self.state.global_step, message=warning)
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
         return nonfinite.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
@@ -275,7 +276,7 @@ class FsdpTrainer(Trainer):
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
         best, at = self.state.best_metric, self.state.best_global_step
         message = f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is {best:.6g} of step {at}"
-        self.parts.metrics.event("early_stopped", step, message=message)
+        self.parts.metrics.event(events.EARLY_STOPPED, step, message=message)
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         line = self.lines.line(step, grad_norm, learning_rate)
@@ -283,8 +284,8 @@ class FsdpTrainer(Trainer):
         for facts in self.line_facts:
             line |= facts()
         self.log(line)
-        for event, message in self._watch.events(line["loss"], grad_norm):
-            self.parts.metrics.event(event, step, message=message)
+        for kind, message in self._watch.watch(line["loss"], grad_norm):
+            self.parts.metrics.event(kind, step, message=message)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "train_runtime" in logs:

@@ -171,25 +171,6 @@ def table_of(page: str, heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([^`]+)` \| (.*)$", section, re.MULTILINE))
 
 
-def calls_of_events() -> Iterator[tuple[str, set[str]]]:
-    """(event, names of its fields) of every call that writes one."""
-    for path in (ROOT / "fsdp_tune").rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)) if "event(" in source else ():
-            called = getattr(node, "func", None)
-            if isinstance(node, ast.Call) and (getattr(called, "attr", "") == "event" or getattr(called, "id", "") == "append_event"):
-                for argument in node.args[:2]:
-                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                        yield argument.value, {keyword.arg for keyword in node.keywords if keyword.arg}
-
-
-def test_every_event_is_documented_with_its_fields() -> None:
-    documented = table_of("metrics.md", "Events")
-    written = dict(calls_of_events())
-    assert documented.keys() - written.keys() == {"loss_spike", "zero_gradient", "weights_look_random"}  # of the loss curve: below
-    assert {event: fields for event, fields in written.items() if any(f"`{field}`" not in documented[event] for field in fields)} == {}
-
-
 def dictionary_keys(path: str, *functions: str) -> set[str]:
     """String keys of the dictionaries that these functions build."""
     tree = ast.parse((ROOT / "fsdp_tune" / path).read_text(encoding="utf-8"))

@@ -10,13 +10,14 @@ from typing import Any
 from fsdp_tune.core.units import format_figure
 from fsdp_tune.diagnose.pages.curves import Curve
 from fsdp_tune.diagnose.pages.run_record import RunRecord
+from fsdp_tune.run.events import EVENTS
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 ALL_POINTS = 45_000
 """Of all curves of a page, so that it stays below its size: a point is a dozen bytes."""
 NAMED_SERIES = 6
 """Curves that the description of a chart for screen readers has with their numbers."""
-MARKED = ("loss_spike", "restarted", "recipe_changed", "step_skipped", "zero_gradient")
+MARKED = frozenset(name for name, kind in EVENTS.items() if kind.marks_curves)
 """Events that are vertical lines in the charts of a loss."""
 LOSS_UNIT = "nats per token"
 

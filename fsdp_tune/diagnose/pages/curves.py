@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_tune.run.events import TRAIN_STARTED
+
 Line = dict[str, Any]
 """One object of metrics.jsonl."""
 
@@ -79,7 +81,7 @@ def sorted_lines(lines: Iterable[Line]) -> RunLines:
     for line in lines:
         step = line.get("step")
         if "event" in line:
-            if line["event"] == "train_started" and isinstance(step, int):
+            if line["event"] == TRAIN_STARTED.name and isinstance(step, int):
                 _drop_from(found.losses, step + 1)
                 _drop_from(found.evals, step + 1)
             found.events.append(line)

@@ -14,17 +14,13 @@ from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.diagnose.pages.curves import Line, number
 from fsdp_tune.diagnose.pages.run_record import RunRecord
+from fsdp_tune.run.events import SAMPLES, names_of
 
 UNKNOWN = "–"
-SAMPLES = "samples"
-"""The event whose texts have a section of their own."""
 EVENT_CHARACTERS = 4000
-ROUTINE = frozenset({"checkpoint_saved", "checkpoint_probed", "witnessed", "witness_cost", "compiled", "profiled", "first_step"})
-"""Events that every healthy run has, which are left out first where there are too many."""
-WARNINGS = frozenset(
-    {"loss_spike", "zero_gradient", "weights_look_random", "precision_warning", "checkpoint_failed", "rotation_failed", "slow_rank"}
-    | {"tracker_failed", "compile_fallback", "loss_scale_backed_off", "step_skipped", "restarted"}
-)
+ROUTINE = names_of("routine")
+"""Left out first where there are too many."""
+WARNINGS = names_of("warning", "alarm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ class RunEvents:
 
 def events_of(run: RunRecord, limit: int) -> RunEvents:
     """Return at most `limit` events: routine ones are left out first, and of the others the oldest."""
-    lines = [line for line in run.lines.events if line["event"] != SAMPLES]
+    lines = [line for line in run.lines.events if line["event"] != SAMPLES.name]  # they have a section of their own
     rank = sorted(range(len(lines)), key=lambda at: (lines[at]["event"] in ROUTINE, -at))
     kept = [lines[at] for at in sorted(rank[:limit])]
     return RunEvents(run.label, [_event(line) for line in kept], len(lines) - len(kept))
@@ -202,7 +198,7 @@ def samples_of(runs: Sequence[RunRecord], *, steps: int, characters: int) -> lis
     found: dict[str, list[tuple[int, str, str]]] = {}
     left_out: dict[str, int] = {}
     for run in runs:
-        lines = [line for line in run.lines.events if line["event"] == SAMPLES and isinstance(line.get("step"), int)]
+        lines = [line for line in run.lines.events if line["event"] == SAMPLES.name and isinstance(line.get("step"), int)]
         kept = {0, len(lines) - 1, *spread_indices(len(lines), steps - 2)} if len(lines) > steps else range(len(lines))
         for at, line in enumerate(lines):
             for sample in cast(list[dict[str, Any]], line.get("samples") or []):

@@ -22,6 +22,7 @@ from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.document import Document
+from fsdp_tune.run.events import RECIPE_CHANGED
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.metrics_file import append_event
@@ -90,7 +91,7 @@ def _update(run: RunDir, files: RunFiles) -> None:
     clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not consider this run finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
-        append_event(run, "recipe_changed", files.start.step, changes=[change.as_dict() for change in changes])
+        append_event(run, RECIPE_CHANGED, files.start.step, changes=[change.as_dict() for change in changes])
 
 
 def _write_files(run: RunDir, files: RunFiles) -> None:

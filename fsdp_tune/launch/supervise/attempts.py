@@ -24,6 +24,7 @@ from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.events import RESTARTED
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import ECHO_CODES, Verdict
@@ -122,7 +123,7 @@ class Attempts:
         start_step = checkpoint.step if checkpoint else 0
         append_event(
             run,
-            "restarted",
+            RESTARTED,
             start_step,
             restart=restart.number,
             max_restarts=total,

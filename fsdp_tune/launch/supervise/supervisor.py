@@ -33,6 +33,7 @@ from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_laun
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
 from fsdp_tune.launch.supervise.verdict import LaunchObservation, judge
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.follow import Follower
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
 
@@ -159,7 +160,7 @@ class Supervisor:
     def _logged(self, metrics: Follower) -> Iterator[Event]:
         self._metrics_read_at = time.monotonic()
         for line in metrics.read():
-            if line.get("event") == "train_started":
+            if line.get("event") == TRAIN_STARTED.name:
                 self.has_trained, self._total_steps = True, line.get("total_steps")
             self._step_seconds = line.get("step_seconds", self._step_seconds)
             self._last_logged_step = max(self._last_logged_step, _step_of(line))

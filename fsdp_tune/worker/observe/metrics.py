@@ -18,6 +18,7 @@ from fsdp_tune.model.layers import mean_heads
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
+from fsdp_tune.run import events
 
 
 class Sums:
@@ -202,21 +203,23 @@ class CurveWatch:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_LINES))
     _first: bool = True
 
-    def events(self, loss: float, grad_norm: float | None) -> list[tuple[str, str]]:
-        """(event, sentence) for one line of metrics."""
-        found: list[tuple[str, str]] = []
+    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[events.EventKind, str]]:
+        """Return an event and its sentence for each thing that is wrong in a line of metrics."""
+        found: list[tuple[events.EventKind, str]] = []
         if self._first and self.vocabulary is not None:
             blind = math.log(self.vocabulary)
             if abs(loss - blind) < UNTRAINED_SHARE * blind:
                 sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
-                found.append(("weights_look_random", f"{sentence}: were the weights loaded?"))
+                found.append((events.WEIGHTS_LOOK_RANDOM, f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:
-            found.append(("zero_gradient", "the gradient norm is exactly zero: nothing is being trained"))
+            found.append((events.ZERO_GRADIENT, "the gradient norm is exactly zero: nothing is being trained"))
         if len(self._losses) >= MIN_LINES:
             mean = sum(self._losses) / len(self._losses)
             deviation = math.sqrt(sum((value - mean) ** 2 for value in self._losses) / len(self._losses))
             if loss > mean + SPIKE_DEVIATIONS * deviation + 1e-6 * abs(mean):
-                found.append(("loss_spike", f"the loss is {loss:.4f}; the last {len(self._losses)} lines had {mean:.4f} ± {deviation:.4f}"))
+                found.append(
+                    (events.LOSS_SPIKE, f"the loss is {loss:.4f}; the last {len(self._losses)} lines had {mean:.4f} ± {deviation:.4f}")
+                )
         self._losses.append(loss)
         return found

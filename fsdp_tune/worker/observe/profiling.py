@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.option import ProfiledSteps
+from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.observe.breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
 
@@ -96,7 +97,7 @@ class Profile(TrainerCallback):
         steps = step - self._steps.first + 1
         document = {"steps": steps, "seconds": {phase: asdict(share) for phase, share in shares.items()}}
         write_json(_breakdown_path(self._trace), document)
-        self.trainer.parts.metrics.event("profiled", step, trace=str(self._trace), **document)
+        self.trainer.parts.metrics.event(events.PROFILED, step, trace=str(self._trace), **document)
         self.trainer.lines.leave_out(time.monotonic() - started)
 
 

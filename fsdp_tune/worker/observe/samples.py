@@ -16,6 +16,7 @@ from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Samples(TrainerCallback):
         seconds = time.monotonic() - started
         self.trainer.lines.leave_out(seconds)
         samples = [{"prompt": self._encoder.decode(prompt), "text": text} for prompt, text in zip(self._prompts, answers, strict=True)]
-        parts.metrics.event("samples", step, seconds=seconds, samples=samples)
+        parts.metrics.event(events.SAMPLES, step, seconds=seconds, samples=samples)
 
     def _generate(self, device: torch.device) -> list[str]:
         """Return the text that follows each prompt."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
@@ -96,4 +97,4 @@ class StepProgress(TrainerCallback):
         ratio = round(min(found.ratio, 1000.0), 2)
         behind = round(found.behind_seconds, 3)
         message = f"rank {found.rank} works {ratio} times as long as the others, which wait {behind} s for it in each step"
-        self._metrics.event("slow_rank", step, rank=found.rank, ratio=ratio, behind_seconds=behind, message=message)
+        self._metrics.event(events.SLOW_RANK, step, rank=found.rank, ratio=ratio, behind_seconds=behind, message=message)

@@ -29,6 +29,7 @@ from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
+from fsdp_tune.run import events
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
@@ -94,13 +95,13 @@ class Witness(TrainerCallback):
         with self._timed():
             sample, self._sample, self._is_due = self._sample, None, False
             self._compare_update(sample, state.global_step)
-        self.trainer.parts.metrics.event("witnessed", state.global_step + 1, cpu_seconds=self.cpu_seconds)
+        self.trainer.parts.metrics.event(events.WITNESSED, state.global_step + 1, cpu_seconds=self.cpu_seconds)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._steps_begun == COST_STEPS and self._is_on:
             training = time.thread_time() - self._started_at_seconds
             self.trainer.parts.metrics.event(
-                "witness_cost", state.global_step, cpu_seconds=self.cpu_seconds, training_cpu_seconds=training, steps=COST_STEPS
+                events.WITNESS_COST, state.global_step, cpu_seconds=self.cpu_seconds, training_cpu_seconds=training, steps=COST_STEPS
             )
 
     # ---- What is compared

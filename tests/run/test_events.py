@@ -1,0 +1,102 @@
+"""The table of events: what is written is in it, with its fields, and the terminal has a line for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.run import events
+from fsdp_tune.run.events import EVENTS, describe
+
+OF_CURVES = {"LOSS_SPIKE", "ZERO_GRADIENT", "WEIGHTS_LOOK_RANDOM"}
+"""Passed to the call that writes them as the variable `kind`."""
+
+
+def calls(repository: Path) -> Iterator[tuple[str, set[str], bool]]:
+    """(name in the table, fields, whether it passes more by `**`) of every call that writes an event."""
+    for path in (repository / "fsdp_tune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = getattr(node, "func", None)
+            if isinstance(node, ast.Call) and (getattr(called, "attr", "") == "event" or getattr(called, "id", "") == "append_event"):
+                kind = node.args[getattr(called, "id", "") == "append_event"]
+                name = kind.attr if isinstance(kind, ast.Attribute) else ast.unparse(kind)
+                yield name, {each.arg for each in node.keywords if each.arg}, any(each.arg is None for each in node.keywords)
+
+
+def test_every_written_event_is_in_the_table_with_its_fields(repository: Path) -> None:
+    written = list(calls(repository))
+    for name, fields, has_more in written:
+        if name == "kind":
+            assert fields == {"message"}
+            continue
+        declared = set(getattr(events, name).fields)
+        assert fields < declared if has_more else fields == declared, name
+    source = (repository / "fsdp_tune" / "worker" / "observe" / "metrics.py").read_text(encoding="utf-8")
+    assert all(f"events.{name}" in source for name in OF_CURVES)
+    assert {name.lower() for name, *_ in written} - {"kind"} | {name.lower() for name in OF_CURVES} == EVENTS.keys()
+
+
+def line_of(name: str, **fields: Any) -> dict[str, Any]:
+    return {"event": name, "step": 7, "time": 1.0, **fields}
+
+
+SHARE = {"total": 0.5, "compute": 0.25, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "idle": 0.25}
+SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "train_started": ({"total_steps": 9}, ["the live model matches the recipe; training to step 9 from step 7"]),
+    "first_step": (
+        {"phase_seconds": {"importing": 1.25, "joining": 0.05, "training": 2.0}},
+        ["first step 3.3 s after the launch (importing 1.2, training 2.0)"],
+    ),
+    "samples": (
+        {"seconds": 1.0, "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}, {"prompt": "b", "text": "c" * 200}]},
+        ["step 7: … " + r"a\n" * 20 + r" → two\nthree", "step 7: b → " + "c" * 120 + " …"],
+    ),
+    "checkpoint_probed": ({"seconds": 1.0}, []),
+    "witnessed": ({"cpu_seconds": 1.0}, []),
+    "witness_cost": ({"cpu_seconds": 1.0, "training_cpu_seconds": 9.0, "steps": 100}, []),
+    "checkpoint_saved": ({"seconds": 1.5, "stall_seconds": 0.1, "size_bytes": 3 * 2**20}, ["checkpoint-7 saved: 3.00 MiB in 1.5s"]),
+    "checkpoint_failed": ({"message": "no space"}, ["warning: checkpoint-7 was NOT saved: no space"]),
+    "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),
+    "compiled": ({"seconds": 2.0, "graphs": 3}, ["step 7: compiled (seconds 2.0, graphs 3)"]),
+    "compile_fallback": ({"message": "f was recompiled"}, ["step 7: compile fallback: f was recompiled"]),
+    "profiled": (
+        {"trace": "t.json.gz", "steps": 2, "seconds": {"forward": SHARE, "backward": SHARE}},
+        [
+            "profile              total         compute      all-gather  reduce-scatter      all-reduce            idle",
+            "forward          250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 ms       125.00 ms",
+            "backward         250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 ms       125.00 ms",
+            "step             500.00 ms       250.00 ms         0.00 ms         0.00 ms         0.00 ms       250.00 ms",
+            "profile: t.json.gz (open it in https://ui.perfetto.dev)",
+        ],
+    ),
+    "slow_rank": ({"rank": 1, "ratio": 2.0, "behind_seconds": 0.5, "message": "rank 1 is slow"}, ["warning: step 7: rank 1 is slow"]),
+    "loss_spike": ({"message": "high"}, ["step 7: loss spike: high"]),
+    "zero_gradient": ({"message": "zero"}, ["step 7: zero gradient: zero"]),
+    "weights_look_random": ({"message": "blind"}, ["step 7: weights look random: blind"]),
+    "precision_warning": ({"message": "fp32"}, ["step 7: precision warning: fp32"]),
+    "loss_scale_backed_off": ({"loss_scale": 512}, ["step 7: loss scale backed off (loss_scale 512)"]),
+    "step_skipped": ({"reason": "nan"}, ["step 7: step skipped (reason nan)"]),
+    "tracker_failed": ({"message": "wandb hangs"}, ["warning: step 7: wandb hangs"]),
+    "stopping": ({"reason": "interrupted"}, ["step 7: stopping (interrupted)"]),
+    "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
+    "train_finished": ({}, []),
+    "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
+    "recipe_changed": ({"changes": []}, []),
+}
+"""Event → its fields, and what the terminal prints."""
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_terminal_shows_event(name: str) -> None:
+    fields, lines = SHOWN[name]
+    kind = EVENTS[name]
+    assert set(fields) == set(kind.fields)
+    assert (kind.show(line_of(name, **fields)) if kind.show is not None else []) == lines
+
+
+def test_event_of_another_version_is_described() -> None:
+    assert describe(line_of("gpu_on_fire", message="hot", degrees=99)) == ["step 7: gpu on fire: hot (degrees 99)"]
