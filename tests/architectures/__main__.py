@@ -12,26 +12,25 @@ from pathlib import Path
 import transformers
 
 from tests.architectures.case import Bench, try_architecture
-from tests.architectures.page import page
+from tests.architectures.page import EVIDENCE
 from tests.architectures.tiny import names
+from tests.evidence import Results, installed
 from tests.parity.store import make_store
-from tests.ranks import REPOSITORY, RankPool
-
-PAGE = REPOSITORY / "docs" / "reference" / "models.md"
+from tests.ranks import RankPool
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test-models", description=__doc__)
     parser.add_argument("architectures", nargs="*", help="all that transformers lists unless given")
     parser.add_argument("--results", type=Path, default=Path("models.jsonl"), help="results are appended; architectures in it are skipped")
-    parser.add_argument("--write", action="store_true", help="write docs/reference/models.md from all results")
+    parser.add_argument("--write", action="store_true", help="write docs/evidence/data/models.json and docs/reference/models.md")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     run_all(arguments.architectures or names(), arguments.results)
     if arguments.write:
         lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
-        PAGE.write_text(page(lines, transformers.__version__), encoding="utf-8")
+        EVIDENCE.write(Results(installed("transformers"), sorted(lines, key=lambda line: line["architecture"])))
     return 0
 
 

@@ -1,11 +1,14 @@
-"""The page of results: one row for each architecture that trains, then what is refused, fails or was not tried, with the reason."""
+"""docs/reference/models.md: the names of the architectures that train, and of those that do not with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.architectures.tiny import MOST_PARAMETERS
+from tests.evidence import Evidence, Results
 
 TOLERANCE = 1e-5
 _RANDOM = {"phimoe": "the router draws experts at random in training (`sparsemixer`), so that losses depend on the batching"}
@@ -13,101 +16,89 @@ _RANDOM = {"phimoe": "the router draws experts at random in training (`sparsemix
 SHOWN = 160
 _INTRODUCTION = """# Models
 
-{tried} architectures that transformers {version} lists for causal language modelling, in tiny form: random weights, the sizes of
-`fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. This command
-writes the table:
+{tried} architectures that transformers {transformers} lists for causal language modelling, in tiny form: random weights, the sizes of
+`fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`.
+[models.json](../evidence/data/models.json) has the numbers and messages of each; `scripts/test-models --write` measures them and
+writes this page. Architectures with code of their own outside transformers (`trust_remote_code`) were not tried.
 
-```bash
-scripts/test-models --write
-```
+{counts} For an architecture that trains:
 
-The reasons of failures are those of the model's code or of its tiny sizes unless they name a key. Architectures with code of their own
-outside transformers (`trust_remote_code`) are not in this table.
-{counts}
-
-| column | meaning |
-|---|---|
-| unpacked, packed | largest relative difference of the first and the third loss from a plain loop on one device; at most 1e-5 |
-| resume | a run resumed at step 2 against the uninterrupted run: losses and parameters equal bit for bit, or their largest difference |
-| merged | the merged model, loaded by transformers alone, has the trained parameters bit for bit |
-| generates | greedy generation from the merged model equals transformers' `generate` |
-| balance | the model has a load-balancing loss and it was on, with coefficient 0.1: {balance} |
-
-Resume, merge and generation are those of the packed run, or of the unpacked run where packing is refused.
+- its first and third loss equal those of a plain loop on one device within 1e-5 (largest difference: {largest});
+- a run resumed at step 2 has the losses and parameters of the uninterrupted run, bit for bit ({bitwise} of {right});
+- the merged model, loaded by transformers alone, has the trained parameters bit for bit;
+- greedy generation from it equals transformers' `generate`.
 """
-_BALANCE = "part of the gradients that the losses verify. It is computed for each example, so that it does not depend on the batch"
+_REFUSED = {"unpacked": "Refused", "chunked loss": "Trained without the chunked loss", "balance": "Trained without a load-balancing loss"}
+"""What was refused → what came of it. Refused packing has a section of its own."""
 
 
-def page(results: Sequence[dict[str, Any]], version: str) -> str:
-    ordered = sorted(results, key=lambda each: each["architecture"])
-    trained = [each for each in ordered if each["unpacked"] or each["packed"]]
+def page(results: Results, _previous: str = "") -> str:
+    ordered = sorted(results.rows, key=lambda each: each["architecture"])
     wrong = [each for each in ordered if failures_of(each)]
-    refused = [each for each in ordered if each not in trained and not each["failed"] and each["model_class"]]
+    right = [each for each in ordered if (each["unpacked"] or each["packed"]) and each not in wrong]
+    packed = [each for each in right if each["packed"] is not None]
+    refused = [each for each in ordered if each["model_class"] and each not in [*right, *wrong]]
     unbuilt = [each for each in ordered if not each["model_class"]]
-    right = [each for each in trained if each not in wrong]
     counts = (
-        f"{len(right)} train, resume, merge and generate, {sum(each['packed'] is not None for each in right)} of them packed too; "
+        f"{len(right)} train, resume, merge and generate, {len(packed)} of them packed too; "
         f"{len(refused)} are refused, {len(wrong)} fail, {len(unbuilt)} were not tried."
     )
-    lines = [_INTRODUCTION.format(tried=len(results), version=version, counts=counts, balance=_BALANCE)]
-    lines += ["| architecture | unpacked | packed | resume | merged | generates | balance | notes |", "|---|---|---|---|---|---|---|---|"]
-    lines += [_row(each) for each in trained]
-    lines += ["", "## Failures", "", "Errors of the model's code at these sizes, and comparisons that differ.", ""] if wrong else []
-    lines += [f"- `{each['architecture']}`: {'; '.join(failures_of(each))}" for each in wrong]
-    lines += ["", "## Refused", "", "The message of the first check that refuses the model, without its hint.", ""]
-    lines += ["| architecture | reason |", "|---|---|"]
-    lines += [f"| `{each['architecture']}` | {_cell(next(iter(_other_refusals(each).values())))} |" for each in refused]
-    lines += ["", "## Not tried", ""]
-    lines += [f"transformers cannot build these here from a small configuration of at most {MOST_PARAMETERS:,} parameters.", ""]
-    lines += ["| architecture | reason |", "|---|---|"]
-    lines += [f"| `{each['architecture']}` | {_cell(each['refused']['model'])} |" for each in unbuilt]
+    largest = max((off for each in right if each["architecture"] not in _RANDOM for off in _differences(each)), default=0.0)
+    bitwise = sum(each["resumed"] == 0 for each in right)
+    about = {**results.about, "tried": len(ordered), "counts": counts, "largest": f"{largest:.0e}", "bitwise": bitwise, "right": len(right)}
+    lines = [_INTRODUCTION.format(**about), "## Train, packed too", "", _names(packed), ""]
+    lines += ["## Train, packing refused", "", *_by_reason("", [each for each in right if each not in packed], "packed"), ""]
+    balanced = [each for each in right if each["has_balance"] and "balance" not in each["refused"]]
+    lines += [
+        "## Load-balancing loss",
+        "",
+        "It is one of the gradients that the losses verify, with coefficient 0.1. It is computed for each",
+    ]
+    lines += [f"example, so that it does not depend on the batch: {_names(balanced)}.", ""]
+    lines += ["## Other refusals, failures", ""]
+    for what, outcome in _REFUSED.items():
+        lines += _by_reason(f"{outcome}: ", [each for each in (refused if what == "unpacked" else right) if what in each["refused"]], what)
+    lines += [f"- Failed: `{each['architecture']}`: {'; '.join(failures_of(each))}" for each in wrong]
+    lines += [f"- Random: `{name}`: {why}" for name, why in _RANDOM.items() if any(each["architecture"] == name for each in right)]
+    lines += [f"- Not tried, as transformers cannot build them from a small configuration: {_names(unbuilt)}"] if unbuilt else []
     return "\n".join(lines) + "\n"
 
 
-def failures_of(result: dict[str, Any]) -> list[str]:
+def failures_of(result: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a result, which a refusal is not."""
     found = [f"{stage}: {_shortened(reason)}" for stage, reason in result["failed"].items()]
     for way in ("unpacked", "packed"):
-        if (off := _largest(result[way])) is not None and not off <= TOLERANCE and result["architecture"] not in _RANDOM:
+        off = max(result[way] or (0.0,))
+        if not off <= TOLERANCE and result["architecture"] not in _RANDOM:
             found.append(f"{way}: the loss is off by {off:.1e}")
     if result["unpacked"] or result["packed"]:
         found += [f"{stage}: differs" for stage in ("merged", "generated") if not result[stage] and stage not in result["failed"]]
     return found
 
 
-def _row(result: dict[str, Any]) -> str:
-    cells = [
-        f"`{result['architecture']}`",
-        *(_difference(result, way) for way in ("unpacked", "packed")),
-        "failed" if result["resumed"] is None else "bitwise" if result["resumed"] == 0 else f"{result['resumed']:.1e}",
-        *("yes" if result[stage] else "no" for stage in ("merged", "generated")),
-        "yes" if result["has_balance"] and "balance" not in result["refused"] else "refused" if result["has_balance"] else "",
-        "; ".join([*(f"{stage}: {_cell(why)}" for stage, why in result["refused"].items()), *_random(result)]),
-    ]
-    return f"| {' | '.join(cells)} |"
+def _differences(result: Mapping[str, Any]) -> list[float]:
+    return [*(result["unpacked"] or ()), *(result["packed"] or ())]
 
 
-def _random(result: dict[str, Any]) -> list[str]:
-    return [_RANDOM[name]] if (name := result["architecture"]) in _RANDOM else []
+def _general(result: Mapping[str, Any], what: str) -> str:
+    """Return the reason of a refusal without the names and numbers of this model, so that equal reasons meet."""
+    reason = result["refused"].get(what, "no reason").replace(result["model_class"], "the model").removeprefix("`kernels.loss: chunked`: ")
+    return re.sub(r" with attention `\w+`|: logits (of an example )?move by [\d.]+% when .*?change[sd]?\b", "", reason)
 
 
-def _difference(result: dict[str, Any], way: str) -> str:
-    off = _largest(result[way])
-    return f"{off:.0e}" if off is not None else "refused" if way in result["refused"] else "failed"
+def _by_reason(heading: str, results: Sequence[Mapping[str, Any]], what: str) -> list[str]:
+    members: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for each in results:
+        members[_general(each, what)].append(each)
+    return [f"- {heading}{_shortened(reason)}: {_names(each)}" for reason, each in members.items()]
 
 
-def _largest(differences: Sequence[float] | None) -> float | None:
-    return None if differences is None else max(differences)
-
-
-def _other_refusals(result: dict[str, Any]) -> dict[str, str]:
-    """Return the refusals that a run cannot do without."""
-    return {stage: reason for stage, reason in result["refused"].items() if stage not in ("balance", "chunked loss")}
-
-
-def _cell(text: str) -> str:
-    return _shortened(text).replace("|", "\\|").replace("<", "&lt;")
+def _names(results: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"`{each['architecture']}`" for each in results)
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 1].rsplit(" ", 1)[0] + " …"
+
+
+EVIDENCE = Evidence(Path("reference/models.md"), page)

@@ -9,6 +9,7 @@ import pytest
 from tests.architectures import case
 from tests.architectures.case import Bench, try_architecture
 from tests.architectures.page import failures_of, page
+from tests.evidence import Results
 from tests.parity.store import make_store
 from tests.ranks import shared_pool
 
@@ -23,8 +24,9 @@ def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkey
     states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_pool()))
     assert failures_of(states.as_dict()) == []
     assert states.refused.keys() == {"packed"}
-    text = page([experts.as_dict(), states.as_dict()], "5")
+    text = page(Results({"transformers": "5"}, [experts.as_dict(), states.as_dict()]))
     assert "2 train, resume, merge and generate, 1 of them packed too; 0 are refused, 0 fail" in text
+    assert "\n- the model lets packed examples see each other: `mamba`\n" in text
     monkeypatch.setattr(case, "make_model", lambda *_: 1 / 0)
     unbuilt = try_architecture("llama", Bench(tmp_path / "llama", store, shared_pool()))
     assert unbuilt.refused == {"model": "ZeroDivisionError: division by zero"}
@@ -33,4 +35,4 @@ def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkey
 def test_page_lists_losses_that_differ_as_failures() -> None:
     result = case.Result("llama", "LlamaForCausalLM", unpacked=(0.0, 1e-3), resumed=0.0, merged=True, generated=True).as_dict()
     assert failures_of(result) == ["unpacked: the loss is off by 1.0e-03"]
-    assert "\n- `llama`: unpacked: the loss is off by 1.0e-03" in page([result], "5")
+    assert "\n- Failed: `llama`: unpacked: the loss is off by 1.0e-03" in page(Results({"transformers": "5"}, [result]))

@@ -14,12 +14,11 @@ import transformers
 
 from tests.architectures.tiny import config_of, make_model
 from tests.data.test_exported_tokenizer import write_base as write_tokenizer
+from tests.evidence import Results
 from tests.exports.case import IDS, TEXT, Job, differences, load_with, train_and_export
 from tests.exports.older import describe
-from tests.exports.page import page
-from tests.ranks import REPOSITORY
+from tests.exports.page import EVIDENCE
 
-PAGE = REPOSITORY / "docs" / "reference" / "exports.md"
 _NAMES = "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names; print('\\n'.join(sorted(names)))"
 VOCABULARY = 300
 THETA = 54321.0
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("python", type=Path, help="an interpreter with the older version of transformers")
     parser.add_argument("architectures", nargs="*", help="all that both versions have unless given")
     parser.add_argument("--results", type=Path, default=Path("exports.jsonl"), help="results are appended; architectures in it are skipped")
-    parser.add_argument("--write", action="store_true", help="write docs/reference/exports.md from all results")
+    parser.add_argument("--write", action="store_true", help="write docs/evidence/data/exports.json and docs/reference/exports.md")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -43,7 +42,13 @@ def main() -> int:
             file.write(json.dumps(lines[-1]) + "\n")
         print(json.dumps(lines[-1]), flush=True)
     if arguments.write:
-        PAGE.write_text(page(lines, _in_both(arguments.python)), encoding="utf-8")
+        older = next((each["versions"][1] for each in lines if each["versions"][1]), "4")
+        not_run = sorted(set(_in_both(arguments.python)) - {each["architecture"] for each in lines})
+        rows = [
+            {name: value for name, value in each.items() if name != "versions"}
+            for each in sorted(lines, key=lambda each: each["architecture"])
+        ]
+        EVIDENCE.write(Results({"new": transformers.__version__, "old": older, "not_run": not_run}, rows))
     return 0
 
 

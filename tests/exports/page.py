@@ -1,24 +1,24 @@
-"""The page of results: one row for each architecture that two versions of transformers have."""
+"""docs/reference/exports.md: the architectures whose exports two versions of transformers read alike, and the others with the cause."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from tests.evidence import Evidence, Results, table
 
 _INTRODUCTION = """# Exports in older stacks
 
 A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported as a run exports it: a merged
 model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
 largest), token ids, special tokens and chat template, and generation settings. The rotary base is one that no class has as its
-default, so that a version that does not read it computes other logits. This command writes the table:
-
-```bash
-scripts/test-exports --write
-```
+default, so that a version that does not read it computes other logits. [exports.json](../evidence/data/exports.json) has the result of
+each; `scripts/test-exports --write` measures them and writes this page.
 
 {counts}
 
-`5` is the version that trains, `older` the other one. Config, tokenizer and generation settings have the spelling of the base, and
+Config, tokenizer and generation settings have the spelling of the base, and
 changed facts those of both versions. Names and shapes of weights are those of the base's files: where version 5 stacks the weights of
 experts or renames a module, they are written as one tensor for each expert and under the older name. An adapter of stacked experts
 (`lora.target_parameters`) is for transformers 5 alone: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without
@@ -28,10 +28,14 @@ vLLM reads an export through the transformers that is installed with it (from it
 `vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and
 `rope_scaling` under transformers 4). vLLM itself was not run.
 
-| architecture | merged model | adapter |
-|---|---|---|
+## Equal
+
+{equal}.
+
+## Different
+
 """
-SHOWN = 200
+SHOWN = 90
 _CAUSES = {
     "cpmant": """the head has a row for each prompt token in transformers 4 (and is tied to the embedding), and none in transformers 5:
 a model that transformers 5 trains has another shape.""",
@@ -54,35 +58,38 @@ the logits are equal; with more the base itself differs between the versions."""
 """Of differences: what was found in the sources of both versions."""
 
 
-def page(results: Sequence[dict[str, Any]], known: Sequence[str] = ()) -> str:
-    ordered = sorted(results, key=lambda each: each["architecture"])
+def page(results: Results, _previous: str = "") -> str:
+    ordered = sorted(results.rows, key=lambda each: each["architecture"])
     loaded = [each for each in ordered if each["full"] is not None]
-    equal = sum(each["full"] == [] for each in loaded)
+    equal = [each for each in loaded if each["full"] == []]
     adapters = sum(each["adapter"] == [] for each in ordered)
     missing = [each for each in ordered if each["full"] is None]
-    counts = f"{equal} of {len(loaded)} merged models are equal in both, and {adapters} adapters; "
+    counts = f"{len(equal)} of {len(loaded)} merged models are equal in both, and {adapters} adapters; "
     counts += f"{len(missing)} architectures were not tried."
-    if rest := sorted(set(known) - {each["architecture"] for each in results}):
+    if rest := results.about["not_run"]:
         counts += f" Both versions have {len(rest)} more, which were not run: {', '.join(f'`{name}`' for name in rest)}."
-    old = next((each["versions"][1] for each in ordered if each["versions"][1]), "4")
-    text = _INTRODUCTION.format(new=ordered[0]["versions"][0], old=old, counts=counts)
-    text += "".join(f"| `{each['architecture']}` | {_cell(each, 'full')} | {_cell(each, 'adapter')} |\n" for each in loaded)
-    causes = [
-        f"- `{each['architecture']}`: {_CAUSES[each['architecture']]}\n"
-        for each in loaded
-        if each["full"] and each["architecture"] in _CAUSES
-    ]
-    text += "\n## Causes\n\n" + "".join(causes) if causes else ""
-    text += "\n## Not tried\n\n| architecture | reason |\n|---|---|\n"
-    return text + "".join(f"| `{each['architecture']}` | {_escaped(each['not_tried'].get('full', ''))} |\n" for each in missing)
+    text = _INTRODUCTION.format(**results.about, counts=counts, equal=_names(equal))
+    rows = [[f"`{each['architecture']}`", _cell(each["full"]), _cause(each)] for each in loaded if each["full"]]
+    text += table(["merged model", "difference", "cause"], rows) if rows else "No merged model.\n"
+    alone = [each for each in equal if each["adapter"]]
+    text += "".join(f"\nThe adapter alone of {_names([each])}: {_cell(each['adapter'])}.\n" for each in alone)
+    unadapted = [each for each in loaded if each["adapter"] is None]
+    text += f"\n## Not tried\n\nNo adapter could be made for {_names(unadapted)}.\n" if unadapted else ""
+    text += f"\nNo tiny model could be made of {_names(missing)}.\n" if missing else ""
+    return text
 
 
-def _cell(result: dict[str, Any], which: str) -> str:
-    found = result[which]
-    if found is None:
-        return f"not tried: {_escaped(result['not_tried'].get(which, ''))}"
-    return _escaped("; ".join(found)) if found else "equal"
+def _cause(result: Mapping[str, Any]) -> str:
+    return " ".join(_CAUSES.get(result["architecture"], "").split())
 
 
-def _escaped(text: str) -> str:
-    return text[:SHOWN].replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+def _names(results: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"`{each['architecture']}`" for each in results)
+
+
+def _cell(found: Sequence[str]) -> str:
+    text = "; ".join(found).removeprefix("older: ").strip()
+    return (text if len(text) <= SHOWN else text[:SHOWN].rsplit(" ", 1)[0] + " …").replace("\n", " ")
+
+
+EVIDENCE = Evidence(Path("reference/exports.md"), page)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.architectures.tiny import config_of, make_model
 from tests.data.test_exported_tokenizer import write_base as write_tokenizer
+from tests.evidence import Results
 from tests.exports.case import IDS, TEXT, Job, differences, load_with, train_and_export
 from tests.exports.older import describe
 from tests.exports.page import page
@@ -81,15 +82,20 @@ def test_differences_are_described() -> None:
     assert differences(one, {"error": "KeyError: x"}) == ["older: KeyError: x"]
 
 
+ABOUT = {"new": "5", "old": "4", "not_run": []}
+
+
 def test_page_has_results_and_reasons() -> None:
     rows = [
-        {"architecture": "a", "versions": ["5", "4"], "full": [], "adapter": ["logits | differ"], "not_tried": {}},
-        {"architecture": "apertus", "versions": ["5", "4"], "full": ["logits differ by 5.0e-04"], "adapter": None, "not_tried": {}},
-        {"architecture": "b", "versions": ["5", ""], "full": None, "adapter": None, "not_tried": {"full": "why"}},
+        {"architecture": "a", "full": [], "adapter": ["logits | differ"], "not_tried": {}},
+        {"architecture": "apertus", "full": ["logits differ by 5.0e-04"], "adapter": None, "not_tried": {}},
+        {"architecture": "b", "full": None, "adapter": None, "not_tried": {"full": "why"}},
     ]
-    text = page(rows)
-    assert "| `a` | equal | logits \\| differ |" in text
-    assert "| `b` | why |" in text
+    text = page(Results(ABOUT, rows))
+    assert "\n## Equal\n\n`a`.\n" in text
+    assert "The adapter alone of `a`: logits | differ." in text
+    assert "No adapter could be made for `apertus`." in text
+    assert "No tiny model could be made of `b`." in text
     assert "1 of 2 merged models are equal in both, and 0 adapters; 1 architectures were not tried" in text
-    assert "- `apertus`: transformers 4 keeps" in text
-    assert "## Causes" not in page(rows[:1])
+    assert "| `apertus` | logits differ by 5.0e-04 | transformers 4 keeps" in text
+    assert "which were not run: `c`." in page(Results(ABOUT | {"not_run": ["c"]}, rows[:1]))

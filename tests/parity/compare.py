@@ -97,11 +97,11 @@ class Spread:
             "section": section,
             "case": str(name),
             "loss": f"{self.loss:.1e}",
-            "one device's": f"{one_device.loss:.1e}",
+            "loss of one device": f"{one_device.loss:.1e}",
             "grad norm": f"{self.grad_norm:.1e}",
-            "one device's ": f"{one_device.grad_norm:.1e}",
+            "grad norm of one device": f"{one_device.grad_norm:.1e}",
             "parameters": f"{self.parameters:.1e}",
-            "one device's  ": f"{one_device.parameters:.1e}",
+            "parameters of one device": f"{one_device.parameters:.1e}",
         }
 
 

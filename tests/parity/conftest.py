@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.cuda.devices import DEVICES, leave_to_slow_tests, require
+from tests.evidence import Results, installed
 from tests.parity.bench import Bench, shared_bench
-from tests.parity.report import markdown, summary
+from tests.parity.report import EVIDENCE, summary
 from tests.ranks import RankPool, shared_pool
 
 # Modules whose tests run on an emulated GPU as well as on the CPU, and those that `scripts/test` runs there.
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-report", type=Path, help="write the measured deviations to this file, as docs/evidence/parity.md is")
+    parser.addoption("--parity-write", action="store_true", help="write the measured deviations into docs/evidence/")
 
 
 def _row(test: pytest.TestReport) -> dict[str, str] | None:
@@ -65,12 +64,11 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
     rows = [row for report in reports if (row := _row(report)) is not None]
-    path = config.getoption("--parity-report", default=None)
-    if not rows or (path is None and config.get_verbosity() < 1):
+    is_written = config.getoption("--parity-write", default=False)
+    if not rows or (not is_written and config.get_verbosity() < 1):
         return
     terminalreporter.section("parity")
     for line in summary(rows):
         terminalreporter.write_line(line)
-    if path is not None:
-        previous = path.read_text(encoding="utf-8") if path.exists() else ""
-        path.write_text(markdown(rows, previous), encoding="utf-8")
+    if is_written:
+        EVIDENCE.write(Results(installed("torch", "transformers", "accelerate"), rows))

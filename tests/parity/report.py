@@ -1,55 +1,69 @@
-"""Results of the parity tests, as a summary for the terminal and as docs/evidence/parity.md."""
+"""Results of the parity tests: a summary for the terminal, docs/evidence/data/parity.json and the page made of it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from importlib.metadata import version
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-Row = dict[str, str]
+from tests.evidence import Evidence, Results, table
+
+Row = Mapping[str, Any]
 _KEYS = ("section", "case")
+PLANTED = "planted bugs"
+FAULTS_OF_STACK = "faults of the stack"
 
 HEAD = """# Parity
 
-Written by `scripts/test-parity --write`; every line is a run of the real worker on CPU ranks over gloo
-(torch {torch}, transformers {transformers}, accelerate {accelerate}).
+Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test-parity --write` measures and writes both. Each
+run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
 The reference is `fsdp_tune/verify/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
 packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
 batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and some of them are not trained. Vocabulary
 (257) and widths are not divisible by any number of ranks.
 
-Numbers are relative deviations: `loss` and `grad norm` the largest over the steps, `mean` the mean signed one of the loss (a bug
+Numbers are relative deviations, the largest of all runs: `loss` and `grad norm` of any step, `mean` the mean signed one of the loss (a bug
 pulls to one side, rounding does not), `parameters` the norm of the difference after the last step over the norm of the update,
 `worst tensor` the same for the worst single tensor. The tests require loss, eval loss and gradient norm within 1e-5 and parameters
-within 1e-4; half precision is compared with the deviation of one device of that precision from fp32.
-Muon orthogonalises in bf16; its loss may deviate by 5e-5 and its parameters by 0.02.
-"""
+within 1e-4. Muon orthogonalises in bf16; its loss may deviate by 5e-5 and its parameters by 0.02.
 
-DRAWN = "## recipes drawn from the schema"
+{coverage}
+"""
+LOW_PRECISION = """## Low precision
+
+Deviations from one device in fp32, next to those of one device that computes in bf16.
+"""
+BUGS = """## Planted bugs
+
+The comparison detects each of these {number}: {names}.
+"""
+STACK = """## Faults of the stack
+
+{number} cases compare the stock path with the one here. [Numerics](numerics.md#faults-of-the-stack-and-where-they-are-fixed) explains them.
+"""
+DRAWN = "## Recipes drawn from the schema"
 """Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test-fuzz`."""
 
 
-def by_section(rows: list[Row]) -> dict[str, list[Row]]:
+def by_section(rows: Iterable[Row]) -> dict[str, list[Row]]:
     sections: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         sections[row["section"]].append(row)
     return sections
 
 
-def _columns(members: list[Row]) -> list[str]:
+def _columns(members: Sequence[Row]) -> list[str]:
     """Of all rows: a planted bug that stops the run leaves words instead of numbers."""
     return [name for name in dict.fromkeys(name for row in members for name in row) if name not in _KEYS]
 
 
-def summary(rows: list[Row]) -> list[str]:
-    """One line a section: cases, and the largest of each number."""
-    lines: list[str] = []
-    for section, members in by_section(rows).items():
-        names = _columns(members)
-        worst = {name: _largest([row[name] for row in members if name in row]) for name in names}
-        numbers = "  ".join(f"{name.strip()} ≤ {value}" for name, value in worst.items() if value is not None)
-        lines.append(f"{section}: {len(members)} cases  {numbers}")
-    return lines
+def _worst(members: Sequence[Row]) -> dict[str, str]:
+    """Column → the largest of its numbers; columns of words are left out."""
+    found = {name: _largest([row[name] for row in members if name in row]) for name in _columns(members)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _largest(values: list[str]) -> str | None:
@@ -59,12 +73,45 @@ def _largest(values: list[str]) -> str | None:
         return None  # words
 
 
-def markdown(rows: list[Row], previous: str = "") -> str:
+def summary(rows: Iterable[Row]) -> list[str]:
+    """One line a section: cases, and the largest of each number."""
+    return [
+        f"{section}: {len(members)} cases  {'  '.join(f'{name} ≤ {value}' for name, value in _worst(members).items())}"
+        for section, members in by_section(rows).items()
+    ]
+
+
+def page(results: Results, previous: str) -> str:
     """Return the new docs/evidence/parity.md. The section DRAWN of the previous one is kept."""
-    parts = [HEAD.format(**{name: version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")})]
-    for section, members in by_section(rows).items():
-        names = _columns(members)
-        table = [["case", *names], ["---"] * (len(names) + 1), *([row["case"], *(row.get(name, "") for name in names)] for row in members)]
-        parts.append(f"## {section}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in table) + "\n")
+    sections = by_section(results.rows)
+    bugs, stack = sections.pop(PLANTED, []), sections.pop(FAULTS_OF_STACK, [])
+    tables: dict[tuple[str, ...], list[list[object]]] = defaultdict(list)
+    for section, members in sections.items():
+        worst = _worst(members)
+        tables[*worst].append([section, len(members), *worst.values()])
+    parts = [HEAD.format(**results.about, coverage=coverage(row for members in sections.values() for row in members))]
+    for names, lines in tables.items():
+        parts += [LOW_PRECISION] if any("one device" in name for name in names) else []
+        parts.append(table(["comparison", "runs", *names], lines))
+    parts += [BUGS.format(number=len(bugs), names="; ".join(row["case"] for row in bugs)), STACK.format(number=len(stack))]
     _, heading, drawn = previous.partition(DRAWN)
     return "\n".join([*parts, heading + drawn])
+
+
+def coverage(rows: Iterable[Row]) -> str:
+    """List the models, ranks, strategies and switches of the cases, whose names have them in this order."""
+    named: tuple[Counter[str], ...] = (Counter(), Counter(), Counter(), Counter())
+    for row in rows:
+        words = re.split(r", (?![^(]*\))", row["case"])
+        for number, word in enumerate(words if len(words) > 2 and words[1].endswith(" ranks") else ()):
+            if not word.startswith("("):
+                named[min(number, 3)][word if number in (0, 2) else word.split()[0]] += 1
+    *counted, switches = named
+    titles = ("Models", "Ranks", "Strategies")
+    lines = [
+        f"- {title}: {', '.join(f'{name} ({n})' for name, n in each.most_common())}" for title, each in zip(titles, counted, strict=True)
+    ]
+    return "\n".join([*lines, f"- Switches, in pairs: {', '.join(sorted(switches))}"])
+
+
+EVIDENCE = Evidence(Path("evidence/parity.md"), page)

@@ -19,6 +19,7 @@ from tests.parity.bench import Bench
 from tests.parity.breaks import BREAKS, run_broken, run_broken_with_checks
 from tests.parity.cases import Case
 from tests.parity.compare import deviation
+from tests.parity.report import PLANTED
 from tests.parity.test_matrix import DROPOUT
 from tests.parity.test_optimizers import ADAFACTOR, MUON, is_as_one_device
 from tests.ranks import RanksFailed
@@ -77,9 +78,9 @@ def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> No
     except AssertionError as error:  # the trajectory is not complete, or the worker's own checks have stopped the run
         text = str(error).strip()
         assert "Traceback" not in text or "fsdp_tune.core.errors." in text, text
-        record_property("parity", {"section": "planted bugs", "case": name, "seen as": text.splitlines()[-1]})
+        record_property("parity", {"section": PLANTED, "case": name, "seen as": text.splitlines()[-1]})
         return
-    record_property("parity", found.row("planted bugs", name))
+    record_property("parity", found.row(PLANTED, name))
     assert not is_as_one_device(case, found), found
 
 

@@ -21,7 +21,6 @@ from tests.parity.cases import Case
 
 ROWWISE = Case("llama-16", precision="fp8 rowwise")
 TENSORWISE = Case("llama-16", precision="fp8 tensorwise")
-SECTION = "fp8 in the decoder layers against fp32, compared with one device computing in bf16"
 
 
 def slow(case: Case, *more: object) -> object:
@@ -63,7 +62,7 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
 def test_fp8_follows_fp32(case: Case, times: float, bench: Bench, record_property) -> None:
     """Measured: seven times the loss's spread of computing in bf16 with a scale for each row, fourteen times with one for all."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
-    record_property("parity", found.row(SECTION, case, limit))
+    record_property("parity", found.row(case.precision, case, limit))
     assert 2 * limit.loss < found.loss <= times * limit.loss, (found, limit)  # nearer, and nothing would be in fp8
     assert found.grad_norm <= times * limit.grad_norm, (found, limit)
     assert found.parameters <= 0.4, found

@@ -20,7 +20,8 @@ ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=tr
 EIGHT_BITS = Case("llama-64", training=(("optim", "adamw_torch_8bit"),))
 FOUR_BITS = Case("llama-64", training=(("optim", "adamw_torch_4bit"), ("optim_args", "block_size=128")))
 WITHOUT_EMBEDDING = replace(EIGHT_BITS, strategy="NO_SHARD")
-SECTION = "low-precision state or weights against fp32, compared with one device computing in bf16"
+STATE, WEIGHTS = "optimizer state in {}", "weights in bf16, rounded {}"
+"""Sections of the report."""
 
 
 def slow(case: Case) -> object:
@@ -43,7 +44,7 @@ def slow(case: Case) -> object:
 def test_bf16_state_deviates_less_than_bf16_compute(case: Case, bench: Bench, record_property) -> None:
     """Measured: a tenth of it in the loss, a third in the parameters."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
-    record_property("parity", found.row(SECTION, case, limit))
+    record_property("parity", found.row(STATE.format("bf16"), case, limit))
     assert found.loss <= limit.loss / 3, (found, limit)
     assert found.grad_norm <= limit.grad_norm / 3, (found, limit)
     assert found.parameters <= limit.parameters, (found, limit)
@@ -63,7 +64,7 @@ def test_bf16_state_deviates_less_than_bf16_compute(case: Case, bench: Bench, re
 def test_stochastically_rounded_bf16_weights_follow_fp32_weights(case: Case, bench: Bench, record_property) -> None:
     """Measured: twice to three times the loss's spread of computing in bf16. The parameters are off by their own last place."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
-    record_property("parity", found.row(SECTION, case, limit))
+    record_property("parity", found.row(WEIGHTS.format("stochastically"), case, limit))
     assert found.loss <= 5 * limit.loss, (found, limit)
     assert found.grad_norm <= 5 * limit.grad_norm, (found, limit)
     assert found.parameters <= 0.1, found
@@ -76,7 +77,7 @@ def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: B
     """What rounding by chance is for; measured: eighteen times, and nine."""
     nearest = Case(architecture, stored="bf16")
     lost, kept = spread_of(nearest, bench), spread_of(replace(ROUNDED, architecture=architecture), bench)
-    record_property("parity", lost.row(SECTION, nearest, of_bf16(nearest, bench)))
+    record_property("parity", lost.row(WEIGHTS.format("to nearest"), nearest, of_bf16(nearest, bench)))
     assert lost.loss > 4 * kept.loss, (lost, kept)
     assert lost.parameters > kept.parameters, (lost, kept)
 
@@ -94,7 +95,7 @@ def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: B
 def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters: float, bench: Bench, record_property) -> None:
     """The bounds are three times what was measured, and two to three."""
     found = spread_of(case, bench)
-    record_property("parity", found.row(SECTION, case, of_bf16(case, bench)))
+    record_property("parity", found.row(STATE.format("4 bits" if case is FOUR_BITS else "8 bits"), case, of_bf16(case, bench)))
     assert 1e-6 < found.loss <= loss, found  # nearer, and nothing would be in blocks
     assert found.parameters <= parameters, found
 

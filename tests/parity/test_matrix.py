@@ -128,7 +128,7 @@ def test_half_precision_run_is_as_close_to_fp32_as_one_device(case: Case, precis
     true = bench.reference(case.architecture, packed=case.packed, skipped=skipped)
     alone = bench.reference(case.architecture, packed=case.packed, precision="bf16", skipped=skipped)
     limit, found = spread(alone, true, skipped=skipped), spread(runs.trajectory(run), true, skipped=skipped)
-    record_property("parity", found.row(f"{precision} against fp32, compared with one device in bf16", case, limit))
+    record_property("parity", found.row(precision, case, limit))
     assert found.loss <= 2 * limit.loss, (found, limit)
     assert found.grad_norm <= 2 * limit.grad_norm, (found, limit)
     assert found.parameters <= 2 * limit.parameters, (found, limit)

@@ -61,7 +61,7 @@ def reference_of(case: Case, bench: Bench) -> Any:
 )
 def test_run_follows_one_device(case: Case, bench: Bench, record_property) -> None:
     found = deviation(bench.run(case), reference_of(case, bench))
-    record_property("parity", found.row("optimizers against one device", case))
+    record_property("parity", found.row(dict(case.training).get("optim", "training.parameter_groups"), case))
     assert is_as_one_device(case, found), f"{found}; worst is {found.worst_name}"
 
 

@@ -21,10 +21,10 @@ from fsdp_tune.recipe.schema import Recipe
 from tests.parity import runs, stock
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.parity.report import FAULTS_OF_STACK
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-SECTION = "faults of the stack: stock path against fsdp-tune"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_stock_recomputation_draws_another_dropout_mask(stock_run, bench: Bench,
     record_property(
         "parity",
         {
-            "section": SECTION,
+            "section": FAULTS_OF_STACK,
             "case": "dropout under activation checkpointing: gradient norm of step 1, recomputed against not",
             "stock": f"{recomputed['grad_norm']:.4f} against {plain['grad_norm']:.4f}",
             "here": f"{ours[1]:.4f} against {ours[0]:.4f}",
@@ -80,7 +80,7 @@ def test_bf16_rounds_the_loss_and_the_sums(stock_run, bench: Bench, record_prope
     document = readback(bench, case)
     assert (document["reduce_dtype"], document["output_dtype"]) == ("float32", None)
     numbers = [", ".join(f"{loss:.6g}" for loss in some[:3]) for some in (losses, ours)]
-    record_property("parity", {"section": SECTION, "case": "first losses under bf16", "stock": numbers[0], "here": numbers[1]})
+    record_property("parity", {"section": FAULTS_OF_STACK, "case": "first losses under bf16", "stock": numbers[0], "here": numbers[1]})
 
 
 def is_bf16(value: float) -> bool:
@@ -94,7 +94,7 @@ def test_cpu_ranks_train_with_ddp_without_a_warning(stock_run, bench: Bench, rec
     assert stock_run(stock.units, configured=False)["wrapper"] == "DistributedDataParallel"
     ours = readback(bench, Case())
     assert (ours["wrapper"], ours["not_sharded"]) == ("fsdp2", [])
-    record_property("parity", {"section": SECTION, "case": "fsdp: true on CPU ranks", "stock": "DDP", "here": "FSDP2"})
+    record_property("parity", {"section": FAULTS_OF_STACK, "case": "fsdp: true on CPU ranks", "stock": "DDP", "here": "FSDP2"})
 
 
 def test_unknown_fsdp_config_keys_are_ignored(stock_run, record_property) -> None:
@@ -103,7 +103,8 @@ def test_unknown_fsdp_config_keys_are_ignored(stock_run, record_property) -> Non
     with pytest.raises(FsdpTuneError, match="offload_parms"):
         parse("fsdp: {offload_parms: true}")
     record_property(
-        "parity", {"section": SECTION, "case": "unknown or misplaced key of the FSDP section", "stock": "ignored", "here": "an error"}
+        "parity",
+        {"section": FAULTS_OF_STACK, "case": "unknown or misplaced key of the FSDP section", "stock": "ignored", "here": "an error"},
     )
 
 
@@ -114,7 +115,7 @@ def test_size_wrap_does_not_work_on_fsdp2(stock_run, bench: Bench, record_proper
     assert "does not support containers" in message
     units = readback(bench, Case(wrap="size"))["units"]
     assert len(units) > 3
-    record_property("parity", {"section": SECTION, "case": "SIZE_BASED_WRAP", "stock": "ValueError", "here": f"{len(units)} units"})
+    record_property("parity", {"section": FAULTS_OF_STACK, "case": "SIZE_BASED_WRAP", "stock": "ValueError", "here": f"{len(units)} units"})
 
 
 def test_recomputation_without_units_fails(stock_run, bench: Bench, record_property) -> None:
@@ -124,7 +125,8 @@ def test_recomputation_without_units_fails(stock_run, bench: Bench, record_prope
     document = readback(bench, Case(wrap="none", recomputation="full"))
     assert (document["activation_checkpointing"], len(document["units"])) == ("full", 1)
     record_property(
-        "parity", {"section": SECTION, "case": "NO_WRAP with activation checkpointing", "stock": "TypeError", "here": "3 layers recomputed"}
+        "parity",
+        {"section": FAULTS_OF_STACK, "case": "NO_WRAP with activation checkpointing", "stock": "TypeError", "here": "3 layers recomputed"},
     )
 
 
@@ -132,7 +134,7 @@ def test_hybrid_sharding_is_not_on_fsdp2(stock_run, bench: Bench, record_propert
     """§7, 5."""
     assert "only available with FSDP1" in stock_run(stock.raised, fsdp="hybrid_shard auto_wrap", fsdp_config=fsdp2())
     assert readback(bench, Case(strategy="HYBRID_SHARD", ranks=4))["mesh"] == [2, 2]
-    record_property("parity", {"section": SECTION, "case": "hybrid_shard", "stock": "ValueError", "here": "mesh 2 × 2"})
+    record_property("parity", {"section": FAULTS_OF_STACK, "case": "hybrid_shard", "stock": "ValueError", "here": "mesh 2 × 2"})
 
 
 def test_stock_fp16_on_cpu_is_silently_ignored(stock_run, bench: Bench, record_property) -> None:
@@ -142,7 +144,8 @@ def test_stock_fp16_on_cpu_is_silently_ignored(stock_run, bench: Bench, record_p
     assert lines[-1]["loss_scale"] >= 1.0
     assert readback(bench, Case(precision="fp16"))["compute_dtype"] == "float16"
     record_property(
-        "parity", {"section": SECTION, "case": "fp16 on CPU", "stock": "no scaler, fp32", "here": f"scale {lines[-1]['loss_scale']:g}"}
+        "parity",
+        {"section": FAULTS_OF_STACK, "case": "fp16 on CPU", "stock": "no scaler, fp32", "here": f"scale {lines[-1]['loss_scale']:g}"},
     )
 
 
@@ -160,7 +163,7 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
         assert math.isclose(after["learning_rate"], 10 * before["learning_rate"], rel_tol=1e-12)
     record_property(
         "parity",
-        {"section": SECTION, "case": "resume with ten times the learning rate", "stock": "the old rate", "here": "the new rate"},
+        {"section": FAULTS_OF_STACK, "case": "resume with ten times the learning rate", "stock": "the old rate", "here": "the new rate"},
     )
 
 
@@ -176,7 +179,7 @@ def test_accumulation_keeps_unsharded_gradients(stock_run, bench: Bench, record_
     record_property(
         "parity",
         {
-            "section": SECTION,
+            "section": FAULTS_OF_STACK,
             "case": f"bytes of unsharded gradients between micro-batches, of {4 * parameters}",
             "stock": str(kept),
             "here": str(ours),
@@ -192,7 +195,12 @@ def test_sharded_save_model_writes_nothing(stock_run, bench: Bench, record_prope
     assert (run.checkpoint(runs.STEPS) / "manifest.json").exists()
     record_property(
         "parity",
-        {"section": SECTION, "case": "save_model of sharded weights", "stock": f"{len(files)} files", "here": "checkpoint with a manifest"},
+        {
+            "section": FAULTS_OF_STACK,
+            "case": "save_model of sharded weights",
+            "stock": f"{len(files)} files",
+            "here": "checkpoint with a manifest",
+        },
     )
 
 
@@ -210,4 +218,4 @@ def test_yaml_reads_exponents_as_text(record_property) -> None:
     text = "training: {learning_rate: 2e-5}"
     assert yaml.safe_load(text)["training"]["learning_rate"] == "2e-5"
     assert parse(text).training.learning_rate == 2e-5
-    record_property("parity", {"section": SECTION, "case": "`learning_rate: 2e-5` in YAML", "stock": "text", "here": "a number"})
+    record_property("parity", {"section": FAULTS_OF_STACK, "case": "`learning_rate: 2e-5` in YAML", "stock": "text", "here": "a number"})
