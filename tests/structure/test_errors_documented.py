@@ -1,61 +1,89 @@
-"""Every code of a message has a page in docs/reference/errors.md, and every page has its code."""
+"""Every code of a message has a section in docs/reference/errors.md, and every section has its code and says something."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "add_problem", "add_notice"}
-"""Callables whose first argument is a code."""
+import pytest
+
+from tests.structure import problem_sites
+from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, sites_in, with_forms
+
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-HEADING = re.compile(r"^## `?([a-z0-9-]+)`?$", re.MULTILINE)
 
 
-def name_of(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+@pytest.fixture(scope="module")
+def sites() -> list[Site]:
+    return all_sites()
 
 
-def literals(node: ast.expr) -> Iterator[str]:
-    """Return the strings that an expression is or chooses between; names and subscripts give none."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.IfExp):
-        yield from literals(node.body)
-        yield from literals(node.orelse)
+@pytest.fixture(scope="module")
+def page(repository: Path) -> str:
+    return (repository / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 
 
-def codes_in(path: Path) -> Iterator[tuple[str, str]]:
-    """(code, place) of every maker called with a literal, or with a choice of literals."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and name_of(node.func) in MAKERS and node.args:
-            for code in literals(node.args[0]):
-                yield code, f"{path}:{node.lineno}"
+def test_codes_are_kebab_case(sites: list[Site]) -> None:
+    assert [site for site in sites if CODE.fullmatch(site.code) is None] == []
 
 
-def all_codes(repository: Path) -> dict[str, str]:
-    return {code: place for path in sorted((repository / "fsdp_tune").rglob("*.py")) for code, place in codes_in(path)}
+def test_every_code_has_an_error_section(sites: list[Site], page: str) -> None:
+    documented = set(HEADING.findall(page))
+    assert {site.code: site.place for site in sites if site.code not in documented} == {}
 
 
-def headings(repository: Path) -> list[str]:
-    return HEADING.findall((repository / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
+def test_every_error_section_has_a_code(sites: list[Site], page: str) -> None:
+    assert set(HEADING.findall(page)) - {site.code for site in sites} == set()
 
 
-def test_codes_are_kebab_case(repository: Path) -> None:
-    assert {code: place for code, place in all_codes(repository).items() if CODE.fullmatch(code) is None} == {}
-
-
-def test_every_code_has_an_error_section(repository: Path) -> None:
-    documented = set(headings(repository))
-    assert {code: place for code, place in all_codes(repository).items() if code not in documented} == {}
-
-
-def test_every_error_section_has_a_code(repository: Path) -> None:
-    codes = all_codes(repository)
-    assert [heading for heading in headings(repository) if heading not in codes] == []
-
-
-def test_error_sections_are_unique(repository: Path) -> None:
-    found = headings(repository)
+def test_error_sections_are_unique(page: str) -> None:
+    found = HEADING.findall(page)
     assert len(found) == len(set(found))
+
+
+def test_every_error_section_has_a_message_or_text(page: str) -> None:
+    sections = re.split(HEADING, page)[1:]
+    bodies = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert [code for code, body in bodies.items() if not body.partition("\n# ")[0].strip()] == []
+
+
+# ---- The forms of messages
+
+SOURCE = """
+LIMIT = "at most nine"
+
+def check(path, rows):
+    hint = "write fewer rows"
+    yield Finding("one", ("key",), f"{path} has {len(rows)} rows, {LIMIT}", hint)
+    if rows:
+        message = "some rows are left"
+    else:
+        message = "no rows are left"
+    raise usage_error("two", message)
+    for hint in rows:
+        raise usage_error("three" if path else "four", "the rows " + "do not fit", hint=hint)
+"""
+
+
+def test_forms_have_what_the_source_decides_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_sites, "PACKAGE", tmp_path / "fsdp_tune")
+    module = tmp_path / "fsdp_tune" / "rows.py"
+    module.parent.mkdir()
+    module.write_text(SOURCE, encoding="utf-8")
+    found = {site.code: site for site in sites_in(module)}
+    assert (found["one"].message, found["one"].hint) == ("… has … rows, at most nine", "write fewer rows")
+    assert is_legible(found["one"].message)
+    assert found["two"].message == "…"
+    assert not is_legible(found["two"].message)
+    assert (found["three"].message, found["four"].hint) == ("the rows do not fit", "…")
+
+
+def test_page_keeps_hand_written_text_and_replaces_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = [Site("one", "", "the rows do not fit", "write fewer rows"), Site("two", "", "…", None)]
+    monkeypatch.setattr(problem_sites, "all_sites", lambda: present)
+    text = with_forms("# Errors\n\nHow.\n\n## one\n_an older form_. Hint: old\n\n## two\nBy hand.\n\n# Group\n\n## one\nBy hand.\n")
+    assert text == (
+        "# Errors\n\nHow.\n\n## one\n_the rows do not fit_. Hint: write fewer rows\n\n## two\nBy hand.\n\n"
+        "# Group\n\n## one\n_the rows do not fit_\n\nBy hand.\n\n"
+    )
+    assert with_forms(text) == text

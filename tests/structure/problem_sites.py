@@ -1,0 +1,194 @@
+"""Where the package makes problems and notices, and the form of their messages, read from its source without importing it.
+
+A form is the text with `…` in the place of what is known at run time only. A variable is replaced by its text where a single assignment
+decides it: the last one before the call, in the same block or one around it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_tune"
+MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "add_problem", "add_notice"}
+"""Callables whose first argument is a code."""
+UNKNOWN = "…"
+_MESSAGE_POSITION = {"Finding": 2}
+_HINT_POSITION = {"Finding": 3, "Problem": 3, "Notice": 3}
+
+
+@dataclass(frozen=True)
+class Site:
+    code: str
+    place: str
+    message: str
+    hint: str | None
+
+
+def name_of(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def literals(node: ast.expr) -> Iterator[str]:
+    """Return the strings that an expression is or chooses between; names and subscripts give none."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from literals(node.body)
+        yield from literals(node.orelse)
+
+
+def sites_in(path: Path) -> Iterator[Site]:
+    """Every maker called with a literal code, or with a choice of literals."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants = _constants(path) | _imported(tree)
+    yield from _sites_of(tree.body, _Scope(constants), path)
+
+
+def all_sites() -> list[Site]:
+    return [site for path in sorted(PACKAGE.rglob("*.py")) for site in sites_in(path)]
+
+
+@functools.cache
+def _constants(path: Path) -> dict[str, ast.expr]:
+    """Module-level names that are assigned once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assigned = [(name, value) for statement in tree.body for name, value in _assignments(statement)]
+    return {name: value for name, value in assigned if sum(name == other for other, _ in assigned) == 1}
+
+
+def _imported(tree: ast.Module) -> dict[str, ast.expr]:
+    found: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_tune."):
+            parts = str(node.module).split(".")[1:]
+            for path in (PACKAGE.joinpath(*parts).with_suffix(".py"), PACKAGE.joinpath(*parts, "__init__.py")):
+                constants = _constants(path) if path.exists() else {}
+                found |= {alias.asname or alias.name: constants[alias.name] for alias in node.names if alias.name in constants}
+    return found
+
+
+def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        yield statement.target.id, statement.value
+    if isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, statement.value
+            elif isinstance(target, ast.Tuple):
+                values: Sequence[ast.expr | None] = [None] * len(target.elts)
+                if isinstance(statement.value, ast.Tuple) and len(statement.value.elts) == len(target.elts):
+                    values = statement.value.elts
+                for each, value in zip(target.elts, values, strict=True):
+                    if isinstance(each, ast.Name):
+                        yield each.id, value or ast.Constant(UNKNOWN)
+
+
+@dataclass
+class _Scope:
+    """Names and the expressions that decide them at one point of a function."""
+
+    values: Mapping[str, ast.expr]
+
+    def after(self, statement: ast.stmt) -> _Scope:
+        """Names that a compound statement may have changed are unknown after it."""
+        changed: dict[str, ast.expr] = dict(_assignments(statement))
+        if not changed:
+            stored = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+            changed = {node.id: ast.Constant(UNKNOWN) for node in stored}
+        return _Scope({**self.values, **changed})
+
+    def text(self, node: ast.expr | None, depth: int = 0) -> str:
+        match node:
+            case ast.Constant(value=str() as value):
+                return value
+            case ast.JoinedStr(values=parts):
+                return "".join(self.text(part, depth) for part in parts)
+            case ast.FormattedValue(value=ast.Name() as name, conversion=-1, format_spec=None):
+                return self.text(name, depth)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self.text(left, depth) + self.text(right, depth)
+            case ast.Name(id=name) if name in self.values and depth < 5:
+                return self.text(self.values[name], depth + 1)
+            case _:
+                return UNKNOWN
+
+
+def _sites_of(body: Sequence[ast.stmt], scope: _Scope, path: Path) -> Iterator[Site]:
+    for statement in body:
+        blocks = [block for name in ("body", "orelse", "finalbody") if isinstance(block := getattr(statement, name, None), list)]
+        blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
+        inner = scope
+        if isinstance(statement, (ast.FunctionDef, ast.For, ast.With)):
+            bound = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+            bound += [node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)]
+            inner = _Scope({**scope.values, **dict.fromkeys(bound, ast.Constant(UNKNOWN))})
+        for block in blocks:
+            yield from _sites_of(block, inner, path)
+        own = [statement] if not blocks else [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr)]
+        for call in (node for each in own for node in ast.walk(each)):
+            if isinstance(call, ast.Call) and name_of(call.func) in MAKERS and call.args:
+                yield from _of_call(call, scope, path)
+        scope = scope.after(statement)
+
+
+def _of_call(call: ast.Call, scope: _Scope, path: Path) -> Iterator[Site]:
+    keywords = {each.arg: each.value for each in call.keywords}
+
+    def argument(name: str, position: int | None) -> ast.expr | None:
+        return keywords.get(name) or (call.args[position] if position is not None and len(call.args) > position else None)
+
+    maker = name_of(call.func)
+    message = scope.text(argument("message", _MESSAGE_POSITION.get(maker, 1)))
+    hint = argument("hint", _HINT_POSITION.get(maker))
+    has_hint = hint is not None and not (isinstance(hint, ast.Constant) and hint.value is None)
+    for code in literals(call.args[0]):
+        place = f"{path.relative_to(PACKAGE.parent).as_posix()}:{call.lineno}"
+        yield Site(code, place, _tidy(message), _tidy(scope.text(hint)) if has_hint else None)
+
+
+def is_legible(text: str) -> bool:
+    """Whether a form has at least two words of its own, and more of them than gaps."""
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    return len(words) >= 2 and text.count(UNKNOWN) < len(words)
+
+
+def _tidy(text: str) -> str:
+    return re.sub(f"{UNKNOWN}({UNKNOWN})+", UNKNOWN, " ".join(text.split()))
+
+
+# ---- The page of errors
+
+HEADING = re.compile(r"^## ([a-z0-9-]+)$", re.MULTILINE)
+_FORM = re.compile(r"^_.*_(?:\. Hint: .*)?$", re.MULTILINE)
+
+
+def with_forms(page: str) -> str:
+    """Return docs/reference/errors.md with the present form of each message that has a single one; hand-written text is kept."""
+    sites: dict[str, list[Site]] = {}
+    for site in all_sites():
+        sites.setdefault(site.code, []).append(site)
+    head, *parts = re.split(r"^(?=##? )", page, flags=re.MULTILINE)
+    return head + "".join(_section(part, sites) for part in parts)
+
+
+def _section(part: str, sites: Mapping[str, Sequence[Site]]) -> str:
+    heading, _, body = part.partition("\n")
+    found = HEADING.fullmatch(heading)
+    if found is None:
+        return part
+    text = _FORM.sub("", body).strip("\n")
+    form = _form(sites.get(found[1], ()), with_hint=not text)
+    return "\n".join([heading, *([form] if form else []), *(["", text] if form and text else [text] if text else []), "", ""])
+
+
+def _form(sites: Sequence[Site], *, with_hint: bool) -> str | None:
+    if len({site.message for site in sites}) != 1 or not is_legible(sites[0].message):
+        return None
+    hint = sites[0].hint
+    is_shown = with_hint and hint is not None and is_legible(hint)
+    return f"_{sites[0].message}_{f'. Hint: {hint}' if is_shown else ''}"
