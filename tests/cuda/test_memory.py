@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.cuda import memory_report
 from tests.cuda.devices import require
 from tests.cuda.drawn_memory import drawn, weigh
 from tests.cuda.live_memory import recorded_run
-from tests.cuda.memory_report import ComparedRow, compare, difference, section, written
+from tests.cuda.memory_page import HEADING, ComparedRow, results, section, written
+from tests.cuda.memory_report import compare, difference
 from tests.cuda.memory_step import MemoryChange, MemoryStep, only_at_peak, parting
 from tests.ranks import RankPool, shared_pool
 
@@ -64,11 +64,13 @@ def test_draws_cover_what_a_device_has() -> None:
 def test_section_replaces_the_old_one_alone() -> None:
     rows = [ComparedRow(5, "llama", 100 * MIB, 101 * MIB, False, "first live 1.00 MiB by mm"), ComparedRow(6, "gpt2", failure="no kernel")]
     page = "# Page\n\n## Compared with an emulated GPU\n\nold\n\n### What differs\n\nkept\n"
-    new = written(page, section(rows))
+    new = written(page, section(results(rows)))
     assert new.endswith("\n\n### What differs\n\nkept\n")
     assert "old" not in new
-    assert "| 5 | llama | 100.00 | +1.00 % | first live 1.00 MiB by mm |" in new
-    assert written("# Page\n", section(rows)).count(memory_report.HEADING) == 1
+    assert "| 5 | llama | 100.00 | +1.00 % |" in new
+    assert "**0 of 1 recipes are within bounds**: median 1.00 %" in new
+    assert "Off by at most 1 %: 1." in new
+    assert written("# Page\n", section(results(rows))).count(HEADING) == 1
 
 
 @pytest.mark.ranks
