@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
 from fsdp_tune.model.internals.transformers_internals import attention_of
@@ -20,6 +20,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
+from fsdp_tune.worker.observe.attached_callback import AttachedCallback
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference
 from fsdp_tune.worker.readback.isolation import (
@@ -35,14 +36,11 @@ from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_diff
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
-
 RECENT_STEPS = 50
 """The slowest of these is the time that a step may take."""
 
 
-class RunCallback(TrainerCallback):
+class RunCallback(AttachedCallback):
     """`say` prints a plain line on rank 0."""
 
     def __init__(self, run: RunDir, stop_request: StopRequest, say: Callable[[str], None], witness: Witness, *, is_first: bool) -> None:
@@ -53,7 +51,6 @@ class RunCallback(TrainerCallback):
         self._step_began = time.monotonic()
         self._first_step = True
         self.stopped: ExitReason | None = None
-        self.trainer: FsdpTrainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -202,10 +199,8 @@ def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
 # ---- Report compile time as an event, outside the time of steps, and warn of recompilation and fallback.
 
 
-class CompileReport(TrainerCallback):
+class CompileReport(AttachedCallback):
     """Report after each step what the compiler did. `say` prints a plain line on rank 0."""
-
-    trainer: FsdpTrainer
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

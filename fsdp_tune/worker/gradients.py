@@ -22,6 +22,7 @@ from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
 from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.rows.dataset import Batch
@@ -59,7 +60,7 @@ class PendingStep:
 
 
 @dataclass
-class GradientGate:
+class GradientGate(StepObserver):
     """Decide whether a step is applied. Every rank decides the same, from the global gradient norm."""
 
     wrapped: nn.Module
@@ -117,7 +118,7 @@ class GradientGate:
         if last is not None and self._async_norm is not None and not math.isfinite(norm := self._async_norm.read()):
             self._refuse(last.step, norm, last.batches)
 
-    def facts(self) -> dict[str, float]:
+    def facts(self, step: LoggedStep) -> dict[str, float]:
         """Return fields for a metrics line."""
         scale = {"loss_scale": self.scale.scale} if self.scale is not None else {}
         return scale | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})

@@ -123,16 +123,12 @@ def _train(
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
     from fsdp_tune.worker.agreement import check_same
-    from fsdp_tune.worker.observe.step_progress import StepProgress
     from fsdp_tune.worker.setup import build_trainer, close, results, user_callbacks
 
     check_same(run)
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, stop_request, say, device_type)
     holder.append(trainer)
-    progress = StepProgress(heartbeat, trainer.parts.metrics)
-    progress.watch(trainer.wrapped)
-    trainer.add_callback(progress)
     for callback_of_user in user_callbacks(recipe):
         trainer.add_callback(callback_of_user)
     trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)

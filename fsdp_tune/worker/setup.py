@@ -34,7 +34,7 @@ from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, training_value
+from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
@@ -52,6 +52,8 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.samples import Samples
 from fsdp_tune.worker.observe.shares import StepShares
+from fsdp_tune.worker.observe.step_observer import StepObserver
+from fsdp_tune.worker.observe.step_progress import StepProgress
 from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
@@ -95,19 +97,18 @@ def build_trainer(
     )
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
-    compiling = [CompileReport(say)] if recipe.kernels.compile else []
-    sampling = [Samples(start)] if recipe.training.sample is not None else []
-    shares = StepShares(loaded.wrapped, device)
-    loads = [] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]  # hooks inside compiled layers are not called
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
-    profiling = [Profile(run, profiled, rank.index)] if profiled else []
-    trainer = FsdpTrainer(
-        parts, arguments, [*_extra_callbacks(recipe), shares, *loads, *profiling, *compiling, witness, callback, *sampling]
-    )
-    trainer.lines.shares = shares.take
-    trainer.line_facts += [each.facts for each in loads]
-    for each in (callback, witness, *compiling, *profiling, *sampling):
-        each.trainer = trainer
+    observers: list[StepObserver] = [
+        StepShares(loaded.wrapped, device),
+        *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
+        *([Profile(run, profiled, rank.index)] if profiled else []),
+        *([CompileReport(say)] if recipe.kernels.compile else []),
+        witness,
+        callback,
+        *([Samples(start)] if recipe.training.sample is not None else []),
+        StepProgress(heartbeat, parts.metrics),
+    ]
+    trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
@@ -213,7 +214,7 @@ def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
     )
 
 
-def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
+def _early_stopping(recipe: Recipe) -> list[TrainerCallback]:
     stopping = recipe.training.early_stopping
     return [EarlyStoppingCallback(stopping.patience, stopping.threshold)] if stopping else []
 
@@ -296,13 +297,11 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
 
 # ---- Recipe → TrainingArguments of transformers: fields of the recipe pass through; what the ranks do themselves is switched off.
 
-# Keys of `training:` that are ours alone; TrainingArguments has no such fields.
-_OURS = {"global_batch_size", "per_device_train_batch_tokens", "parameter_groups", "on_nonfinite", "witness", "early_stopping", "sample"}
-
 
 def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
     """The arguments of a resolved recipe. Needs the process group and Accelerate's configured state."""
-    fields: dict[str, Any] = {name: value for name, value in recipe.training.model_dump().items() if name not in _OURS}
+    ours = type(recipe.training).model_fields.keys() - TRAINING_FIELDS.fields.keys()
+    fields: dict[str, Any] = {name: value for name, value in recipe.training.model_dump().items() if name not in ours}
     fields |= {
         "output_dir": str(run.path),
         "run_name": recipe.name,

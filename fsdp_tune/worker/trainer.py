@@ -7,7 +7,7 @@ wrapped), the batches, the loss, the gradient norm, evaluation, logging, and che
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
 from fsdp_tune.worker.rows.dataset import Batch, Collator
 from fsdp_tune.worker.rows.training_rows import TrainingRows
@@ -73,7 +74,10 @@ class FsdpTrainer(Trainer):
     checkpointer: Checkpointer
     optimizer: Any  # None until it is created
 
-    def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
+    def __init__(
+        self, parts: Parts, args: TrainingArguments, callbacks: Sequence[TrainerCallback], observers: Sequence[StepObserver]
+    ) -> None:
+        """`callbacks` are called before those of the `observers`, which come in this order in a line of metrics.jsonl too."""
         require_trainer_hooks()
         self.parts = parts
         super().__init__(
@@ -81,7 +85,7 @@ class FsdpTrainer(Trainer):
             args=args,
             train_dataset=_Sized(parts.rows.sample),
             eval_dataset=_Sized(parts.rows.sample),
-            callbacks=callbacks,
+            callbacks=[*callbacks, *(each for each in observers if isinstance(each, TrainerCallback))],
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
@@ -91,7 +95,6 @@ class FsdpTrainer(Trainer):
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
-        self.line_facts: list[Callable[[], dict[str, Any]]] = [self.gate.facts, parts.rows.facts]
         self._watch = CurveWatch(parts.loaded.model.config.get_text_config().vocab_size if parts.recipe.model.from_config is None else None)
         self.batches: list[Batch] = []
         self._batches_done = 0
@@ -99,6 +102,9 @@ class FsdpTrainer(Trainer):
         self._audited = False
         self._last_line_step = 0
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
+        self._observers = [self.lines, self.gate, parts.rows, *observers]
+        for each in self._observers:
+            each.attach(self)
 
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
 
@@ -279,10 +285,9 @@ class FsdpTrainer(Trainer):
         self.parts.metrics.event(events.EARLY_STOPPED, step, message=message)
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
-        line = self.lines.line(step, grad_norm, learning_rate)
+        logged = LoggedStep(step, grad_norm, learning_rate)
+        line = {name: value for each in self._observers for name, value in each.facts(logged).items()}
         self.state.num_input_tokens_seen = self.lines.tokens
-        for facts in self.line_facts:
-            line |= facts()
         self.log(line)
         for kind, message in self._watch.watch(line["loss"], grad_norm):
             self.parts.metrics.event(kind, step, message=message)

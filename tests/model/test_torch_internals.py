@@ -25,6 +25,7 @@ from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe.expert_loads import ExpertLoads
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
 from tests.structure.internals import entries
 
@@ -147,7 +148,7 @@ def graph_task(without: Callable[[Name], None]) -> None:
     without(internals.GRAPH_TASK)
     loads = ExpertLoads(Experts(), torch.device("cpu"))
     loads._is_counted = True
-    assert loads.facts() == {}
+    assert loads.facts(LoggedStep(1)) == {}
 
 
 def flight_records(without: Callable[[Name], None]) -> None:

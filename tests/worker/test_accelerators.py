@@ -30,6 +30,7 @@ from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.shares import StepShares, Stopwatch
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from fsdp_tune.worker.rank import Rank, share_time_limit, start_process_group, time_limits_seconds
 from fsdp_tune.worker.readback.report import excessive_growth
 from tests.conftest import REPOSITORY
@@ -192,7 +193,11 @@ def test_shares_of_a_step_add_no_wait_for_the_device() -> None:
         shares.on_optimizer_step(args, after, control)  # type: ignore[arg-type]
         assert queue.done == 0
         queue.run_until(queue.issued)  # the totals of a line are read first, which waits
-        assert shares.take() == {"last_step_seconds": 0.625, "optimizer_seconds": 0.125, "exposed_communication_seconds": None}
+        assert shares.facts(LoggedStep(1)) == {
+            "last_step_seconds": 0.625,
+            "optimizer_seconds": 0.125,
+            "exposed_communication_seconds": None,
+        }
 
 
 # Generators

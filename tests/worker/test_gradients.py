@@ -13,6 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.optim.optimizer import AdamW
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.worker.gradients import GradientGate
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 
 
 class Bench:
@@ -24,7 +25,7 @@ class Bench:
         fused = {"fused": True} if kind is AdamW else {}
         self.optimizer = kind(self.model.parameters(), lr=0.1, weight_decay=0.1, **fused)  # type: ignore[call-arg]
         self.events: list[tuple[str, int]] = []
-        metrics: Any = SimpleNamespace(event=lambda name, step, **_: self.events.append((name, step)))
+        metrics: Any = SimpleNamespace(event=lambda kind, step, **_: self.events.append((kind.name, step)))
         self.gate = GradientGate(self.model, scale, skip, metrics, lambda batches: f"looked at {batches}")
         self.count = 0
 
@@ -64,7 +65,7 @@ def test_nonfinite_step_leaves_state_unchanged(worst: float, kind: type[torch.op
     assert same(bench.everything(), spared.everything())
     assert not same(bench.everything(), before)
     assert bench.events == [("step_skipped", 2)]
-    assert (bench.gate.facts(), spared.gate.facts()) == ({"skipped_steps": 1}, {})
+    assert (bench.gate.facts(LoggedStep(1)), spared.gate.facts(LoggedStep(1))) == ({"skipped_steps": 1}, {})
 
 
 def test_nonfinite_first_step_is_handled() -> None:
@@ -100,4 +101,4 @@ def test_fp16_reads_the_norm_at_once_for_its_scale() -> None:
     bench.step()
     bench.step(float("inf"))
     assert bench.events == [("loss_scale_backed_off", 2)]
-    assert bench.gate.facts() == {"loss_scale": 512.0, "skipped_steps": 1}
+    assert bench.gate.facts(LoggedStep(1)) == {"loss_scale": 512.0, "skipped_steps": 1}

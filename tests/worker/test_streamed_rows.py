@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, RowStream
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from fsdp_tune.worker.rows.dataset import Collator
 from fsdp_tune.worker.rows.streamed_rows import NO_ROW, StreamedRows
 from fsdp_tune.worker.signals import end_loader_processes
@@ -130,9 +131,9 @@ def facts_of(ranks: list[StreamedRows]) -> dict[str, int]:
     own: list[object] = []
     with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda value: own.append(value) or [value]):
         for rank in ranks:
-            rank.facts()
+            rank.facts(LoggedStep(1))
     with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda _: own):
-        return ranks[0].facts()
+        return ranks[0].facts(LoggedStep(1))
 
 
 def test_ranks_that_share_rows_count_them_once(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.parameters import plain_name
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 
 _INDEX_ARGUMENTS = ("top_k_index", "router_indices")
 """Names of transformers' argument [tokens, chosen] of the forward of stacked experts."""
 _NO_BACKWARD = -1
 
 
-class ExpertLoads(TrainerCallback):
+class ExpertLoads(StepObserver, TrainerCallback):
     """Counts tokens by expert in the steps that are logged. Without layers that it recognises it adds nothing to the lines."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class ExpertLoads(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_counting = False
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> dict[str, Any]:
         """Return the fields of the line of the step that has ended. Collective: tokens are summed over all ranks."""
         if not self._layers or not self._is_counted:
             return {}

@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
 from fsdp_tune.run import events
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 
 
 class Sums:
@@ -123,7 +124,7 @@ def model_size(loaded: Loaded) -> ModelDimensions | None:
     return ModelDimensions(active, loaded.size.trained_parameters, layers, heads, width)
 
 
-class Lines:
+class Lines(StepObserver):
     """Write the lines of metrics.jsonl: the sums since the last line, and their time."""
 
     def __init__(
@@ -143,8 +144,6 @@ class Lines:
         self.tokens = 0
         """Non-padding tokens of all ranks since the start of the run."""
         self.last_loss: float | None = None
-        self.shares: Callable[[], dict[str, float | None]] | None = None
-        """Returns where the time of the last step went; called after the device has passed it."""
         self.checkpoint_stall_seconds = 0.0
         """For which saves that ended since the last line have held up the training."""
         self._time = time.monotonic()
@@ -158,27 +157,26 @@ class Lines:
         """Takes time that was no part of a step (evaluation, a save) out of the next line."""
         self._time += seconds
 
-    def line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> dict[str, Any]:
         """All ranks take part; the numbers are the same on each, but for memory and waiting, which are this rank's."""
         seconds = time.monotonic() - self._time
-        steps = max(1, step - self._step)
+        steps = max(1, step.step - self._step)
         totals = self.sums.reduced()
         self.tokens += int(totals["tokens"])
         self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
         self.sums.reset()
-        self.start(step)
+        self.start(step.step)
         stall_seconds, self.checkpoint_stall_seconds = self.checkpoint_stall_seconds, 0.0
         speed = totals["tokens"] / seconds / self._devices
         return {
             "loss": self.last_loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
             "tokens": self.tokens,
             "supervised_tokens": int(totals["supervised_tokens"]),
             "tokens_per_second_per_device": speed,
             "step_seconds": seconds / steps,
             "data_wait_seconds": totals["data_wait_seconds"] / steps,
-            **(self.shares() if self.shares is not None else {}),
             "checkpoint_stall_seconds": stall_seconds,
             "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
             **memory(self._device),

@@ -7,26 +7,22 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.observe.attached_callback import AttachedCallback
 from fsdp_tune.worker.observe.breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
 
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
 
-
-class Profile(TrainerCallback):
+class Profile(AttachedCallback):
     """Record the requested steps; the event `profiled` in metrics.jsonl has the breakdown of rank 0."""
-
-    trainer: FsdpTrainer
 
     def __init__(self, run: RunDir, steps: ProfiledSteps, rank: int) -> None:
         self._steps = steps

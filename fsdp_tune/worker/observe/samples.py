@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -18,19 +18,15 @@ from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
-
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
+from fsdp_tune.worker.observe.attached_callback import AttachedCallback
 
 
-class Samples(TrainerCallback):
+class Samples(AttachedCallback):
     """Generate after each N-th step and the last one, and write the event `samples`.
 
     The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest, since each forward gathers
     the units. Generators are restored, so training continues as if nothing had been generated.
     """
-
-    trainer: FsdpTrainer
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.training.sample is not None

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.shard.wrap import fsdp_groups
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 
 STEP, OPTIMIZER, COMMUNICATION = "step", "optimizer", "communication"
 # What FSDP2 runs on the compute stream. On CUDA an all-gather runs on another stream, and only the wait for it is in these;
@@ -47,8 +48,8 @@ class Stopwatch:
         return begin.elapsed_time(end) / 1000
 
 
-class StepShares(TrainerCallback):
-    """Measure the logged steps; `take` returns and resets."""
+class StepShares(StepObserver, TrainerCallback):
+    """Measure the logged steps; `facts` returns and resets."""
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
         self._watch = Stopwatch(device)
@@ -77,7 +78,7 @@ class StepShares(TrainerCallback):
         yield
         self._spans[kind].append((begin, self._watch.now()))
 
-    def take(self) -> dict[str, float | None]:
+    def facts(self, step: LoggedStep) -> dict[str, float | None]:
         """Return the seconds of the last measured step; None if not measured. The device must have passed it."""
         self._is_measuring = False
         sums = {kind: sum(self._watch.seconds(*span) for span in spans) for kind, spans in self._spans.items()}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.observe.step_observer import StepObserver
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
 
 WINDOW_SECONDS = 2.0
 """Shorter spans hold too few samples of `HeartbeatWriter.waited_seconds`."""
@@ -41,7 +44,7 @@ def slowest(working_seconds: list[float], steps: int) -> Slowest:
     return Slowest(rank, ratio, (working_seconds[rank] - others) / max(steps, 1))
 
 
-class StepProgress(TrainerCallback):
+class StepProgress(StepObserver, TrainerCallback):
     """Mark the parts of a step, and compare the ranks' working time when a line is logged.
 
     Only time that a host spends outside torch.distributed can be attributed to a rank: slow data, a busy CPU, a slow disk, a
@@ -53,8 +56,9 @@ class StepProgress(TrainerCallback):
         self._since: tuple[float, float, int] | None = None
         self._reported_rank: int | None = None
 
-    def watch(self, model: nn.Module) -> None:
+    def attach(self, trainer: FsdpTrainer) -> None:
         """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a backward follows it."""
+        model = trainer.wrapped
 
         def before(*_: Any) -> None:
             self._heartbeat.mark("forward") if model.training else self._heartbeat.tick()

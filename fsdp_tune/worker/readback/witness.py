@@ -12,14 +12,14 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.topology import Topology
@@ -32,11 +32,9 @@ from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run import events
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.observe.attached_callback import AttachedCallback
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
 from fsdp_tune.worker.readback.update_sample import UpdateSample
-
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
 
 GATHERED_STEPS = 3
 """The first steps of a run, at whose beginning no unit may be gathered."""
@@ -48,7 +46,7 @@ CHECKSUM_PIECE = 1021
 """Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat (prime)."""
 
 
-class Witness(TrainerCallback):
+class Witness(AttachedCallback):
     """`when`: the value of `training.witness`. Generators are always compared. `say` prints a plain line on rank 0."""
 
     def __init__(self, when: Literal["first", "off"] | int, say: Callable[[str], None]) -> None:
@@ -61,7 +59,6 @@ class Witness(TrainerCallback):
         self._frozen: dict[str, int] = {}
         self.cpu_seconds = 0.0
         self.report: dict[str, Any] = {}
-        self.trainer: FsdpTrainer
 
     # ---- Callbacks
 

@@ -20,6 +20,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
 from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
 from fsdp_tune.worker.rows.training_rows import described
 from fsdp_tune.worker.signals import ignore_stop_signals
@@ -38,7 +39,7 @@ class ReaderFailure:
 
 
 @dataclass(slots=True)
-class StreamedRows:
+class StreamedRows(StepObserver):
     """Rows of the lanes r, r + W, … on data rank r of W; the rank takes row n of the run where n mod W is r."""
 
     stream: RowStream
@@ -120,7 +121,7 @@ class StreamedRows:
         """Return the cursors of each source, in the lanes of this rank."""
         return [[state.cursors[source] for state in self.states.values()] for source in range(len(self.stream.sources))]
 
-    def facts(self) -> dict[str, int | float]:
+    def facts(self, step: LoggedStep) -> dict[str, int | float]:
         """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
         passes = [min(cursor.passes for cursor in cursors) for cursors in self._cursors()]
         truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0

@@ -13,12 +13,13 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.rows.dataset import Batch, Collator, MicroBatches, loader, loader_died
 
 DESCRIBED_ROWS = 4
 
 
-class TrainingRows(Protocol):
+class TrainingRows(StepObserver, Protocol):
     """Global batch b is the same rows on any number of ranks."""
 
     @property
@@ -58,10 +59,6 @@ class TrainingRows(Protocol):
 
     def skip_empty(self, step: int) -> None:
         """Leave out a global batch without rows after `step` steps. Collective. Raises: usage error if no more rows follow."""
-        ...
-
-    def facts(self) -> dict[str, int | float]:
-        """Return metrics of a logged line. Collective."""
         ...
 
     def state(self) -> Any:
@@ -138,7 +135,7 @@ class SourceTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRows:
+class PreparedRows(StepObserver):
     """Rows of a store, in an order that follows from seed and epoch."""
 
     sample: RowStore
@@ -184,7 +181,7 @@ class PreparedRows:
     def skip_empty(self, step: int) -> None:
         raise AssertionError("an epoch ends after its last row")
 
-    def facts(self) -> dict[str, int | float]:
+    def facts(self, step: LoggedStep) -> dict[str, int | float]:
         return self.sources.facts()
 
     def state(self) -> Any:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerControl, Train
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.worker.observe import expert_loads
 from fsdp_tune.worker.observe.expert_loads import ExpertLoads
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 
@@ -52,7 +53,7 @@ def test_tokens_of_each_expert_are_those_of_the_router(kind: str, recomputed: bo
     model(input_ids=ids, use_cache=False)
     calls = 2 if not recomputed else 4
     counts = [torch.cat(chosen[index][:calls]).flatten().bincount(minlength=4) // (calls // 2) for index in (0, 1)]
-    found = loads.facts()
+    found = loads.facts(LoggedStep(1))
     means = [each.double().mean() for each in counts]
     assert found["expert_load_max"] == max(float(each.max() / mean) for each, mean in zip(counts, means, strict=True))
     assert found["expert_load_min"] == min(float(each.min() / mean) for each, mean in zip(counts, means, strict=True))
@@ -71,10 +72,10 @@ def test_only_logged_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for step, tokens in ((1, 0), (2, 24), (3, 0), (4, 24), (9, 24)):
         begin(loads, step)
         model(input_ids=ids, use_cache=False)
-        assert sum(loads.facts().get("expert_tokens", [])) == tokens
+        assert sum(loads.facts(LoggedStep(1)).get("expert_tokens", [])) == tokens
     begin(loads, 1, logging_first_step=True)
-    assert loads.facts()["experts_unused"] == 8
-    assert ExpertLoads(nn.Linear(2, 2), torch.device("cpu")).facts() == {}
+    assert loads.facts(LoggedStep(1))["experts_unused"] == 8
+    assert ExpertLoads(nn.Linear(2, 2), torch.device("cpu")).facts(LoggedStep(1)) == {}
 
 
 @pytest.mark.ranks

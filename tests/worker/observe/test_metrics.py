@@ -20,6 +20,7 @@ from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from tests.ranks import RankPool
 
 
@@ -162,7 +163,7 @@ def two_lines() -> list[dict[str, Any]]:
     for step in (6, 8):
         made.sums.add(torch.tensor(6.0))
         made.sums.add_batch(16, 3, 0.0)
-        found.append(made.line(step, 1.0, 1e-3))
+        found.append(made.facts(LoggedStep(step, 1.0, 1e-3)))
     return found
 
 
@@ -179,7 +180,7 @@ def line_with_mfu() -> dict[str, Any]:
     made.start(0)
     made.sums.add(torch.tensor(6.0))
     made.sums.add_batch(10, 3, 0.0, attended=6 * 6 + 4 * 4)  # two packed examples
-    return made.line(1, 1.0, 1e-3)
+    return made.facts(LoggedStep(1, 1.0, 1e-3))
 
 
 @pytest.mark.ranks

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.worker.observe.shares import StepShares
+from fsdp_tune.worker.observe.step_observer import LoggedStep
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -71,7 +72,7 @@ def test_only_logged_steps_are_timed() -> None:
         step(shares, number, lambda answers=answers: (answers.append(group.unshard(async_op=True)), group.post_backward(1, 2)))
         assert answers == ["gathered"]
         group.unshard()  # an evaluation
-        told[number] = shares.take()
+        told[number] = shares.facts(LoggedStep(1))
     assert group.calls[:3] == ["unshard True", "reduce 2", "unshard False"]
     measured = [number for number, share in told.items() if share["optimizer_seconds"] is not None]
     assert measured == [3, 6, 7], "each third, and the last"
