@@ -77,6 +77,19 @@ def test_device_says_what_it_is_and_refuses_tensors_of_the_cpu(pool: RankPool) -
     }
 
 
+def _generators_advanced_by_dropout() -> tuple[bool, bool]:
+    import torch
+
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
+    return not torch.equal(torch.get_rng_state(), host), not torch.equal(torch.cuda.get_rng_state(), device)
+
+
+def test_dropout_draws_from_the_generator_of_the_device(pool: RankPool) -> None:
+    """Its kernel takes no generator as an argument."""
+    assert pool.run(2, _generators_advanced_by_dropout) == [(False, True)] * 2
+
+
 def _memory() -> dict[str, Any]:
     import emulated_cuda as native  # type: ignore[import-not-found]
     import torch

@@ -10,10 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
+from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import require
 from tests.parity import runs
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import Case
+
+BASE, DROPOUT = Case(), Case("gpt2-dropout")
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +83,42 @@ def gradients_on_another_stream() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_seed_for_all_gpus() -> Iterator[None]:
+    """Generators of the GPUs start alike; those of the host do not."""
+    import torch
+
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer._prepare_for_training
+
+    def prepare(self: Any, *arguments: Any) -> Any:
+        prepared = original(self, *arguments)
+        torch.cuda.manual_seed(self.parts.recipe.training.seed)
+        return prepared
+
+    with patch.object(FsdpTrainer, "_prepare_for_training", prepare):
+        yield
+
+
+@contextlib.contextmanager
+def generator_of_gpu_0_saved_for_all() -> Iterator[None]:
+    """Each rank's checkpoint holds a generator that draws nothing on its GPU, but for rank 0."""
+    import torch
+
+    original = torch.cuda.get_rng_state
+    with patch.object(torch.cuda, "get_rng_state", lambda device="cuda": original(0 if device == "cuda" else device)):
+        yield
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "wait": wait_in_each_step,
     "norm": norm_that_is_not_waited_for,
     "cpu": loss_on_the_cpu,
     "stream": gradients_on_another_stream,
+    "seed": one_seed_for_all_gpus,
+    "generator": generator_of_gpu_0_saved_for_all,
 }
 
 
@@ -105,8 +138,8 @@ def run_watched(path: str, plant: str) -> dict[str, Any]:
     return outcome | counted
 
 
-def watched(bench: Bench, plant: str) -> tuple[Any, list[dict[str, Any]]]:
-    run = bench.prepared_run(Case())
+def watched(bench: Bench, plant: str, case: Case = BASE) -> tuple[RunDir, list[dict[str, Any]]]:
+    run = bench.prepared_run(case)
     return run, bench.pool.run(2, run_watched, str(run.path), plant)
 
 
@@ -149,3 +182,24 @@ def test_tensor_of_the_cpu_is_refused_as_cuda_does(bench: Bench) -> None:
 def test_work_on_a_stream_that_nobody_orders_is_a_race(bench: Bench) -> None:
     _, counted = watched(bench, "stream")
     assert all(any("total_norm" in race or "sum_of_squares" in race for race in each["races"]) for each in counted)
+
+
+@pytest.mark.ranks
+def test_one_seed_for_all_gpus_stops_the_run(bench: Bench) -> None:
+    """Else all ranks would drop the same activations."""
+    _, counted = watched(bench, "seed", DROPOUT)
+    assert {each["exit_reason"] for each in counted} == {"failed"}
+    assert counted[0]["problem"]["message"].startswith("step 1: the cuda generators of ranks 0 and 1 are in the same state")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("plant", "is_equal"), [("none", True), ("generator", False)])
+def test_resumed_run_shows_which_generator_was_saved(plant: str, is_equal: bool, bench: Bench) -> None:
+    """Losses after a resume are those of the uninterrupted run only if each rank saved the generator of its own GPU."""
+    whole, _ = watched(bench, plant, DROPOUT)
+    resumed = bench.prepared_run(DROPOUT)
+    runs.resume_from(resumed, whole)
+    runs.train(bench.pool, resumed, DROPOUT.ranks)
+    expected, found = ([line["loss"] for line in runs.loss_lines(run)] for run in (whole, resumed))
+    assert len(expected) == len(found) == runs.STEPS
+    assert (found == expected) is is_equal

@@ -271,6 +271,31 @@ void convert_arguments(Call& call, c10::IValue* arguments, const Kernel& kernel)
   }
 }
 
+// A kernel that draws numbers without an argument for the generator (dropout) takes the CPU's, which has the state of the device's until it ends.
+class DrawsOnDevice {
+ public:
+  DrawsOnDevice(const c10::OperatorHandle& op, c10::Device device) {
+    const auto& arguments = op.schema().arguments();
+    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return;
+    if (std::any_of(arguments.begin(), arguments.end(), [](const auto& each) { return each.name() == "generator"; })) return;
+    of_device_ = static_cast<Generator*>(default_generator(device.index()).unsafeGetGeneratorImpl())->on_cpu;
+    of_host_ = at::detail::getDefaultCPUGenerator();
+    kept_ = of_host_.get_state();
+    of_host_.set_state(of_device_.get_state());
+  }
+  DrawsOnDevice(const DrawsOnDevice&) = delete;
+  DrawsOnDevice& operator=(const DrawsOnDevice&) = delete;
+  ~DrawsOnDevice() {
+    if (!of_device_.defined()) return;
+    of_device_.set_state(of_host_.get_state());
+    of_host_.set_state(kept_);
+  }
+
+ private:
+  at::Generator of_device_, of_host_;
+  at::Tensor kept_;
+};
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto count = schema.arguments().size();
@@ -285,6 +310,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   convert_arguments(call, arguments, kernel);
   {
     at::AutoDispatchBelowADInplaceOrView below;
+    DrawsOnDevice draws(op, call.device);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   call.write_back();
