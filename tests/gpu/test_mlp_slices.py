@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.kernels.install import install_kernels
-from fsdp_tune.model.kernels.mlp_slices import _in_slices
 from fsdp_tune.model.loading.construct import build_full
 from tests.gpu.conftest import DEVICE, IS_SMALL, ON_CPU
+from tests.model.dropout_slices import check_masks
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -44,14 +44,7 @@ def test_gradients_are_those_of_all_tokens_at_once() -> None:
 
 
 def test_masks_of_dropout_are_drawn_again_in_the_backward() -> None:
-    """The gradient of a module that is dropout alone is zero exactly where its output is."""
-    hidden = torch.ones(1, TOKENS, 64, device=DEVICE, requires_grad=True)
-    before = _in_slices(nn.Sequential(nn.Dropout(0.5)), TOKENS // 16)(hidden)
-    torch.rand(3, device=DEVICE)
-    before.sum().backward()
-    assert hidden.grad is not None
-    assert torch.equal(hidden.grad, before)
-    assert 0.4 < float((before == 0).float().mean()) < 0.6
+    check_masks(DEVICE, tokens=TOKENS, slice_tokens=TOKENS // 16)
 
 
 @pytest.mark.skipif(ON_CPU, reason="it needs CUDA")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from fsdp_tune.model.kernels.mlp_slices import find_mlps, mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema import Recipe
+from tests.cuda.devices import require
+from tests.model.dropout_slices import check_masks
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
+from tests.ranks import shared_pool
 
 TOKENS = 7
 SLICED: dict[str, Any] = {"mlp_slice_tokens": TOKENS}
@@ -113,6 +117,13 @@ def test_dropout_masks_of_a_slice_are_drawn_again_in_the_backward() -> None:
         weight += step * gradient / gradient.norm()
     after, _ = gradients(model)
     assert float(after - loss) / step == pytest.approx(float(gradient.norm()), rel=0.03)
+
+
+@pytest.mark.ranks
+def test_dropout_masks_are_drawn_from_the_generator_of_the_own_gpu() -> None:
+    """On two GPUs: each rank restores the generator of its own."""
+    require("cuda")
+    shared_pool("cuda").run(2, functools.partial(check_masks, "cuda", tokens=512, slice_tokens=100))
 
 
 class _Largest(torch.utils._python_dispatch.TorchDispatchMode):

@@ -36,17 +36,17 @@ def test_each_function_for_a_gpu_exists_and_has_a_gpu_test(repository: Path, scr
 
 
 def report(**missing: list[int]) -> dict[str, Any]:
-    """A file of worker/ with ten lines and four branches; `missing` lines by function."""
+    """A file of model/ with ten lines and four branches; `missing` lines by function."""
     lines = sum(len(numbers) for numbers in missing.values())
     summary = {"num_statements": 10, "covered_lines": 10 - lines, "num_branches": 4, "covered_branches": 3}
     found = {name: {"missing_lines": numbers} for name, numbers in missing.items()}
-    return {"files": {"fsdp_tune/worker/observe/metrics.py": {"summary": summary, "functions": found}}}
+    return {"files": {"fsdp_tune/model/adapters/nf4.py": {"summary": summary, "functions": found}}}
 
 
 def test_lines_for_a_gpu_are_not_counted_as_untested(script: dict[str, Any]) -> None:
-    folders = script["by_folder"](report(memory=[3, 4], model_size=[7, 8, 9, 11]))
-    assert folders["worker"].missing == {"fsdp_tune/worker/observe/metrics.py": ["model_size: 7-9, 11"]}
-    assert "| `worker` | 40.0 % | 75.0 % | 4 | 2 |" in script["table"](folders)
+    folders = script["by_folder"](report(_on_cuda=[3, 4], quantise=[7, 8, 9, 11]))
+    assert folders["model"].missing == {"fsdp_tune/model/adapters/nf4.py": ["quantise: 7-9, 11"]}
+    assert "| `model` | 40.0 % | 75.0 % | 4 | 2 |" in script["table"](folders)
 
 
 def test_table_replaces_the_one_in_its_section(script: dict[str, Any]) -> None:
