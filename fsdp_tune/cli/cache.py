@@ -32,10 +32,11 @@ def list_cache(screen: Screen, cache_dir: CacheDir = None) -> None:
         fsdp-tune cache list
     """
     from fsdp_tune.data.cache_entries import list_entries
+    from fsdp_tune.jobs.answers import CacheEntryAnswer, CacheListAnswer
 
     folder = _folder(cache_dir)
     entries = list_entries(folder)
-    screen.document({"cache_dir": str(folder), "entries": [_facts(entry) for entry in entries]})
+    screen.document(CacheListAnswer(str(folder), [CacheEntryAnswer(**_facts(entry)) for entry in entries]))
     screen.table(f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}", COLUMNS, [_row(entry) for entry in entries])
 
 
@@ -55,16 +56,17 @@ def clean_cache(
         fsdp-tune cache clean --older-than 30d
     """
     from fsdp_tune.data.cache_entries import clean
+    from fsdp_tune.jobs.answers import CacheCleanAnswer, CacheEntryAnswer, KeptEntryAnswer
 
     folder = _folder(cache_dir)
     removed, kept = clean(folder, unused_seconds=_seconds(older_than), dry_run=dry_run)
     screen.document(
-        {
-            "cache_dir": str(folder),
-            "removed": [_facts(entry) for entry in removed],
-            "kept": [_facts(entry) | {"reason": reason} for entry, reason in kept],
-            "dry_run": dry_run,
-        }
+        CacheCleanAnswer(
+            cache_dir=str(folder),
+            removed=[CacheEntryAnswer(**_facts(entry)) for entry in removed],
+            kept=[KeptEntryAnswer(**_facts(entry), reason=reason) for entry, reason in kept],
+            dry_run=dry_run,
+        )
     )
     freed = format_bytes(sum(entry.size_bytes for entry in removed))
     screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
@@ -82,12 +84,14 @@ def _row(entry: CacheEntry) -> list[str]:
 
 
 def _facts(entry: CacheEntry) -> dict[str, Any]:
+    from fsdp_tune.jobs.answers import CacheUseAnswer
+
     return {
         "path": str(entry.path),
         "holds": entry.what,
         "size_bytes": entry.size_bytes,
         "last_used": entry.last_used,
-        "uses": [{"time": use.time, "recipe": use.recipe, "run": use.run, "live": use in entry.live} for use in entry.uses],
+        "uses": [CacheUseAnswer(use.time, use.recipe, use.run, live=use in entry.live) for use in entry.uses],
     }
 
 

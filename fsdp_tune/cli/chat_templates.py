@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import verb
+from fsdp_tune.cli.verbs import given, verb
 from fsdp_tune.core.option import Argument, Option
+
+if TYPE_CHECKING:
+    from fsdp_tune.jobs.answers import TemplateAnswer
 
 Tokenizer = Annotated[
     str | None,
@@ -57,19 +60,21 @@ def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fs
         fsdp-tune templates show qwen3 > mine.jinja
     """
     from fsdp_tune.data.format.templates import BUNDLED, bundled_text, not_bundled
+    from fsdp_tune.jobs.answers import TemplateTextAnswer
 
     if name not in BUNDLED:
         raise not_bundled(name)
     text = bundled_text(name)
-    screen.document(_described(name) | {"text": text})
+    screen.document(TemplateTextAnswer(**given(_described(name)), text=text))
     if not screen.json_output:
         screen.message(text.rstrip("\n"))
 
 
 def _list(screen: Screen, tokenizer: str | None) -> None:
     from fsdp_tune.data.format.templates import BUNDLED, fitting_templates
+    from fsdp_tune.jobs.answers import FittedTemplateAnswer, TemplatesAnswer
 
-    found = [_described(name) for name in BUNDLED]
+    found = TemplatesAnswer([_described(name) for name in BUNDLED])
     columns = ["name", "for", *PARTS, "tokens"]
     if tokenizer is not None:
         from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -77,11 +82,11 @@ def _list(screen: Screen, tokenizer: str | None) -> None:
 
         encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
         fitting = fitting_templates(encoder.encode)
-        found = [each | {"fits": each["name"] in fitting} for each in found]
+        found = TemplatesAnswer([FittedTemplateAnswer(**given(each), fits=each.name in fitting) for each in found.templates])
         columns.insert(2, "fits")
-    screen.document({"templates": found})
+    screen.document(found)
     if not screen.json_output:
-        rows = [[_cell(each[column]) for column in columns] for each in found]
+        rows = [[_cell(each.as_dict()[column]) for column in columns] for each in found.templates]
         screen.table("chat templates (data.chat_template: NAME)", columns, rows)
 
 
@@ -91,9 +96,10 @@ def _cell(value: Any) -> str:
     return ("yes" if value else "") if isinstance(value, bool) else str(value)
 
 
-def _described(name: str) -> dict[str, Any]:
+def _described(name: str) -> TemplateAnswer:
     from fsdp_tune.data.format.templates import BUNDLED
+    from fsdp_tune.jobs.answers import TemplateAnswer
 
     template = BUNDLED[name]
-    parts = {part: part in template.parts for part in PARTS}
-    return {"name": name, "for": template.purpose, **parts, "tokens": list(template.tokens)}
+    system, tools, thinking = (part in template.parts for part in PARTS)
+    return TemplateAnswer(name, for_=template.purpose, system=system, tools=tools, thinking=thinking, tokens=list(template.tokens))

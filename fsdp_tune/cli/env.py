@@ -21,10 +21,11 @@ def env(screen: Screen) -> None:
         fsdp-tune env --json > env.json
     """
     from fsdp_tune.diagnose.known_bad import known_bad
+    from fsdp_tune.jobs.answers import EnvironmentAnswer, KnownBadAnswer
 
     facts = gather()
     bad = known_bad(facts)
-    screen.document(facts | {"known_bad": [row.as_dict() for row in bad]})
+    screen.document(EnvironmentAnswer(**facts, known_bad=[KnownBadAnswer(**row.as_dict()) for row in bad]))
     show(screen, facts)
     for row in bad:
         screen.message(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")

@@ -47,7 +47,7 @@ def evaluate(
         raise usage_error("no-recipe", "`--set` changes a recipe, and none is given", hint=hint)
     loaded = None if config is None else fsdp_tune.load_recipe(config, overrides)
     found = fsdp_tune.evaluate(model, options, recipe=loaded, observer=screen)
-    screen.document(found.as_dict())
+    screen.document(found)
     show(screen, found)
 
 

@@ -36,20 +36,22 @@ def import_config(
     Example:
         fsdp-tune import axolotl.yaml --output recipe.yaml
     """
+    from fsdp_tune.jobs.answers import Decision, ImportAnswer, ImportedKey
+
     output = options.output
     found = fsdp_tune.import_recipe(file, **given(options))
     imported = found.imported
     screen.document(
-        {
-            "tool": imported.tool,
-            "source": str(file),
-            "output": None if output is None else str(output),
-            "recipe": imported.text,
-            "counts": imported.counts,
-            "account": [row.as_dict() for row in imported.rows],
-            "decisions": [{"key": key, "words": words} for key, words in imported.decisions],
-            "unchecked": list(found.unchecked),
-        }
+        ImportAnswer(
+            tool=imported.tool,
+            source=str(file),
+            output=None if output is None else str(output),
+            recipe=imported.text,
+            counts=imported.counts,
+            account=[ImportedKey(**row.as_dict()) for row in imported.rows],
+            decisions=[Decision(key, words) for key, words in imported.decisions],
+            unchecked=list(found.unchecked),
+        )
     )
     if not screen.json_output:
         if output is None:

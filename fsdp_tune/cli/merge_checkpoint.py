@@ -39,13 +39,15 @@ def merge_checkpoint(
         fsdp-tune merge-checkpoint runs/llama7b
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
+    from fsdp_tune.jobs.answers import PushedMergeAnswer
+
     # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
     _show(screen, result)
     if push_to_hub is not None:
         pushed = fsdp_tune.push(result.output, to=push_to_hub, observer=screen)
-        screen.document({**result.as_dict(), "pushed": pushed.url})
+        screen.document(PushedMergeAnswer(**result.as_dict(), pushed=pushed.url))
         screen.message(f"pushed: {pushed.url}")
 
 

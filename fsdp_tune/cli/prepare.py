@@ -42,13 +42,15 @@ def prepare(
     """
     from fsdp_tune.cli.rows_page import SAMPLES, rows_page
     from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.jobs.answers import DecodedExample, PrepareAnswer, PrepareShownAnswer
 
     loaded = recipe.load()
     options = replace(options, show=max(options.show, 1) if ids else options.show)
     done = fsdp_tune.prepare(loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen)
     data = done.data
-    document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals}
-    screen.document(document | {"report": data.report} | ({"shown": done.rows} if done.rows else {}))
+    found = PrepareAnswer(data.path, data.key, data.reused, data.train, data.evals, data.report)
+    shown = [[DecodedExample(**example) for example in row] for row in done.rows]
+    screen.document(PrepareShownAnswer(**given(found), shown=shown) if shown else found)
     show_data(screen, data)
     examples = [example for row in done.rows for example in row] or [data.report["example"]]
     for example in examples:

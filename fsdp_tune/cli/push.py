@@ -27,6 +27,8 @@ def push(
         fsdp-tune push runs/llama7b
         fsdp-tune push runs/llama7b --to my-org/llama7b-gsm8k --adapter
     """
+    from fsdp_tune.jobs.answers import PushAnswer
+
     pushed = fsdp_tune.push(source, **given(options), observer=screen)
-    screen.document({"pushed": pushed.url})
+    screen.document(PushAnswer(pushed.url))
     screen.message(f"pushed: {pushed.url}")

@@ -26,12 +26,13 @@ def list_recipes(screen: Screen) -> None:
     Example:
         fsdp-tune recipes list
     """
+    from fsdp_tune.jobs.answers import RecipeLine, RecipesAnswer
     from fsdp_tune.recipe.catalogue import catalogue, headline
 
-    rows = [(name, headline(path), str(path)) for name, path in catalogue().items()]
-    screen.document({"recipes": [{"name": name, "headline": text, "path": path} for name, text, path in rows]})
+    lines = [RecipeLine(name, headline(path), str(path)) for name, path in catalogue().items()]
+    screen.document(RecipesAnswer(lines))
     if not screen.json_output:
-        screen.table("recipes", ["name", "for"], [row[:2] for row in rows])
+        screen.table("recipes", ["name", "for"], [[line.name, line.headline] for line in lines])
 
 
 @recipes.command("show")
@@ -43,8 +44,10 @@ def show_recipe(screen: Screen, name: Name) -> None:
     Example:
         fsdp-tune recipes show llama7b_full_shard
     """
+    from fsdp_tune.jobs.answers import RecipeTextAnswer
+
     path, text = _read(name)
-    screen.document({"name": name, "path": str(path), "text": text})
+    screen.document(RecipeTextAnswer(name, str(path), text))
     if not screen.json_output:
         screen.message(text.rstrip("\n"))
 
@@ -62,6 +65,7 @@ def copy_recipe(
     """
     from fsdp_tune.core import atomic
     from fsdp_tune.core.errors import usage_error
+    from fsdp_tune.jobs.answers import RecipeFileAnswer
 
     _, text = _read(name)
     target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
@@ -70,7 +74,7 @@ def copy_recipe(
     if not target.parent.is_dir():
         raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
     atomic.write_file(target, text)
-    screen.document({"name": name, "path": str(target)})
+    screen.document(RecipeFileAnswer(name, str(target)))
     screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any, TextIO
 
 import typer
 
+from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Notice, Problem
 
@@ -183,9 +184,9 @@ class Terminal:
                 for number, part in enumerate(parts):
                     self.message(f"    {'' if number else name:<{name_width}}  {part}")
 
-    def document(self, value: dict[str, Any]) -> None:
+    def document(self, value: JsonAnswer | dict[str, Any]) -> None:
         """Set the command's JSON document. A later failure adds its `errors` to it."""
-        self._document = value
+        self._document = value.as_dict() if isinstance(value, JsonAnswer) else value
 
     def close(self, problems: Sequence[Problem] = ()) -> None:
         """End the command: print the problems, close the log, and print the JSON document."""

@@ -14,6 +14,7 @@ from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.order.token_batches import filling_lines
+from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, WrittenAnswer
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_to_resume
@@ -40,9 +41,9 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     resolution, plan, start = preview.resolution, preview.plan, preview.start
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
     screen.notices(start.notices)
-    begins = {"step": start.step, "checkpoint": str(start.checkpoint.path) if start.checkpoint else None}
-    changes = [change.as_dict() for change in start.trajectory_changes]
-    screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **plan.to_json()})
+    begins = StartPoint(start.step, str(start.checkpoint.path) if start.checkpoint else None)
+    changes = [ChangedKey(each.key, each.old, each.new, class_=each.kind.value) for each in start.trajectory_changes]
+    screen.document(PreviewAnswer(recipe, resolution.reasons, begins, changes, **plan.to_json()))
     screen.message("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
     shown = resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=not full)
     if full:
@@ -239,7 +240,7 @@ def predicted_line(plan: Plan) -> str:
 
 def show_commands(screen: Terminal, written: WrittenRun) -> None:
     """Print the commands that start a run directory written by `--no-start`."""
-    screen.document({"run_dir": str(written.run.path), "commands": list(written.commands), "exit_reason": "not_started"})
+    screen.document(WrittenAnswer(str(written.run.path), list(written.commands), "not_started"))
     screen.message("the run directory is written; start it with one of")
     for line in written.commands:
         screen.message(f"  {line}")

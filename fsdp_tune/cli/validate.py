@@ -23,6 +23,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
+    from fsdp_tune.jobs.answers import CheckedSource, ValidateAnswer
     from fsdp_tune.planner.predict.totals import total_steps
     from fsdp_tune.recipe.schedule import rate_line
     from fsdp_tune.recipe.world import batch_arithmetic
@@ -31,18 +32,18 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     found = fsdp_tune.validate(loaded, **given(options), observer=screen)
     arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
     screen.document(
-        {
-            "recipe": str(loaded.path),
-            "valid": not found.problems,
-            "resolved": found.recipe.model_dump(mode="json", by_alias=True),
-            "reasons": found.resolution.reasons,
-            "overrides": list(loaded.overrides),
-            "arithmetic": arithmetic,
-            "rate": rate.removeprefix("rate: "),
-            "model": found.model,
-            "data": found.inputs,
-            "unchecked": list(found.unchecked),
-        }
+        ValidateAnswer(
+            recipe=str(loaded.path),
+            valid=not found.problems,
+            resolved=found.recipe.model_dump(mode="json", by_alias=True),
+            reasons=found.resolution.reasons,
+            overrides=list(loaded.overrides),
+            arithmetic=arithmetic,
+            rate=rate.removeprefix("rate: "),
+            model=found.model,
+            data=[CheckedSource(**each) for each in found.inputs],
+            unchecked=list(found.unchecked),
+        )
     )
     if found.problems:
         raise FsdpTuneError(*found.problems)

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
@@ -42,7 +43,7 @@ SCORE = (sys.executable, "-P", "-m", "fsdp_tune.verify.evaluation.score")
 
 
 @dataclass(frozen=True, slots=True)
-class SetResult:
+class SetResult(JsonAnswer):
     """A metric on one set, of one model or of two."""
 
     rows: int
@@ -59,7 +60,9 @@ class SetResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(JsonAnswer):
+    """The result, and the document of `evaluate --json`."""
+
     model: str
     base: str | None
     metric: str
@@ -70,10 +73,6 @@ class Evaluation:
     sets: dict[str, SetResult]
     seconds: float
     device: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the document of `evaluate --json`."""
-        return asdict(self)
 
 
 def evaluate(

@@ -10,6 +10,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.preparation import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
 from fsdp_tune.jobs.inspection import FIRST_ROWS, inspect
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
@@ -39,13 +40,9 @@ class RehearsalResult:
         return next((check for check in self.checks if not check.passed), None)
 
     def as_dict(self) -> dict[str, Any]:
-        checks = [{"name": c.name, "passed": c.passed, "detail": c.detail, "seconds": round(c.seconds, 1)} for c in self.checks]
-        return {
-            "passed": self.failed is None,
-            "changes": list(self.changes),
-            "checks": checks,
-            "folder": str(self.folder) if self.folder else None,
-        }
+        """Return the document of `rehearse --json`."""
+        checks = [CheckAnswer(each.name, each.passed, each.detail, round(each.seconds, 1)) for each in self.checks]
+        return RehearseAnswer(self.failed is None, list(self.changes), checks, str(self.folder) if self.folder else None).as_dict()
 
 
 def rehearse(

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.jobs.answers import FollowerAnswer, TrainAnswer
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema import Recipe
@@ -42,19 +43,19 @@ class TrainResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `train --json`."""
         if self.machine_rank:
-            return {"run_dir": str(self.run.path), "machine_rank": self.machine_rank, "exit_reason": self.exit_reason.value}
-        return {
-            "run_dir": str(self.run.path),
-            "steps": self.step,
-            "loss": self.outcome.get("loss"),
-            "eval_loss": self.outcome.get("eval_loss"),
-            "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
-            "merged": str(self.merged) if self.merged else None,
-            "pushed": self.pushed,
-            "tokens": self.outcome.get("tokens"),
-            "seconds": self.outcome.get("seconds"),
-            "exit_reason": self.exit_reason.value,
-        }
+            return FollowerAnswer(str(self.run.path), self.machine_rank, self.exit_reason.value).as_dict()
+        return TrainAnswer(
+            run_dir=str(self.run.path),
+            steps=self.step,
+            loss=self.outcome.get("loss"),
+            eval_loss=self.outcome.get("eval_loss"),
+            checkpoint=str(self.checkpoint.path) if self.checkpoint else None,
+            merged=str(self.merged) if self.merged else None,
+            pushed=self.pushed,
+            tokens=self.outcome.get("tokens"),
+            seconds=self.outcome.get("seconds"),
+            exit_reason=self.exit_reason.value,
+        ).as_dict()
 
 
 @dataclass(frozen=True, slots=True)

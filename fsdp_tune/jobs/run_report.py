@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_tune.core.atomic import json_safe, write_file
 from fsdp_tune.diagnose.pages.report_page import Differences, differences_of, report_page
 from fsdp_tune.diagnose.pages.run_record import RunRecord, labels_of, read_run
+from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
 from fsdp_tune.run.directory import existing_run
 
 
@@ -28,12 +29,12 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `report --json`."""
-        return {
-            "page": str(self.page) if self.page is not None else None,
-            "runs": [json_safe(run.summary()) for run in self.runs],
-            "recipe_differences": self.differences.recipe,
-            "environment_differences": self.differences.environment,
-        }
+        return ReportAnswer(
+            page=str(self.page) if self.page is not None else None,
+            runs=[RunFigures(**json_safe(run.summary())) for run in self.runs],
+            recipe_differences=self.differences.recipe,
+            environment_differences=self.differences.environment,
+        ).as_dict()
 
 
 def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> RunReport:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
@@ -25,8 +27,49 @@ RECENT_SECONDS = 60.0
 """A heartbeat this recent, from a machine whose processes are not visible, counts as alive."""
 
 
-def run_status(run: RunDir) -> dict[str, Any]:
-    """Return the document of `status --json`."""
+@dataclass(frozen=True, slots=True)
+class RankStatus(JsonAnswer):
+    rank: int
+    state: str
+    exit_code: int | None
+    phase: str | None
+    step: int
+    pid: int | None
+    age: str | None
+    """Of the last heartbeat."""
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedCheckpoint(JsonAnswer):
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus(JsonAnswer):
+    """The status of a run, and the document of `status --json`."""
+
+    run_dir: str
+    state: str
+    owner: str | None
+    """The process that has the run directory."""
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    last_line_age_seconds: float | None
+    ranks: list[RankStatus]
+    checkpoint: str | None
+    """The newest complete one."""
+    rejected_checkpoints: list[RejectedCheckpoint]
+    merged: str | None
+    problem: str | None
+    ways_on: list[str]
+    """Commands that continue the run."""
+    logs: str
+
+
+def run_status(run: RunDir) -> RunStatus:
     recipe = read_resolved(run)
     world_size = recipe.world_size
     elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
@@ -39,35 +82,35 @@ def run_status(run: RunDir) -> dict[str, Any]:
     lines = last_lines(run.metrics_jsonl)
     logged = next((line for line in reversed(lines) if "loss" in line), None)
     state = _state(owner, ranks, verdict)
-    return {
-        "run_dir": str(run.path),
-        "state": state,
-        "owner": str(owner) if owner is not None else None,
-        "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
-        "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
-        "loss": logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
-        "last_line_age_seconds": _age(run.metrics_jsonl),
-        "ranks": ranks,
-        "checkpoint": str(checkpoint.path) if checkpoint else None,
-        "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
-        "merged": str(run.merged) if run.merged.is_dir() else None,
-        "problem": verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
-        "ways_on": [] if state in _CONTINUES else _next_commands(run, state, checkpoint),
-        "logs": str(run.logs),
-    }
+    return RunStatus(
+        run_dir=str(run.path),
+        state=state,
+        owner=str(owner) if owner is not None else None,
+        step=max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
+        total_steps=next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
+        loss=logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
+        last_line_age_seconds=_age(run.metrics_jsonl),
+        ranks=ranks,
+        checkpoint=str(checkpoint.path) if checkpoint else None,
+        rejected_checkpoints=[RejectedCheckpoint(str(bad.path), bad.reason) for bad in rejected],
+        merged=str(run.merged) if run.merged.is_dir() else None,
+        problem=verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
+        ways_on=[] if state in _CONTINUES else _next_commands(run, state, checkpoint),
+        logs=str(run.logs),
+    )
 
 
-def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: Verdict | None) -> str:
-    if any(rank["state"] == "live" for rank in ranks):
+def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None) -> str:
+    if any(rank.state == "live" for rank in ranks):
         return RUNNING
     if owner is not None:
         return BUSY
     if verdict is not None:
         return verdict.reason.value
-    reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
+    reasons = {rank.state for rank in ranks if rank.exit_code is not None}
     if reasons:  # started manually: no supervisor judged it
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
-    return "died without an outcome" if any(rank["pid"] for rank in ranks) else NOT_STARTED
+    return "died without an outcome" if any(rank.pid for rank in ranks) else NOT_STARTED
 
 
 def _next_commands(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
@@ -76,7 +119,7 @@ def _next_commands(run: RunDir, state: str, checkpoint: Checkpoint | None) -> li
     return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
 
 
-def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> dict[str, Any]:
+def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:
     beat, outcome = read_heartbeat(run, rank), read_outcome(run, rank)
     age_seconds = _age(run.rank_heartbeat(rank))
     if outcome is not None:
@@ -87,16 +130,16 @@ def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> dict[str, Any
         state = "live"
     else:
         state = "live elsewhere" if is_elsewhere and age_seconds is not None and age_seconds < RECENT_SECONDS else "gone"
-    return {
-        "rank": rank,
-        "state": state,
-        "exit_code": outcome.exit_code if outcome else None,
-        "phase": beat.phase if beat and outcome is None else None,
-        "step": beat.step if beat else 0,
-        "pid": beat.pid if beat else None,
-        "age": format_seconds(age_seconds) if age_seconds is not None else None,
-        "log": str(run.rank_log(rank)),
-    }
+    return RankStatus(
+        rank=rank,
+        state=state,
+        exit_code=outcome.exit_code if outcome else None,
+        phase=beat.phase if beat and outcome is None else None,
+        step=beat.step if beat else 0,
+        pid=beat.pid if beat else None,
+        age=format_seconds(age_seconds) if age_seconds is not None else None,
+        log=str(run.rank_log(rank)),
+    )
 
 
 def _age(path: Path) -> float | None:

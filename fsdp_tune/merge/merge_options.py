@@ -1,4 +1,4 @@
-"""Arguments of a merge; like those of the jobs (`jobs/options.py`), each field is an option of the command."""
+"""Arguments of a merge, each an option of the command like those in `jobs/options.py`, and its answer with `--json`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype, Option
 from fsdp_tune.core.units import parse_bytes
@@ -73,3 +74,30 @@ class MergeOptions:
     overwrite: Annotated[bool, Option("Replace the output of an earlier merge, once the new one is complete.")] = False
     allow_incomplete: Annotated[bool, Option("Merge a checkpoint that is not complete; missing files are reported.")] = False
     allow_nonfinite: Annotated[bool, Option("Keep NaN and infinite weights; their tensors are reported.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergedAdapter(JsonAnswer):
+    is_exported: bool
+    config: str
+    layers: int
+    base: str | None
+    base_weights: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MergeAnswer(JsonAnswer):
+    merged: str
+    """The directory that was written."""
+    source: str
+    step: int | None
+    reason: str
+    """Why this checkpoint."""
+    dtype: str
+    files: list[str]
+    tensors: int
+    parameters: int
+    size_bytes: int
+    seconds: float
+    verified: str
+    adapter: MergedAdapter | None

@@ -22,7 +22,7 @@ from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.formats.contents import Contents, read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
-from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import MergeSettings, settle
 from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
@@ -61,20 +61,21 @@ class MergeResult:
         return self.reason != NAMED
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "merged": str(self.output),
-            "source": str(self.source),
-            "step": self.step,
-            "reason": self.reason,
-            "dtype": self.dtype,
-            "files": list(self.files),
-            "tensors": self.tensors,
-            "parameters": self.parameters,
-            "size_bytes": self.size_bytes,
-            "seconds": round(self.seconds, 3),
-            "verified": self.verified,
-            "adapter": self.adapter.as_dict() if self.adapter is not None else None,
-        }
+        """Return the document of `merge-checkpoint --json`."""
+        return MergeAnswer(
+            merged=str(self.output),
+            source=str(self.source),
+            step=self.step,
+            reason=self.reason,
+            dtype=self.dtype,
+            files=list(self.files),
+            tensors=self.tensors,
+            parameters=self.parameters,
+            size_bytes=self.size_bytes,
+            seconds=round(self.seconds, 3),
+            verified=self.verified,
+            adapter=MergedAdapter(**self.adapter.as_dict()) if self.adapter is not None else None,
+        ).as_dict()
 
 
 def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None) -> MergeResult:

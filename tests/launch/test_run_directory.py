@@ -315,7 +315,7 @@ def test_status_finds_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) ->
     (tmp_path / "link").symlink_to(fresh.path)
     for path in (tmp_path / "link", fresh.path):
         facts = run_status(RunDir(path))
-        assert (facts["state"], facts["ranks"][0]["state"]) == ("running", "live")
+        assert (facts.state, facts.ranks[0].state) == ("running", "live")
 
 
 def test_status_trusts_heartbeats_of_other_machines(fresh: RunDir, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_status_trusts_heartbeats_of_other_machines(fresh: RunDir, tmp_path: Pat
         beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0}
         fresh.rank_heartbeat(rank).write_text(json.dumps(beat))
     with locked(fresh):
-        assert [rank["state"] for rank in run_status(fresh)["ranks"]] == ["gone", "live elsewhere"]
+        assert [rank.state for rank in run_status(fresh).ranks] == ["gone", "live elsewhere"]
 
 
 def test_resume_auto_uses_newest_complete_checkpoint_and_names_damaged_ones(fresh: RunDir, tmp_path: Path) -> None:
@@ -507,17 +507,17 @@ def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
     finish(fresh, 100)
     fresh.metrics_jsonl.write_text('{"event": "train_started", "step": 0, "total_steps": 100}\n{"step": 100, "loss": 1.25}\n{"torn')
     facts = run_status(fresh)
-    assert (facts["state"], facts["step"], facts["total_steps"], facts["loss"], facts["checkpoint"]) == (
+    assert (facts.state, facts.step, facts.total_steps, facts.loss, facts.checkpoint) == (
         "finished",
         100,
         100,
         1.25,
         str(path),
     )
-    assert [rank["state"] for rank in facts["ranks"]] == ["finished", "finished"]
-    assert facts["ways_on"] == [f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"]
+    assert [rank.state for rank in facts.ranks] == ["finished", "finished"]
+    assert facts.ways_on == [f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"]
     fresh.merged.mkdir()
-    assert run_status(fresh)["ways_on"] == []
+    assert run_status(fresh).ways_on == []
 
 
 def test_typed_arguments_are_kept_without_secrets(fresh: RunDir, tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_typed_arguments_are_kept_without_secrets(fresh: RunDir, tmp_path: Path)
 def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     facts = run_status(fresh)
-    assert (facts["state"], facts["checkpoint"], facts["step"]) == ("not started", None, None)
+    assert (facts.state, facts.checkpoint, facts.step) == ("not started", None, None)
 
 
 def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> None:
@@ -547,13 +547,13 @@ def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) ->
         "problem": {"code": "rank-killed", "message": "rank 1 was killed by SIGKILL"},
     }
     (fresh.logs / "outcome.json").write_text(json.dumps(verdict))
-    assert ["starts again at step 0" in way for way in run_status(fresh)["ways_on"]] == [True]
+    assert ["starts again at step 0" in way for way in run_status(fresh).ways_on] == [True]
     checkpoint(fresh, 6)
     facts = run_status(fresh)
-    assert (facts["state"], facts["problem"]) == ("lost_rank", "rank 1 was killed by SIGKILL")
-    assert ["--resume auto` continues from checkpoint-6" in way for way in facts["ways_on"]] == [True, False]
+    assert (facts.state, facts.problem) == ("lost_rank", "rank 1 was killed by SIGKILL")
+    assert ["--resume auto` continues from checkpoint-6" in way for way in facts.ways_on] == [True, False]
     fresh.merged.mkdir()  # of an earlier, shorter end: only `--overwrite` replaces it
-    assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh)["ways_on"][1]
+    assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh).ways_on[1]
 
 
 def test_status_ignores_reused_pid(fresh: RunDir, tmp_path: Path) -> None:
@@ -564,5 +564,5 @@ def test_status_ignores_reused_pid(fresh: RunDir, tmp_path: Path) -> None:
         )
     )
     facts = run_status(fresh)
-    assert facts["state"] == "died without an outcome"
-    assert facts["ranks"][0]["state"] == "gone"
+    assert facts.state == "died without an outcome"
+    assert facts.ranks[0].state == "gone"

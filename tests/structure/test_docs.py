@@ -181,8 +181,8 @@ def dictionary_keys(path: str, *functions: str) -> set[str]:
 
 def test_every_field_of_a_training_line_is_documented() -> None:
     written = (
-        dictionary_keys("worker/observe/metrics.py", "line", "memory")
-        | dictionary_keys("worker/observe/shares.py", "take")
+        dictionary_keys("worker/observe/metrics.py", "facts", "memory")
+        | dictionary_keys("worker/observe/shares.py", "facts")
         | dictionary_keys("worker/gradients.py", "facts")
         | dictionary_keys("worker/observe/expert_loads.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")

@@ -16,7 +16,7 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.diagnose.pages.curves import Curve, RunLines, curve_of, sorted_lines
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.launch.run_status import run_status
+from fsdp_tune.launch.run_status import RunStatus, run_status
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
@@ -33,7 +33,7 @@ class RunRecord:
     run: RunDir
     label: str
     """Its name in legends, different from those of the other runs of the report."""
-    status: dict[str, Any]
+    status: RunStatus
     """`launch.run_status.run_status`."""
     lines: RunLines
     recipe: dict[str, str]
@@ -57,13 +57,13 @@ class RunRecord:
     def summary(self) -> dict[str, Any]:
         """Return the figures of the run as JSON; None for what is not known."""
         losses = self.lines.losses
-        step = self.status["step"] or 0
+        step = self.status.step or 0
         return {
             "run_dir": str(self.run.path),
             "label": self.label,
-            "state": self.status["state"],
+            "state": self.status.state,
             "steps": step,
-            "total_steps": self.status["total_steps"],
+            "total_steps": self.status.total_steps,
             "seconds_in_steps": seconds_in_steps(losses),
             "tokens": losses[-1].get("tokens") if losses else None,
             "loss": _ends(self.curve("loss")),
@@ -73,7 +73,7 @@ class RunRecord:
             "peak_reserved_gib": _highest(self.curve("peak_reserved_gib")),
             "peak_host_gib": _highest(self.curve("peak_host_gib")),
             "events": dict(Counter(str(line["event"]) for line in self.lines.events)),
-            "problem": self.status["problem"],
+            "problem": self.status.problem,
         }
 
 

@@ -79,7 +79,7 @@ class Plan:
         return fields
 
 
-_SHORT = (
+SHORT = (
     "place",
     "recipe_changes",
     "fits",
@@ -97,7 +97,7 @@ _SHORT = (
 
 
 def _short(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in _SHORT} | {"is_yours": not plan.recipe_changes}
+    return {name: getattr(plan, name) for name in SHORT} | {"is_yours": not plan.recipe_changes}
 
 
 def plan(

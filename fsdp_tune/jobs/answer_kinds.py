@@ -1,0 +1,66 @@
+"""Which answers each command may give with `--json`: for their JSON Schemas, and for the tests that hold documents to them."""
+
+from __future__ import annotations
+
+from dataclasses import make_dataclass
+from typing import Any, get_type_hints
+
+from fsdp_tune.jobs.answers import (
+    CacheCleanAnswer,
+    CacheListAnswer,
+    EnvironmentAnswer,
+    FollowerAnswer,
+    ImportAnswer,
+    PrepareAnswer,
+    PrepareShownAnswer,
+    PreviewAnswer,
+    PushAnswer,
+    PushedMergeAnswer,
+    RecipeFileAnswer,
+    RecipesAnswer,
+    RecipeTextAnswer,
+    RehearseAnswer,
+    ReportAnswer,
+    TemplatesAnswer,
+    TemplateTextAnswer,
+    TrainAnswer,
+    ValidateAnswer,
+    WrittenAnswer,
+)
+from fsdp_tune.jobs.evaluate import Evaluation
+from fsdp_tune.launch.run_status import RunStatus
+from fsdp_tune.merge.merge_options import MergeAnswer
+from fsdp_tune.planner.predict.predict import SHORT, Plan
+
+
+def plan_answer() -> type:
+    """Return the class of the answer of `plan`: `Plan` without its timeline, and with short plans in it."""
+    hints = get_type_hints(Plan)
+    short = make_dataclass("PlannedAlternative", [*((name, hints[name]) for name in SHORT), ("is_yours", bool)])
+    nested: dict[str, Any] = dict.fromkeys(("alternatives", "other_trainings"), list[short])
+    return make_dataclass("PlanAnswer", [(name, nested.get(name, hint)) for name, hint in hints.items() if name != "memory"])
+
+
+def answers() -> dict[str, tuple[type, ...]]:
+    """Return the classes that each command may answer with. `recipes schema` prints the schema of a recipe."""
+    return {
+        "train": (TrainAnswer, FollowerAnswer, WrittenAnswer, PreviewAnswer),
+        "validate": (ValidateAnswer,),
+        "import": (ImportAnswer,),
+        "plan": (plan_answer(),),
+        "prepare": (PrepareShownAnswer, PrepareAnswer),
+        "rehearse": (RehearseAnswer,),
+        "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
+        "push": (PushAnswer,),
+        "evaluate": (Evaluation,),
+        "status": (RunStatus,),
+        "report": (ReportAnswer,),
+        "env": (EnvironmentAnswer,),
+        "cache list": (CacheListAnswer,),
+        "cache clean": (CacheCleanAnswer,),
+        "templates list": (TemplatesAnswer,),
+        "templates show": (TemplateTextAnswer,),
+        "recipes list": (RecipesAnswer,),
+        "recipes show": (RecipeTextAnswer,),
+        "recipes copy": (RecipeFileAnswer,),
+    }
