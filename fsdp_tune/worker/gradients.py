@@ -22,7 +22,7 @@ from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
 from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.rows.dataset import Batch

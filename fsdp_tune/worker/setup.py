@@ -52,7 +52,6 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.samples import Samples
 from fsdp_tune.worker.observe.shares import StepShares
-from fsdp_tune.worker.observe.step_observer import StepObserver
 from fsdp_tune.worker.observe.step_progress import StepProgress
 from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
@@ -61,6 +60,7 @@ from fsdp_tune.worker.rows.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
 from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, TrainingRows
 from fsdp_tune.worker.signals import StopRequest
+from fsdp_tune.worker.step_observer import StepObserver
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 

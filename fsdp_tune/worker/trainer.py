@@ -46,10 +46,10 @@ from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
 from fsdp_tune.worker.rows.dataset import Batch, Collator
 from fsdp_tune.worker.rows.training_rows import TrainingRows
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe.expert_loads import ExpertLoads
-from fsdp_tune.worker.observe.step_observer import LoggedStep
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
+from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries
 
 ENTRIES = {name.partition(".")[2]: entry for name, entry in entries().items() if name.startswith("torch_internals.")}

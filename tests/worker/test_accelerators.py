@@ -30,9 +30,9 @@ from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.shares import StepShares, Stopwatch
-from fsdp_tune.worker.observe.step_observer import LoggedStep
 from fsdp_tune.worker.rank import Rank, share_time_limit, start_process_group, time_limits_seconds
 from fsdp_tune.worker.readback.report import excessive_growth
+from fsdp_tune.worker.step_observer import LoggedStep
 from tests.conftest import REPOSITORY
 from tests.model.families import FAMILIES
 from tests.ranks import RankPool

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
 
-from fsdp_tune.worker.observe.step_observer import StepObserver
+from fsdp_tune.worker.step_observer import StepObserver
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.parameters import plain_name
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 _INDEX_ARGUMENTS = ("top_k_index", "router_indices")
 """Names of transformers' argument [tokens, chosen] of the forward of stacked experts."""

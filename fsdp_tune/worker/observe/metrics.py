@@ -19,7 +19,7 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
 from fsdp_tune.run import events
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 
 class Sums:

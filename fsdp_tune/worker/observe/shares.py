@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 STEP, OPTIMIZER, COMMUNICATION = "step", "optimizer", "communication"
 # What FSDP2 runs on the compute stream. On CUDA an all-gather runs on another stream, and only the wait for it is in these;

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.run import events
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.step_observer import StepObserver
+from fsdp_tune.worker.step_observer import StepObserver
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer

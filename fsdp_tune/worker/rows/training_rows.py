@@ -13,8 +13,8 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.rows.dataset import Batch, Collator, MicroBatches, loader, loader_died
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 DESCRIBED_ROWS = 4
 

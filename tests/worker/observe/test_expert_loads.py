@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerControl, Train
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.worker.observe import expert_loads
 from fsdp_tune.worker.observe.expert_loads import ExpertLoads
-from fsdp_tune.worker.observe.step_observer import LoggedStep
+from fsdp_tune.worker.step_observer import LoggedStep
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 

@@ -20,7 +20,7 @@ from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
-from fsdp_tune.worker.observe.step_observer import LoggedStep
+from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import RankPool
 
 

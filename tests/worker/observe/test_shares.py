@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.worker.observe.shares import StepShares
-from fsdp_tune.worker.observe.step_observer import LoggedStep
+from fsdp_tune.worker.step_observer import LoggedStep
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

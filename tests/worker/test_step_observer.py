@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.worker import setup
-from fsdp_tune.worker.observe.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.observe.step_progress import StepProgress
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
