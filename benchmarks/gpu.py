@@ -51,7 +51,7 @@ def missing_packages() -> list[str]:
     """Names in `dependencies` of pyproject.toml, and what the tests for a GPU need, that are not installed here."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     names = [requirement.split(">")[0].split("=")[0].strip() for requirement in wanted]
-    return [name for name in [*names, "pytest", "hypothesis"] if _version(name) is None]
+    return [name for name in [*names, "pytest", "hypothesis", "torchao"] if _version(name) is None]
 
 
 def _version(name: str) -> str | None:
@@ -139,6 +139,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toys; what a CPU and an emulated GPU need")
     parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for everything")
+    parser.add_argument("--patience", type=float, default=CPU_PATIENCE, help="times the budgets of parts under --tiny")
     parser.add_argument("--needs", action="store_true", help="print the packages that are missing here, and end")
     options = parser.parse_args(arguments)
     if options.output is None and not options.needs:
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 own = folder / part.name
                 own.mkdir()
-                patience = CPU_PATIENCE if options.tiny else 1.0
+                patience = options.patience if options.tiny else 1.0
                 run = Runner(own, options.device, None if options.device == "cpu" else facts["name"], forks, left=lambda: 0.0)
                 run.at_most_seconds *= patience
                 run_part(

@@ -62,7 +62,8 @@ class Result:
     tail: list[str]
 
 
-def tasks_of_a_day(output: Path, *, tiny: bool) -> list[Task]:
+def tasks_of_a_day(output: Path, patience: float, *, tiny: bool) -> list[Task]:
+    """`patience`: how many times as long as on a GPU each part may take."""
     from gpu_parts import PARTS
 
     parts = {part.name: part for part in PARTS}
@@ -75,18 +76,29 @@ def tasks_of_a_day(output: Path, *, tiny: bool) -> list[Task]:
             "--output",
             str(folder_of(output, name)),
             "--seconds",
-            f"{_patient(part.budget_seconds, tiny=tiny) - 15:.0f}",
+            f"{part.budget_seconds * patience - 15:.0f}",
+            "--patience",
+            f"{patience:g}",
         )
-        return Task(name, part.what, ("benchmarks/gpu.py", *own, *(["--tiny"] if tiny else [])), part.budget_seconds)
+        return Task(name, part.what, ("benchmarks/gpu.py", *own, *(["--tiny"] if tiny else [])), part.budget_seconds * patience)
 
     return [
-        Task("kernels", "Kernels and the device's own code give right numbers.", (*PYTEST, "-m", "gpu", "tests/gpu"), 280, measures=False),
+        Task(
+            "kernels",
+            "Kernels and the device's own code give right numbers.",
+            (*PYTEST, "-m", "gpu", "tests/gpu"),
+            280 * patience,
+            measures=False,
+        ),
+        Task(
+            "parity",
+            "Runs of one rank follow a plain loop on the CPU: strategies, packing, compilation, fp8, 4 bits, adapters, optimizers.",
+            (*PYTEST, "-m", "one_gpu", "-v", "tests/parity"),
+            240 * patience,
+            measures=False,
+        ),
         *map(benchmark, ("ceilings", "memory", "recipe", "switches", "adapters", "long rows", "bare", "offload")),
     ]
-
-
-def _patient(seconds: float, *, tiny: bool) -> float:
-    return seconds * (gpu.CPU_PATIENCE if tiny else 1.0)
 
 
 def folder_of(output: Path, name: str) -> Path:
@@ -137,13 +149,12 @@ def play(tasks: Sequence[Task], output: Path, setting: dict[str, Any], *, minute
     """Run what has no complete result in `output` yet, and return whether all parts passed. `setting` is what `setting_of` found."""
     from fsdp_tune.core.atomic import write_file, write_json
 
-    began, tiny = time.monotonic(), setting["device"]["emulated"]
-    whole = _patient(60 * minutes, tiny=tiny)
+    began = time.monotonic()
     found = results(tasks, output)
     for task in tasks:
         if task.name in found and found[task.name].is_complete and task.name not in again:
             continue
-        left, own = whole - (time.monotonic() - began), _patient(task.limit_seconds, tiny=tiny)
+        left, own = 60 * minutes - (time.monotonic() - began), task.limit_seconds
         if left < LEAST_SECONDS:
             break
         found[task.name] = run_task(task, output, min(own, left), is_cut=left < own)
@@ -174,7 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder of the results and of report.md")
     parser.add_argument("--again", action="append", default=[], metavar="PART", help="run this part although it has a result")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for this call; four times as many on an emulated GPU")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for this call, of a GPU's time")
+    parser.add_argument(
+        "--patience", type=float, default=gpu.CPU_PATIENCE, help="times all limits on an emulated GPU; a busy machine needs more"
+    )
     parser.add_argument("--needs", action="store_true", help="print the packages that are missing here, and end")
     options = parser.parse_args(arguments)
     if options.needs:
@@ -184,11 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--output DIR is needed")
     output = options.output.resolve()
     gpu.prepared_environment("cuda", tiny=gpu.IS_EMULATED)
-    tasks = tasks_of_a_day(output, tiny=gpu.IS_EMULATED)
+    patience = options.patience if gpu.IS_EMULATED else 1.0
+    tasks = tasks_of_a_day(output, patience, tiny=gpu.IS_EMULATED)
     if unknown := sorted(set(options.again) - {task.name for task in tasks}):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(task.name for task in tasks)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part at work is ended too
-    passed = play(tasks, output, setting_of(output), minutes=options.minutes, again=options.again)
+    passed = play(tasks, output, setting_of(output), minutes=options.minutes * patience, again=options.again)
     print(output / "report.md")
     return 0 if passed else 1
 

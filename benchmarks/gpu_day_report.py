@@ -53,8 +53,15 @@ def read_document(output: Path, task: Task) -> dict[str, Any] | None:
 
 def section(result: Result) -> list[str]:
     lines = [f"`{result.command}`", "", f"{result.ended}; {result.seconds:.0f} s of {result.limit_seconds:.0f}."]
-    told = [line for line in result.tail if line.startswith("=====")][-1:] if result.ended == "passed" else result.tail
+    told = of_passed(result.tail) if result.ended == "passed" else result.tail
     return [*lines, *(["", "```text", *told, "```"] if told else [])]
+
+
+def of_passed(tail: list[str]) -> list[str]:
+    """What pytest printed at its end: the summary of parity rows, where there is one, and how many tests passed."""
+    headings = [index for index, line in enumerate(tail) if line.startswith("=====")]
+    summaries = [index for index in headings if tail[index].strip("= ") == "parity"]
+    return tail[(summaries or headings)[-1] :] if headings else []
 
 
 def tables(document: dict[str, Any] | None) -> list[str]:

@@ -139,8 +139,10 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
     rounds, steps = ("2", "3") if bench.tiny else ("9", "10")
     size = f"gpu-tiny-{bench.run.device}" if bench.tiny else "gpu"
     command = [sys.executable, str(STEP_BENCHMARK), size, "--rounds", rounds, "--steps", steps, "--json", str(result)]
+    from fsdp_tune.core.parent_death import ends_with_parent
+
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(5.0, bench.run.left()))
+        done = subprocess.run(ends_with_parent(command), capture_output=True, text=True, check=False, timeout=max(5.0, bench.run.left()))
     except subprocess.TimeoutExpired:
         yield {"name": "in turns", "reason": "not run: the time was up"}
         return

@@ -78,6 +78,7 @@ class Contender:
 
 
 def start_ours(size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]) -> Contender:
+    from fsdp_tune.core.parent_death import ends_with_parent
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run.directory import RunDir
@@ -90,7 +91,9 @@ def start_ours(size: Size, folder: Path, environment: dict[str, str], adapters: 
     plan = launch_plan(recipe, run, worker_module="step_ranks", inherited=environment | {NAME: "ours"})
     contender = Contender("ours", [], folder / "ours.log")
     with contender.log.open("wb") as log:
-        contender.processes.append(subprocess.Popen(plan.argv, env=plan.env, stdout=log, stderr=log, start_new_session=True))
+        contender.processes.append(
+            subprocess.Popen(ends_with_parent(plan.argv), env=plan.env, stdout=log, stderr=log, start_new_session=True)
+        )
     contender.tokens_per_row = mean_length(json.loads(run.data_json.read_text(encoding="utf-8"))["train"])
     return contender
 
@@ -102,6 +105,8 @@ def mean_length(store: str) -> float:
 
 
 def start_other(name: str, size: Size, folder: Path, environment: dict[str, str], python: str, adapters: dict[str, bool]) -> Contender:
+    from fsdp_tune.core.parent_death import ends_with_parent
+
     contender = Contender(name, [], folder / f"{name}.log")
     (folder / name).mkdir()
     task = {
@@ -128,7 +133,9 @@ def start_other(name: str, size: Size, folder: Path, environment: dict[str, str]
     for rank in range(size.world_size):
         command = [python, str(HERE / "step_ranks.py"), str(folder / f"{name}.json"), str(rank)]
         with contender.log.open("ab") as log:
-            started = subprocess.Popen(command, env=environment | {NAME: name}, stdout=log, stderr=log, start_new_session=True)
+            started = subprocess.Popen(
+                ends_with_parent(command), env=environment | {NAME: name}, stdout=log, stderr=log, start_new_session=True
+            )
         contender.processes.append(started)
     return contender
 

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cuda.environment import with_gpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -50,10 +52,14 @@ class Leaves(Exception):
 
 @dataclass
 class RankPool:
-    """`folder` holds the rendezvous files and what the ranks print; `environment` is theirs, by default that of this process."""
+    """`folder` holds the rendezvous files and what the ranks print; `environment` is theirs, by default that of this process.
+
+    On `cuda` each rank has the GPU of its number.
+    """
 
     folder: Path
     size: int = 4
+    device: str = "cpu"
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     restarts: int = 0
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -61,8 +67,13 @@ class RankPool:
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
-        """The function's value on every rank; RanksFailed with the tracebacks when it raises on any, or in time on none."""
-        assert world_size <= self.size
+        """The function's value on every rank; RanksFailed with the tracebacks when it raises on any, or in time on none.
+
+        On a machine with fewer GPUs than ranks the test is skipped.
+        """
+        if world_size > self.size:
+            assert self.device == "cuda"
+            pytest.skip(f"{world_size} ranks need as many GPUs, and here are {self.size}")
         if not self._processes:
             self._start()
         rendezvous = self.folder / f"rendezvous-{next(self._calls)}"
@@ -107,7 +118,7 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = Pipe()
             with open(self._log_path(rank), "wb") as log:
-                command = [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(os.getpid())]
+                command = [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(os.getpid()), self.device]
                 paths = filter(None, [self.environment.get("PYTHONPATH"), str(REPOSITORY)])
                 environment = {**self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
                 process = subprocess.Popen(
@@ -151,15 +162,26 @@ class RankPool:
 
 @functools.cache
 def shared_pool(device: str = "cpu") -> RankPool:
-    """The pool of this session for a device, whichever tests ask for it. Ranks on `cuda` each have an emulated GPU."""
+    """The pool of this session for a device, whichever tests ask for it.
+
+    Ranks on `cuda` have the GPUs that this process finds, and where it finds none each has an emulated one.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pool = RankPool(folder) if device == "cpu" else RankPool(folder, environment=with_gpus(RankPool.size))
+    pool = RankPool(folder) if device == "cpu" else _pool_on_gpus(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(pool.close)
     return pool
 
 
-def _serve(pipe: Connection) -> None:
+def _pool_on_gpus(folder: Path) -> RankPool:
+    import torch
+
+    if found := torch.cuda.device_count():
+        return RankPool(folder, min(found, RankPool.size), "cuda")
+    return RankPool(folder, device="cuda", environment=with_gpus(RankPool.size))
+
+
+def _serve(pipe: Connection, device: str) -> None:
     """The life of a rank: waits for a task, runs it in a fresh world, answers."""
     import torch
     import torch.distributed as dist
@@ -173,7 +195,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            _enter_world(rank, world_size, rendezvous)
+            _enter_world(rank, world_size, rendezvous, device)
             function, arguments = pickle.loads(task)
             answer = (True, pickle.dumps(function(*arguments)))
             # Who leaves closes its connections, and others may still be in the last collective. If one failed, this fails too.
@@ -191,7 +213,7 @@ def _serve(pipe: Connection) -> None:
         pipe.send((*answer, True))
 
 
-def _enter_world(rank: int, world_size: int, rendezvous: str) -> None:
+def _enter_world(rank: int, world_size: int, rendezvous: str, device: str) -> None:
     from datetime import timedelta
 
     import numpy as np
@@ -205,7 +227,7 @@ def _enter_world(rank: int, world_size: int, rendezvous: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     backends = "gloo"
-    if "EMULATED_CUDA" in os.environ:
+    if device == "cuda":
         torch.cuda.set_device(rank)
         backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
@@ -241,4 +263,4 @@ if __name__ == "__main__":
 
     die_with_parent(int(sys.argv[2]))
     faulthandler.enable()
-    ranks._serve(Connection(int(sys.argv[1])))
+    ranks._serve(Connection(int(sys.argv[1])), sys.argv[3])

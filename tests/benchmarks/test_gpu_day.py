@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SETTING: dict[str, Any] = {
@@ -131,6 +132,34 @@ def test_killed_call_takes_its_part_with_it_and_is_continued(tmp_path: Path, rep
     assert (tmp_path / "order").read_text() == "one "
 
 
+def test_killed_tests_take_the_run_that_they_wait_for_with_them(tmp_path: Path, repository: Path) -> None:
+    """It would take the GPU from whatever is run next."""
+    test = "def test_one(train):\n    train(model={'from_config': LLAMA}, training={'max_steps': 10**6})\n"
+    (tmp_path / "test_one.py").write_text(f"from tests.gpu.conftest import train\nfrom tests.gpu.models import LLAMA\n\n\n{test}")
+    environment = os.environ | {"GPU_TEST_DEVICE": "cpu", "PYTHONPATH": str(repository)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "--basetemp",
+        str(tmp_path / "temporary"),
+    ]
+    call = psutil.Popen([*command, str(tmp_path / "test_one.py")], env=environment, stdout=subprocess.DEVNULL)
+    while not (runs := [child for child in call.children() if "train" in child.cmdline()]):
+        assert call.poll() is None
+        time.sleep(0.05)
+    call.kill()
+    call.wait()
+    _, alive = psutil.wait_procs(runs, timeout=15)
+    for process in (each for run in alive for each in (run, *run.children(recursive=True))):
+        process.kill()
+    assert alive == []
+
+
 def test_folder_with_results_of_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_day
     import gpu_runs
@@ -146,11 +175,20 @@ def test_folder_with_results_of_another_device_is_refused(tmp_path: Path, monkey
 def test_a_day_has_25_minutes_and_parts_of_the_benchmark(tmp_path: Path) -> None:
     import gpu_day
 
-    tasks = gpu_day.tasks_of_a_day(tmp_path, tiny=False)
+    tasks = gpu_day.tasks_of_a_day(tmp_path, 1.0, tiny=False)
     assert sum(task.limit_seconds for task in tasks) <= 60 * gpu_day.MINUTES == 25 * 60
     assert len({task.name for task in tasks}) == len(tasks)
     assert not any("--tiny" in task.command for task in tasks)
-    assert [task.name for task in tasks if not task.measures] == ["kernels"]
+    assert [task.name for task in tasks if not task.measures] == ["kernels", "parity"]
+
+
+def test_report_of_passed_tests_is_what_pytest_summed_up() -> None:
+    from gpu_day_report import of_passed
+
+    parity = ["===== parity =====", "fp32: 9 cases  loss ≤ 1.0e-07", "===== 9 passed in 1s ====="]
+    assert of_passed(["...", *parity]) == parity
+    assert of_passed(["...", "===== short test summary info =====", "SKIPPED", "===== 8 passed ====="]) == ["===== 8 passed ====="]
+    assert of_passed(["ceilings: 2 rows"]) == []
 
 
 def test_report_has_the_rows_of_the_benchmark_and_calls_no_emulated_figure_a_measurement(tmp_path: Path) -> None:

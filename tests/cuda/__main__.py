@@ -20,7 +20,9 @@ def main() -> None:
         parser.error("a command is needed")
     if (reason := why_not()) is not None:
         sys.exit(f"no emulated GPU: {reason}")
-    os.execvpe(options.command[0], options.command, with_gpus(options.gpus, options.gpu))
+    environment = with_gpus(options.gpus, options.gpu)
+    environment.setdefault("PYTHON", sys.executable)  # which the scripts of this repository read
+    os.execvpe(options.command[0], options.command, environment)
 
 
 main()

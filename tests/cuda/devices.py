@@ -1,10 +1,11 @@
-"""Run a test on CPU ranks and on emulated GPUs: `DEVICES` parametrises a fixture of a room's conftest."""
+"""Run a test on CPU ranks and on GPUs, emulated where there are none: `DEVICES` parametrises a fixture of a room's conftest."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 import pytest
+import torch
 
 from tests.cuda.build import why_not
 
@@ -12,8 +13,8 @@ DEVICES = ["cpu", "cuda"]
 
 
 def require(device: str) -> None:
-    """Skip the test if the device cannot be emulated here."""
-    if device == "cuda" and (reason := why_not()) is not None:
+    """Skip the test if there is no such device here, and it cannot be emulated."""
+    if device == "cuda" and not torch.cuda.is_available() and (reason := why_not()) is not None:
         pytest.skip(reason)
 
 

@@ -63,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="memory-"))
-    pool = RankPool(folder / "ranks", size=2, environment=with_gpus(2))
+    pool = RankPool(folder / "ranks", size=2, device="cuda", environment=with_gpus(2))
     rows: list[ComparedRow] = []
     started = time.monotonic()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.run.directory import RunDir
 
 DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")
@@ -47,9 +48,9 @@ def train(tmp_path: Path) -> Train:
             recipe[name] = recipe[name] | keys if name in recipe else keys
         file = tmp_path / f"run-{count}.json"
         file.write_text(json.dumps(recipe))
-        done = subprocess.run(
-            [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--json"], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--json"]
+        # A run that outlived the tests would take the GPU from whatever is run next.
+        done = subprocess.run(ends_with_parent(command), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return RunDir(Path(recipe["output_dir"]))
 

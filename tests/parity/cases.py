@@ -180,6 +180,15 @@ BY_TOKENS = [
 ]
 """As many micro-batches as the rows of a step need; checkpoints are of runs that count rows."""
 
+ON_ONE_RANK = [
+    Case(ranks=1, packed=True, recomputation="selective", kernels=_IN_SLICES),
+    Case(ranks=1, recomputation="full", fsdp=(("activation_checkpointing_offload", True),), kernels=_SLICED),
+    Case("gpt2", ranks=1, strategy="NO_SHARD", accumulation=4),
+    Case("gemma", ranks=1, offload=True),
+    Case("mixtral", ranks=1, recomputation="full"),
+]
+"""With the rows of one rank elsewhere, what one GPU can compare; the matrix of switches is without them."""
+
 _SWITCHES: dict[str, tuple[Any, ...]] = {
     "architecture": ("llama", "gpt2", "qwen3", "gemma", "mixtral"),
     "strategy": STRATEGIES,

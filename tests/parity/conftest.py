@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from tests.cuda.devices import DEVICES, leave_to_slow_tests, require
 from tests.evidence import Results, installed
 from tests.parity.bench import Bench, shared_bench
+from tests.parity.cases import Case
 from tests.parity.report import EVIDENCE, summary
 from tests.ranks import RankPool, shared_pool
 
@@ -39,6 +43,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_to_slow_tests(items, FAST_ON_CUDA)
+    for item in items:
+        if isinstance(item, pytest.Function) and _needs_one_gpu(item):
+            item.add_marker(pytest.mark.one_gpu)
+
+
+def _needs_one_gpu(item: pytest.Function) -> bool:
+    """Whether a test compares a run of one rank on a GPU that needs no run of more."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    case = given.get("case")
+    return given.get("bench") == "cuda" and isinstance(case, Case) and case.ranks == 1 and case.resumed != "other"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +63,9 @@ def _row(test: pytest.TestReport) -> dict[str, str] | None:
     row = dict(test.user_properties).get("parity")
     if not isinstance(row, dict) or test.when != "call":
         return None
-    return row | {"section": f"{row['section']}, on an emulated GPU"} if "[cuda-" in test.nodeid else row
+    is_real = torch.cuda.is_available() and "EMULATED_CUDA" not in os.environ
+    on_gpu = "on a GPU" if is_real else "on an emulated GPU"
+    return row | {"section": f"{row['section']}, {on_gpu}"} if "[cuda-" in test.nodeid else row
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

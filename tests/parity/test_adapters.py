@@ -36,6 +36,7 @@ CASES = [
     Case("mixtral", lora=EXPERTS, wrap="size", offload=True, resumed="other"),
     Case(lora=LORA, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
+    Case(lora=(*LORA, ("use_dora", True)), ranks=1, packed=True),
 ]
 FAST = CASES[:3]
 IN_BF16 = [
@@ -54,6 +55,7 @@ IN_BF16 = [
     Case(lora=LORA, strategy="SHARD_GRAD_OP", precision="bf16", offload=True),
     Case("mixtral", lora=EXPERTS, strategy="NO_SHARD", precision="bf16"),
     Case("mixtral", lora=EXPERTS, precision="bf16", packed=True),
+    Case(lora=LORA, ranks=1, precision="bf16", packed=True),
 ]
 BLOCKS = "llama-blocks"
 IN_4_BITS = [
@@ -68,6 +70,7 @@ IN_4_BITS = [
     Case(BLOCKS, lora=LORA, nf4="fp32", ranks=4, wrap="size"),
     Case(BLOCKS, lora=LORA, nf4="fp32", fsdp=(("cpu_ram_efficient_loading", False),)),
     Case("mixtral-16", lora=(*LORA, ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj"))), nf4="fp32"),
+    Case(BLOCKS, lora=LORA, nf4="fp32", ranks=1, packed=True),
 ]
 
 

@@ -45,6 +45,7 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
         slow(replace(ROWWISE, recomputation="selective", packed=True, kernels=ALL_KERNELS), 20),
         slow(replace(ROWWISE, architecture="llama-64", ranks=4, strategy="HYBRID_SHARD"), 20),
         slow(replace(ROWWISE, resumed="other"), 20),
+        slow(replace(ROWWISE, ranks=1), 20),
         slow(replace(TENSORWISE, strategy="NO_SHARD"), 30),
         slow(replace(TENSORWISE, ranks=4, strategy="HYBRID_SHARD", accumulation=4), 30),
         slow(replace(TENSORWISE, recomputation="full", packed=True, kernels=ALL_KERNELS), 30),
@@ -56,6 +57,7 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
         slow(replace(TENSORWISE, resumed="other"), 30),
         slow(replace(TENSORWISE, ranks=4, resumed="other"), 30),
         slow(replace(TENSORWISE, ranks=1, resumed="other"), 30),
+        slow(replace(TENSORWISE, ranks=1, packed=True), 30),
     ],
     ids=str,
 )

@@ -57,6 +57,7 @@ def test_bf16_state_deviates_less_than_bf16_compute(case: Case, bench: Bench, re
         ROUNDED,
         slow(replace(ROUNDED, architecture="gpt2", strategy="NO_SHARD")),
         slow(replace(ROUNDED, ranks=4, strategy="HYBRID_SHARD")),
+        slow(replace(ROUNDED, ranks=1)),
         slow(replace(ROUNDED, resumed="other")),
     ],
     ids=str,
@@ -87,6 +88,7 @@ def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: B
     ("case", "loss", "parameters"),
     [
         pytest.param(EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS)),  # measured 5.2e-4 and 0.10
+        pytest.param(replace(EIGHT_BITS, ranks=1), 1.5e-3, 0.2, id=str(replace(EIGHT_BITS, ranks=1)), marks=pytest.mark.slow),
         pytest.param(FOUR_BITS, 1.5e-2, 0.5, id=str(FOUR_BITS), marks=pytest.mark.slow),  # 5.4e-3 and 0.26
         # Here no embedding is in blocks, and the deviation is a thirtieth of the first: 1.6e-5 and 0.016.
         pytest.param(WITHOUT_EMBEDDING, 5e-5, 0.05, id=str(WITHOUT_EMBEDDING), marks=pytest.mark.slow),

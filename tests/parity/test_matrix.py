@@ -19,7 +19,7 @@ from fsdp_tune.worker.main import read_recipe
 from tests.parity import runs
 from tests.parity.architectures import resized
 from tests.parity.bench import Bench
-from tests.parity.cases import FAST, Case, pairwise, singles
+from tests.parity.cases import FAST, ON_ONE_RANK, Case, pairwise, singles
 from tests.parity.compare import deviation, relative, spread
 from tests.parity.store import VOCABULARY
 
@@ -34,7 +34,7 @@ def marked(case: Case) -> object:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [marked(case) for case in SINGLES + PAIRWISE])
+@pytest.mark.parametrize("case", [marked(case) for case in SINGLES + PAIRWISE + ON_ONE_RANK])
 def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     run = bench.run(case)
     found = deviation(run, bench.reference(case.architecture, packed=case.packed))
@@ -85,6 +85,7 @@ MACHINE_CODE = [
     Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_COMPILED),
     Case("qwen3", packed=True, recomputation="selective", kernels=_COMPILED),
     Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),), kernels=_COMPILED),
+    Case(ranks=1, packed=True, kernels=_COMPILED),
 ]
 
 
@@ -110,8 +111,9 @@ HALF_PRECISION = [
     Case("gemma", offload=True, resumed="other"),
     Case("gpt2", kernels=(("loss", "chunked"),)),
     Case("gpt2", strategy="NO_SHARD", kernels=(("loss", "chunked"),)),
+    Case(ranks=1, packed=True),
 ]
-HALF_PRECISION_FAST = (HALF_PRECISION[0], HALF_PRECISION[-2])
+HALF_PRECISION_FAST = (HALF_PRECISION[0], Case("gpt2", kernels=(("loss", "chunked"),)))
 
 
 @pytest.mark.ranks

@@ -36,6 +36,7 @@ def variants(case: Case) -> list[Any]:
         replace(case, architecture="gemma"),
         replace(case, architecture="mixtral", ranks=4),
         replace(case, offload=True, packed=True),
+        replace(case, ranks=1),
         replace(case, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
         replace(case, resumed="other"),
     ]
