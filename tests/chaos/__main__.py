@@ -20,6 +20,7 @@ from tests.chaos.ends import Attempt, judge
 from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import HANG_SECONDS, KEEP, LAST_STEP, Play, Stage, compile_shim, port_of
 from tests.faults.checks import verified_steps
+from tests.faults.scoreboard import record_chaos
 
 MINUTES_FOR_ALL = 30.0
 """A test this long fails if it has not hit every phase and every kind."""
@@ -145,7 +146,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands simulate two machines with one rank each")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/evidence/faults.md")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the counts in docs/evidence/data/faults.json, and write docs/evidence/faults.md"
+    )
     options = parser.parse_args()
     # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are, by `nohup` or a shell's `&`:
     # runs would ignore them too.
@@ -157,14 +160,13 @@ def main() -> int:
     chaos.undisturbed()
     while time.monotonic() < deadline:
         chaos.story()
-    print(f"\nseed {options.seed}: {chaos.summary()}\n\n{page.tables(chaos.tally)}\n")
+    print(f"\nseed {options.seed}: {chaos.summary()}\n\n{page.table(chaos.tally)}\n")
     never = [phase for phase in PHASES if not chaos.tally.count(phase=phase)] + [kind for kind in KINDS if not chaos.tally.count(kind)]
     if never:
         print(f"never hit: {', '.join(never)}")
     if options.write:
-        text = page.DOCUMENT.read_text(encoding="utf-8")
         summary = f"Seed {options.seed}, {options.minutes:.0f} minutes: {chaos.summary()}"
-        page.DOCUMENT.write_text(page.with_part(text, options.machines, summary, chaos.tally), encoding="utf-8")
+        record_chaos(page.part(options.machines, summary, chaos.tally))
     if chaos.violations:
         print(f"violations ({folder} has the runs):", *chaos.violations, sep="\n  ")
     else:

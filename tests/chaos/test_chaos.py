@@ -419,22 +419,18 @@ def tally_of(*hits: tuple[str, str, str]) -> Tally:
     return Tally(Counter(hits))
 
 
-def test_page_update_replaces_counts_of_one_machine_number_only() -> None:
-    tally = tally_of((KILL, "training", RANK), (CLOCK, "merging", ""))
-    written = page.with_part("# Faults\n\nrows\n", 1, "Seed 1.", tally_of())
-    written = page.with_part(written, 2, "Seed 2.", tally)
-    written = page.with_part(written, 1, "Seed 3.", tally)
-    assert written.startswith("# Faults\n\nrows\n\n<!-- chaos")
-    assert "Seed 1." not in written
-    assert [written.count(text) for text in ("## Chaos\n", "### One machine\n\nSeed 3.", "Seed 2.", f"| {KILL} |")] == [1, 1, 1, 2]
-    assert written.count("command 0, agent 0, rank 1, loader 0, child 0") == 2
-    assert page.with_part(written, 2, "Seed 2.", tally) == written
-
-
-def test_section_survives_rewriting_the_page() -> None:
-    section = page.section_of(page.with_part("# Old\n", 1, "Seed 1.", tally_of()))
-    assert page.with_section("# New\n\nrows\n", section) == f"# New\n\nrows\n\n{section}"
-    assert page.with_section("# New\n", page.section_of("# no section")) == "# New\n"
+def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
+    tally = tally_of((KILL, "training", RANK), (KILL, "merging", RANK), (CLOCK, "merging", ""))
+    parts = page.with_part([], page.part(2, "Seed 2.", tally))
+    parts = page.with_part(parts, page.part(1, "Seed 1.", tally_of()))
+    parts = page.with_part(parts, page.part(1, "Seed 3.", tally_of()))
+    assert [(each["machines"], each["summary"]) for each in parts] == [(1, "Seed 3."), (2, "Seed 2.")]
+    assert parts[1]["hits"][KILL] == {"training": 1, "merging": 1}
+    text = page.section(parts)
+    assert [text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 commands as machines.** Seed 2.")] == [1, 1, 1]
+    assert f"{KILL} 2, " in text
+    assert "merging 2." in text
+    assert "command 0, agent 0, rank 2, loader 0, child 0." in text
 
 
 # ------------------------------------------------------------------------------------------------ the disk, and a run

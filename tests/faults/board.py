@@ -17,14 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.page import section_of, with_section
 from tests.faults.planting import Plant
 from tests.faults.plants import PLANTS
-from tests.faults.scoreboard import MISSING, NOT_RUN, STUCK, WRONG, Board, Standing
+from tests.faults.scoreboard import EVIDENCE, MISSING, NOT_RUN, STUCK, WRONG, Board, Standing
 from tests.faults.table import ROWS, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DOCUMENT = ROOT / "docs" / "evidence" / "faults.md"
 FILE_LIMIT_SECONDS = 2400.0
 PLANT_LIMIT_SECONDS = 300.0
 AT_ONCE = 2
@@ -192,7 +190,7 @@ def main() -> int:
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
     parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")
     parser.add_argument(
-        "--write", action="store_true", help="write docs/evidence/faults.md; where rows are named, replace what it says of them"
+        "--write", action="store_true", help="write docs/evidence/data/faults.json and faults.md; of named rows, replace those alone"
     )
     parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
     options = parser.parse_args()
@@ -208,13 +206,12 @@ def main() -> int:
     for row, one in board.standings.items() if options.rows else ():
         print(f"{row}  {one.state}  {one.cases} cases  {'; '.join(one.planted)}")
     if options.write and options.rows:
-        board, later = Board.read(DOCUMENT.read_text(encoding="utf-8")), board
+        board, later = Board.of(EVIDENCE.read()), board
         board.run_again(later)
     if options.write or not options.rows:
         print("\n".join(["", *board.summary()]))
     if options.write:
-        chaos = section_of(DOCUMENT.read_text(encoding="utf-8"))
-        DOCUMENT.write_text(with_section(board.page(), chaos), encoding="utf-8")
+        EVIDENCE.write(board.results(EVIDENCE.read().about["chaos"]))
     # Without the slow tests a bug may well go unseen.
     whole = not options.fast and not options.no_plants
     caught = {row: set(names) for row, names in red.items()}

@@ -1,12 +1,15 @@
-"""Results of the fault catalogue as docs/evidence/faults.md. The page is also the record: rows that run again replace theirs."""
+"""Results of the fault catalogue: docs/evidence/data/faults.json, in which rows that run again replace theirs, and the page made of it."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from tests.chaos import page as chaos
+from tests.evidence import Evidence, Results, table
 from tests.faults.plants import PLANTS
 from tests.faults.table import GROUPS, PROMISES, REFUSED, ROWS, SURVIVED, Row
 
@@ -14,14 +17,13 @@ MISSING, NOT_RUN, WRONG, STUCK = "missing", "not run", "wrong", "stuck"
 
 HEAD = """# Faults, as measured
 
-Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) injects one fault
-and runs the tests of the promised behaviour. *Survived*: the run ends as if nothing had happened, or with the
-documented stop. *Refused clearly*: one error with its reason and exit code, and nothing changed. *Wrong*: a test failed.
-*Stuck*: a test did not end. A planted bug (`tests/faults/plants.py`) changes one function in a copy of the package; the tests of its rows
-must then fail, or they prove nothing.
+Each row of the catalogue (`tests/faults/table.py`) injects one fault and runs the tests of the promised behaviour, on CPU ranks
+over gloo. *Survived*: the run ends as if nothing had happened, or with the documented stop. *Refused clearly*: one error with its
+reason and exit code, and nothing changed. *Wrong*: a test failed. *Stuck*: a test did not end. A planted bug
+(`tests/faults/plants.py`) changes one function in a copy of the package; the tests of its rows must then fail, or they prove nothing.
+[faults.json](data/faults.json) has each row with its fault, outcome, cases and planted bugs; `scripts/test-faults --write` and
+`scripts/test-chaos --write` measure and write it, and this page.
 """
-_ROW = re.compile(r"\| (F\d{3}) \| .* \| ([a-z ]+) \| (\d*) \| (.*) \|")
-_COUNT = re.compile(r"- ([a-z ]+): ([\d,]+)")
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,27 @@ class Board:
     counts: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def read(cls, page: str) -> Board:
-        """Of a page that `page` has written."""
-        body = page.removeprefix(HEAD).strip().splitlines()
-        counts = {found[1].replace(" ", "_"): int(found[2].replace(",", "")) for line in body if (found := _COUNT.fullmatch(line))}
-        rows = [found for line in body if (found := _ROW.fullmatch(line))]
-        standings = {row[1]: Standing(row[2], int(row[3] or 0), tuple(name for name in row[4].split("; ") if name)) for row in rows}
-        # The first is the sum of the others that begin so.
-        what = [line.removeprefix("- ") for line in body[: body.index("")]]
-        return cls(what, standings, Counter({kind: number for kind, number in counts.items() if kind != "kill_points"}))
+    def of(cls, results: Results) -> Board:
+        standings = {row["id"]: Standing(row["state"], row["cases"], tuple(row["planted"])) for row in results.rows}
+        return cls(list(results.about["runs"]), standings, Counter(results.about["counts"]))
+
+    def results(self, chaos_parts: Sequence[Mapping[str, Any]]) -> Results:
+        """What is kept, with the chaos tests of `chaos_parts`."""
+        group_of = {row.id: name for name, rows in GROUPS.items() for row in rows}
+        rows = [
+            {
+                "id": row.id,
+                "group": group_of[row.id],
+                "promise": PROMISES[row.promise],
+                "fault": row.injection,
+                "state": one.state,
+                "cases": one.cases,
+                "planted": list(one.planted),
+            }
+            for row in ROWS
+            if (one := self.standings.get(row.id))
+        ]
+        return Results({"runs": self.what, "counts": dict(self.counts), "chaos": list(chaos_parts)}, rows)
 
     def run_again(self, later: Board) -> None:
         """Takes over the rows of `later`. Counts are of tests, not of rows: those that grew or are new are taken."""
@@ -60,45 +74,44 @@ class Board:
         self.what += later.what
 
     def page(self) -> str:
-        parts = [HEAD, *self.summary(), "", "## Promises", ""]
-        for number, promise in PROMISES.items():
-            ids = [row.id for row in ROWS if row.promise == number and self.standings[row.id].state != MISSING]
-            parts.append(f"{number}. {promise}: {', '.join(ids)}")
-        for name, rows in GROUPS.items():
-            parts += ["", f"## {name}", "", "| | injected fault | | cases | planted bug |", "|---|---|---|---|---|"]
-            for row in rows:
-                one = self.standings[row.id]
-                cells = [row.id, row.injection, one.state, str(one.cases or ""), "; ".join(one.planted)]
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        return "\n".join(parts) + "\n"
+        promises = [
+            f"{number}. {promise}: {sum(row.promise == number and bool(row.tests) for row in ROWS)}" for number, promise in PROMISES.items()
+        ]
+        return "\n".join([HEAD, *self.summary(), "", "## Promises", "", "With the number of faults that test each:", "", *promises]) + "\n"
 
     def summary(self) -> list[str]:
         """As Markdown that reads well in a terminal too."""
-        lines = [*self.what, ""]
-        lines += [
-            "| | rows | cases | survived | refused clearly | wrong | stuck | with a planted bug |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        lines += [self._line(name, rows) for name, rows in {**GROUPS, "**all**": ROWS}.items()] + [""]
-        kill_points = sum(number for kind, number in self.counts.items() if kind.startswith("kill_points"))
-        lines += [f"- kill points: {kill_points:,}"]
-        lines += [f"- {kind.replace('_', ' ')}: {number:,}" for kind, number in sorted(self.counts.items())]
+        names = ["", "rows", "cases", "survived", "refused clearly", "wrong", "stuck", "with a planted bug"]
+        lines = [*(f"- {each}" for each in self.what), ""]
+        lines += [table(names, [self._line(name, rows) for name, rows in {**GROUPS, "**all**": ROWS}.items()])]
+        counted = ", ".join(f"{number:,} {kind.replace('_', ' ')}" for kind, number in sorted(self.counts.items()))
         red = {row: one.planted for row, one in self.standings.items() if one.planted}
-        lines += [
-            f"- planted bugs: {len({name for names in red.values() for name in names})} of {len(PLANTS)} seen, by {len(red)} rows",
-            "",
-        ]
+        seen = len({name for names in red.values() for name in names})
+        lines += [f"Among the cases: {counted}. {seen} of {len(PLANTS)} planted bugs seen, by {len(red)} rows.", ""]
         missing = [row for row in ROWS if self.standings[row.id].state == MISSING]
-        lines += ["Not implemented:", "", *(f"- {row.id} ({row.injection}): {row.absent}" for row in missing), ""]
+        lines += [f"Not implemented: {row.id} ({row.injection}): {row.absent}." for row in missing]
         if idle := [row for row, one in self.standings.items() if one.state == NOT_RUN]:
             lines += [f"Not run, since all their tests are slow: {', '.join(idle)}.", ""]
         unplanted = [row for row, one in self.standings.items() if one.state != MISSING and not one.planted]
-        return [*lines, f"Held by tests, without a planted bug: {', '.join(unplanted) or 'none'}."]
+        return [*lines, *([f"Held by tests, without a planted bug: {', '.join(unplanted)}."] if unplanted else [])]
 
-    def _line(self, name: str, rows: Sequence[Row]) -> str:
+    def _line(self, name: str, rows: Sequence[Row]) -> list[str]:
         mine = [self.standings[row.id] for row in rows]
         states = Counter(one.state for one in mine)
         held = [one for one in mine if one.state not in (MISSING, NOT_RUN)]
         cells = [name, f"{len(held)} of {len(mine)}", str(sum(one.cases for one in held))]
         cells += [str(states[state]) for state in (SURVIVED, REFUSED, WRONG, STUCK)]
-        return "| " + " | ".join([*cells, str(sum(bool(one.planted) for one in held))]) + " |"
+        return [*cells, str(sum(bool(one.planted) for one in held))]
+
+
+def page(results: Results, _previous: str = "") -> str:
+    return f"{Board.of(results).page()}\n{chaos.section(results.about['chaos'])}"
+
+
+EVIDENCE = Evidence(Path("evidence/faults.md"), page)
+
+
+def record_chaos(part: Mapping[str, Any]) -> None:
+    """Keep the results of chaos tests on as many machines as `part` has, and write the page."""
+    kept = EVIDENCE.read()
+    EVIDENCE.write(Results({**kept.about, "chaos": chaos.with_part(kept.about["chaos"], part)}, kept.rows))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.planting import PACKAGE, Plant
 from tests.faults.plants import PLANTS
-from tests.faults.scoreboard import MISSING, WRONG, Board, Standing
+from tests.faults.scoreboard import MISSING, WRONG, Board, Standing, page
 from tests.faults.table import COSTS, PROMISES, REFUSED, ROWS, SURVIVED, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -60,15 +60,25 @@ def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> No
     assert planted == set(PROMISES)
 
 
-def test_scoreboard_page_round_trips() -> None:
-    """What is read back is what was written; rows that are run again replace theirs, and no other."""
+def test_results_round_trip_and_rows_that_run_again_replace_theirs() -> None:
     standings = {row.id: Standing(row.ends, 3, (f"a bug of {row.id}", "another")) if row.tests else Standing(MISSING) for row in ROWS}
     board = Board(["The whole catalogue: 60 minutes."], standings, Counter(kill_points_of_a_save=240, corruptions=1_100))
-    assert Board.read(board.page()) == board
-    assert "- kill points: 240" in board.page()
+    assert Board.of(board.results([])) == board
     board.run_again(Board(["F041: 2 minutes."], {"F041": Standing(WRONG, 1)}, Counter(rank_kills_in_a_row=20, corruptions=7)))
-    again = Board.read(board.page())
+    again = Board.of(board.results([]))
     assert again.standings["F041"] == Standing(WRONG, 1)
     assert {id for id, one in again.standings.items() if one != standings[id]} <= {"F041"}
     assert again.counts == {"kill_points_of_a_save": 240, "corruptions": 1_100, "rank_kills_in_a_row": 20}
     assert again.what == ["The whole catalogue: 60 minutes.", "F041: 2 minutes."]
+
+
+def test_page_counts_the_rows_and_has_the_chaos_tests() -> None:
+    standings = {row.id: Standing(row.ends, 2) if row.tests else Standing(MISSING) for row in ROWS}
+    standings["F041"] = Standing(WRONG, 1)
+    text = page(
+        Board(["All."], standings, Counter(saves=400)).results([{"machines": 1, "summary": "Seed 1.", "hits": {}, "processes": {}}])
+    )
+    assert f"| **all** | {sum(bool(row.tests) for row in ROWS)} of {len(ROWS)} |" in text
+    assert "Among the cases: 400 saves." in text
+    assert "F041" in text.partition("without a planted bug: ")[2].splitlines()[0]
+    assert "**One machine.** Seed 1." in text
