@@ -8,12 +8,9 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig
 
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import elements
-from fsdp_tune.planner.predict.mfu import expert_count
-
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Fields of configurations for the number of experts per token."""
 
 
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
@@ -23,7 +20,7 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
     among the parameters.
     """
     fields = config.to_dict()
-    experts, chosen = expert_count(fields), next((n for key in _CHOSEN if isinstance(n := fields.get(key), int)), None)
+    experts, chosen = expert_count(fields), CHOSEN_EXPERTS.of(fields)
     total = of_experts = 0
     for name, parameter in named:
         total += elements(name, parameter)

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_tune.core.families import family_of
 from fsdp_tune.model.kernels.varlen import attention_with_masks
-
-READS_PADDING = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
-"""Types of models whose recurrent layers take padding on the left for text."""
 
 
 def generate(
@@ -37,7 +35,7 @@ def generate(
     on each.
     """
     plain: Any = getattr(model, "module", model)
-    if plain.config.model_type in READS_PADDING:
+    if family_of(plain.config.model_type).reads_padding:
         return _generate_without_cache(model, prompts, max_new_tokens, end_ids, pad_id, device, all_finished)
     takes = inspect.signature(plain.forward).parameters
     cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers 5.24 renamed the argument and the output

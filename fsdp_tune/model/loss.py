@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from fsdp_tune.core.families import BALANCE_WEIGHTS
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.balance import examples_alone
 from fsdp_tune.model.kernels.head import loss_kernel_of
@@ -47,7 +48,6 @@ def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothi
     return token_losses(logits, targets, label_smoothing, reduction="sum")
 
 
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths", "source_ids")
 
 
@@ -114,4 +114,4 @@ def auxiliary_loss_weight(model: PreTrainedModel) -> float:
     """Return the coefficient of the load-balancing loss; zero if `output_router_logits` is off in the configuration."""
     if not getattr(model.config, "output_router_logits", False):
         return 0.0
-    return next((float(getattr(model, name)) for name in _COEFFICIENTS if hasattr(model, name)), 0.0)
+    return next((float(getattr(model, name)) for name in BALANCE_WEIGHTS if hasattr(model, name)), 0.0)

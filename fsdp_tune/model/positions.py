@@ -6,13 +6,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import Problem, Where
+from fsdp_tune.core.families import max_positions
 from fsdp_tune.recipe.schema import Recipe
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def positions_of_run(recipe: Recipe, config: PreTrainedConfig) -> int | None:

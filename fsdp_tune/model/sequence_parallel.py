@@ -25,9 +25,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.families import dropout_fields, heads_by_layer
 from fsdp_tune.model import packed
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
-from fsdp_tune.model.layers import heads_by_layer
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -249,18 +249,11 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
         raise _not_shareable(f"{type(model).__name__} does not use transformers' attention interface in every layer")
     if indivisible := next((heads for heads, _ in heads_by_layer(model.config) if heads % size), None):
         raise _heads_do_not_divide(indivisible, size)
-    dropout = sorted(name for name, value in model.config.get_text_config().to_dict().items() if _is_dropout(name, value))
-    if dropout:
+    if dropout := dropout_fields(model.config.get_text_config().to_dict()):
         hint = " ".join(f"--set model.config_overrides.{name}=0" for name in dropout)
         raise _not_shareable(
             f"it has dropout ({', '.join(dropout)}), and a token's mask would depend on the rank that holds the token", hint
         )
-
-
-def _is_dropout(name: str, value: Any) -> bool:
-    is_rate = isinstance(value, float) and value > 0
-    words = ("dropout", "pdrop", "layerdrop", "jitter")
-    return is_rate and any(word in name for word in words) and not name.startswith(("classifier", "summary"))
 
 
 def _heads_do_not_divide(heads: int, size: int) -> FsdpTuneError:

@@ -12,7 +12,6 @@ import psutil
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
-from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
 from fsdp_tune.model.parameters import bare_class
 from fsdp_tune.run import events
@@ -84,7 +83,7 @@ class RunCallback(AttachedCallback):
         if (later := max(each.later for each in every)) > allowed:
             raise not_causal(later, name, model.config)
         if (packed := max(each.packed or 0.0 for each in every)) > allowed:
-            raise not_isolated(packed, name, attention_of(model.config))
+            raise not_isolated(packed, name, model.config)
         errors = [error for each in every if (error := not_shareable(each, recipe, model)) is not None]
         if errors:
             raise errors[0]

@@ -435,7 +435,7 @@ ADAPTERS = (
          "model/test_adapter_files::adapter_of_another_kind_is_refused", "merge/test_adapters::adapters_beyond_plain_lora_are_refused_by_name"),
     _row("F130", "t", 10, REFUSED, "a target that hits nothing, shares its weight or is smaller than the rank",
          "model/test_lora_targets::refusal_names_what_is_wrong_and_what_to_write"),
-    _row("F131", "r", 10, REFUSED, "a target that the model never calls", "worker/test_families::adapters_of_modules_that_the_model_never_calls_stop_the_run",
+    _row("F131", "r", 10, REFUSED, "a target that the model never calls", "worker/test_other_models::adapters_of_modules_that_the_model_never_calls_stop_the_run",
          "worker/readback/test_trained::kind_of_module_that_the_model_never_calls_is_an_error"),
     _row("F132", "r", 10, REFUSED, "adapters outside of the units, scaled twice, not updated, with equal dropout on all ranks; one rank's slice of an adapter",
          "parity/test_breaks::run_stops_at_a_planted_bug_of_its_adapters", "parity/test_breaks::merge_and_resume_refuse_one_rank_s_slice_of_an_adapter"),

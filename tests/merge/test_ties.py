@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.formats.tied_names import tie_setting, tied_candidates
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
@@ -84,41 +80,6 @@ def test_tied_weights_of_a_pickle_share_their_storage_and_are_written_once(tmp_p
     merged = merged_tensors(merge(tmp_path / "c", base=str(model_directory(model, tmp_path / "base")), verify="none").output)
     assert HEAD not in merged
     assert torch.equal(merged[EMBEDDING], model.transformer.wte.weight)
-
-
-def test_tie_setting_falls_back_to_text_config():
-    assert tie_setting({"text_config": {"tie_word_embeddings": False}}) is False
-    assert tie_setting({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}) is True
-    assert tie_setting({}) is None
-
-
-def tied_names_of_transformers() -> dict[str, dict[str, str]]:
-    """{class: `_tied_weights_keys`} of the causal language models, read from the source that is installed."""
-    found: dict[str, dict[str, str]] = {}
-    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
-        for text in path.read_text(encoding="utf-8").split("\nclass ")[1:]:
-            name = text.partition("(")[0]
-            keys = re.search(r"\n    _tied_weights_keys = (\{[^}]*\})", text)
-            if name.endswith(("ForCausalLM", "LMHeadModel")) and keys is not None:
-                found[name] = ast.literal_eval(keys[1])
-    return found
-
-
-def test_heads_and_embeddings_of_all_causal_models_are_known():
-    classes = tied_names_of_transformers()
-    assert len(classes) > 100
-    unknown = set()
-    for name, pairs in classes.items():
-        for head, embedding in pairs.items():
-            if head.endswith(".weight") and tied_candidates(dict.fromkeys((head, embedding), (100, 8))) != {head: embedding}:
-                unknown.add(name)
-    # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as well.
-    assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
-
-
-def test_similarly_named_layers_are_not_paired():
-    names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
-    assert tied_candidates(dict.fromkeys(names, (8, 8))) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_untied_model_of_a_run_keeps_its_head(tmp_path, merge):

@@ -16,7 +16,6 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
-from fsdp_tune.model.layers import mean_heads, widest_head
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
@@ -112,22 +111,17 @@ GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64
 
 
 @pytest.mark.parametrize(
-    ("fields", "kernel", "widest", "mean"),
-    [
-        ({}, "sdpa", 512, (4, 299)),  # five layers of 256, one of 512
-        ({"head_dim": 16, "global_head_dim": 16}, "torch_varlen", 16, (4, 16)),
-    ],
+    ("fields", "kernel"),
+    [({}, "sdpa"), ({"head_dim": 16, "global_head_dim": 16}, "torch_varlen")],
     ids=["published", "narrow"],
 )
 def test_model_whose_layers_differ_in_the_width_of_heads_gets_a_kernel_for_the_widest(
-    fields: dict[str, int], kernel: str, widest: int, mean: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, int], kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FAMILIES, "gemma4", GEMMA4)
     found = choice("gemma4", **fields)
     assert found.value == kernel
     assert kernel != "sdpa" or "the model's have 512" in found.reason
-    config = AutoConfig.for_model(**GEMMA4, **fields)
-    assert (widest_head(config), mean_heads(config)) == (widest, mean)
 
 
 def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

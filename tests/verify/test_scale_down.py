@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.families import CHOSEN_EXPERTS
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.preparation import length_with_targets, prepare
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -71,6 +72,12 @@ def test_scaled_down_config_with_grouped_experts_or_own_names_of_sizes_computes(
     small = scale_down_config(AutoConfig.for_model(name).to_dict())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
     assert model(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CHOSEN_EXPERTS.names)
+def test_a_token_uses_at_most_the_experts_that_are_left(name: str) -> None:
+    small = scale_down_config({"num_experts": 128, name: 8})
+    assert (small["num_experts"], small[name]) == (4, 2)
 
 
 def test_one_of_two_layers_is_dense_where_some_are() -> None:

@@ -6,18 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-_OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
-"""Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
-_OTHER_ROPE = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "modernbert": {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
-}
-"""Names that some families had instead, by the beginning of their model type."""
-_RENAMED = {
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-    "xlm": {"bos_token_id": "bos_index", "eos_token_id": "eos_index", "pad_token_id": "pad_index"},
-}
-"""By model type, the other fields of causal models that transformers 5 writes under another name than transformers 4 reads."""
+from fsdp_tune.core.families import OLD_ROPE, family_of
+
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
 
@@ -36,7 +26,7 @@ def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
 
 def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
-    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in _OLD_ROPE}
+    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in OLD_ROPE}
     for name, value in changes.items():
         inner = config.get(name)
         is_nested = _is_nested(name, inner) and _is_nested(name, value)
@@ -65,15 +55,13 @@ def with_floats(value: Any) -> Any:
 
 def _old_rope_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = old_rope_fields(config.get("rope_parameters"))
-    family = str(config.get("model_type", ""))
-    names = [pair for prefix, names in _OTHER_ROPE.items() if family.startswith(prefix) for pair in names.items()]
-    return fields | {old: fields[name] for name, old in names if name in fields}
+    names = family_of(config.get("model_type")).old_rope_names
+    return fields | {old: fields[name] for name, old in names.items() if name in fields}
 
 
 def old_names(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `fields` that transformers 4 reads under another name for the model type of `config`, by that name."""
-    renamed = _RENAMED.get(str(config.get("model_type", "")), {})
-    return {old: fields[name] for name, old in renamed.items() if name in fields}
+    return {old: fields[name] for name, old in family_of(config.get("model_type")).old_names.items() if name in fields}
 
 
 def old_rope_fields(parameters: Any) -> dict[str, Any]:

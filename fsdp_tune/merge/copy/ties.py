@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import Notice
-from fsdp_tune.core.formats.tied_names import KEY, is_embedding, tie_setting, tied_candidates
+from fsdp_tune.core.families import TIE_KEY, is_embedding, tie_setting, tied_candidates
 from fsdp_tune.merge.copy.boxes import boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.formats.contents import CheckpointTensors
@@ -48,11 +48,11 @@ def find_ties(config: Mapping[str, Any] | None, sources: Sequence[CheckpointTens
     if apart:
         notice = Notice(
             "merge-untied",
-            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets `{KEY}: false`",
+            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets `{TIE_KEY}: false`",
             hint="they were trained apart; if that was not meant, the tie was lost before or during training",
         )
-        return Tied({}, {KEY: False}, (notice,) if tie_setting(config) else ())
-    return Tied(ties, {KEY: True} if ties else {})
+        return Tied({}, {TIE_KEY: False}, (notice,) if tie_setting(config) else ())
+    return Tied(ties, {TIE_KEY: True} if ties else {})
 
 
 def _equal(one: SourceTensor, other: SourceTensor) -> bool:

@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS
 from fsdp_tune.merge.formats.tensors import LowRankOfExperts, SourceTensor
 from fsdp_tune.run.dcp_metadata import Shape
-
-# Parameter → names of the tensors of one expert, whose rows follow each other in the stack.
-_OF_EXPERT: dict[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",),),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
-"""Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +32,10 @@ class Stack:
 
 def find_stack(base: Mapping[str, SourceTensor], name_in_base: Callable[[str], str | None], owner: str, parameter: str) -> Stack | None:
     """Return the experts that the model holds as `owner`.`parameter`; None if the base has neither the stack nor all its parts."""
-    for module in dict.fromkeys(owner.replace(*spelling) for spelling in _MODULES):
+    for module in dict.fromkeys(owner.replace(*spelling) for spelling in EXPERT_MODULES):
         if (name := name_in_base(f"{module}.{parameter}")) is not None and len(base[name].shape) == 3:
             return Stack(base[name].shape[0], base[name].shape[1:], ((name, None, 0),))
-        for parts in _OF_EXPERT.get(parameter, ()):
+        for parts in EXPERT_PARTS.get(parameter, ()):
             tensors: list[tuple[str, int | None, int]] = []
             experts, rows, columns = 0, 0, {0}
             while None not in (names := [name_in_base(f"{module}.{experts}.{part}.weight") for part in parts]):

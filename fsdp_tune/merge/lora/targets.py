@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.formats.tied_names import is_embedding, is_head, tie_setting
+from fsdp_tune.core.families import OLD_HEADS, is_embedding, is_head, tie_setting
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
 from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
@@ -20,7 +20,6 @@ MOST_RANK = 65_536
 WIDEST_BYTES = 8
 """Of one element."""
 VOCABULARY_KEY = "vocab_size"
-_OLD_HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class Layers:
     def name_in_base(self, name: str) -> str | None:
         """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does, and the
         head of GPT-NeoX as transformers 4 does."""
-        names = (name, name.partition(".")[2], _OLD_HEADS.get(name))
+        names = (name, name.partition(".")[2], OLD_HEADS.get(name))
         return next((each for each in names if each in self.tensors), None)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.core.families import is_router
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.adapters.lora_targets import is_stack
 from fsdp_tune.model.adapters.nf4 import PACKED, count_elements, dequantise, elements, quantise
-from fsdp_tune.model.layers import is_router
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
@@ -88,7 +88,7 @@ def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -
                 left[name] = f"it is a {type(module).__name__}, which may compute something else"
             elif uses[id(module.weight)] > 1:
                 left[name] = "it shares its weight with another layer"
-            elif is_router(model.config, module):
+            elif is_router(model.config, module.out_features):
                 left[name] = "it is a router, whose few outputs need precision"
             elif module.in_features % NF4_BLOCK:
                 left[name] = f"its {module.in_features} columns are not a multiple of {NF4_BLOCK}"

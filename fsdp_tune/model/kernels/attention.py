@@ -10,11 +10,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionMaskInterface, Pr
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.families import has_attention_dropout, layer_types, widest_head
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.transformers_internals import OWN_FLASH_KERNELS, SUPPORTS_FLASH, SUPPORTS_SDPA, attention_of
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.model.kernels.varlen import against_torch_varlen, has_attention_dropout
-from fsdp_tune.model.layers import widest_head
+from fsdp_tune.model.kernels.varlen import against_torch_varlen
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, is_flash_kernel
 
@@ -78,7 +78,7 @@ def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -
 def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
     """Return the newest usable version and its reason, by transformers' own checks for packages and a CUDA device."""
     if is_flash_attn_3_available():
-        if has_attention_dropout(config):
+        if has_attention_dropout(config.get_text_config()):
             against_3 = "FlashAttention 3 has no dropout, and the model's attention uses it"
         elif torch.cuda.get_device_capability() < _HOPPER:
             against_3 = "FlashAttention 3 needs a Hopper GPU"
@@ -109,7 +109,7 @@ def large_mask_notices(recipe: Recipe, config: PreTrainedConfig, layers: int, ch
         return []
     recomputed = 0 if recipe.fsdp.activation_checkpointing == "none" else -(-layers // recipe.fsdp.activation_checkpointing_every)
     copies = layers - recomputed + min(1, recomputed)
-    kinds = len(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    kinds = len(set(layer_types(config) or ["full_attention"]))
     rows, tokens = recipe.training.per_device_train_batch_size, recipe.data.max_length
     per_pair = rows * (kinds + copies * (4 if recipe.compute_dtype == "fp32" else 2))
     if (size := per_pair * tokens**2) <= _LARGE_MASK_BYTES:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.core.families import is_router
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
-from fsdp_tune.model.layers import is_router
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.torchao_tensors import is_fp8, require_torchao
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, fp8_gpu_problem, gathers_in_fp8
@@ -102,7 +102,7 @@ def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) 
         return "it is in fsdp.ignored_modules"
     if type(module) is not nn.Linear and not is_fp8(module):
         return f"it is a {type(module).__name__}, which may compute something else"
-    if is_router(model.config, module):
+    if is_router(model.config, module.out_features):
         return "it is a router, whose few outputs need precision"
     if ".experts." in name:
         return "it is an expert, which gets any number of tokens, and kernels need multiples of 16"

@@ -15,19 +15,14 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from fsdp_tune.core.families import has_attention_dropout, has_attention_soft_cap
 from fsdp_tune.model.internals.transformers_internals import ATTENTION, SUPPORTS_INTERFACE, SUPPORTS_SDPA, attention_of
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 _AMPERE = (8, 0)
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 _WIDTH_MULTIPLE = 8
 """FlashAttention takes heads whose width is a multiple of this."""
-
-
-def has_attention_dropout(config: PreTrainedConfig) -> bool:
-    text = config.get_text_config()
-    return any(getattr(text, field, 0.0) for field in _DROPOUT_FIELDS)
 
 
 def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | None:
@@ -40,9 +35,9 @@ def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | No
         return f"torch {torch.__version__} has variable-length attention without `{missing[0]}`"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _AMPERE:
         return "torch's variable-length attention needs an Ampere GPU or a newer one"
-    if has_attention_dropout(config):
+    if has_attention_dropout(config.get_text_config()):
         return "torch's variable-length attention has no dropout, and the model's attention uses it"
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+    if has_attention_soft_cap(config.get_text_config()):
         return f"torch's variable-length attention has no soft-cap, and {name} uses one"
     if not SUPPORTS_SDPA.of(model_class):
         return f"torch's variable-length attention has no sinks and no bias, and {name}, without support for sdpa, may use them"

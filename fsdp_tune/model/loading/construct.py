@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.families import UNDECLARED
 from fsdp_tune.core.formats.config_fields import changed_fields
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
@@ -34,8 +35,6 @@ from fsdp_tune.run.directory import run_of
 
 OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Fields of config.json files from before transformers 5; the configuration class moves them into `rope_parameters`."""
-UNDECLARED_FIELDS = {"head_dim"}
-"""Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
@@ -135,7 +134,7 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
         raise usage_error("config-invalid", f"{origin}: transformers rejects this configuration: {error}") from error
     if "transformers_version" in mapping:  # written by transformers: fields that the class does not declare are for other readers
         return config
-    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED_FIELDS
+    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED
     if "rope_parameters" in known:
         known |= OLD_ROPE_FIELDS
     unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.model.positions import max_positions
+from fsdp_tune.core.families import max_positions
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import RopeScaling
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
-from fsdp_tune.core.formats.tied_names import KEY, is_embedding, is_head, tied_candidates
+from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, read_weight_map, tensors_of
 from fsdp_tune.recipe.schema import Recipe
@@ -33,22 +33,22 @@ def untie(recipe: Recipe, config: PreTrainedConfig) -> Notice | None:
 
     Only files on this machine are read. Raises: usage error if the recipe itself ties what the files store apart.
     """
-    stated = recipe.model.config_overrides.get(KEY)
-    places = [place for place in (config, config.get_text_config()) if getattr(place, KEY, False)]
+    stated = recipe.model.config_overrides.get(TIE_KEY)
+    places = [place for place in (config, config.get_text_config()) if getattr(place, TIE_KEY, False)]
     if stated is False or not places or (apart := _stored_apart(recipe)) is None:
         return None
     both = f"{recipe.model.name_or_path} stores `{apart.head}` and `{apart.embedding}` with different values"
     if stated is True:
         raise usage_error(
             "tie-contradicts-weights",
-            f"model.config_overrides: `{KEY}: true` would drop the output head: {both}",
+            f"model.config_overrides: `{TIE_KEY}: true` would drop the output head: {both}",
             where=Where(key="model.config_overrides"),
-            hint=f"leave `{KEY}` out of model.config_overrides",
+            hint=f"leave `{TIE_KEY}` out of model.config_overrides",
         )
     for place in places:
-        setattr(place, KEY, False)
-    message = f"{both}, so the head is a weight of its own, although the model's configuration has `{KEY}: true`"
-    return Notice("weights-untied", message, hint=f"`--set model.config_overrides.{KEY}=false` states the same")
+        setattr(place, TIE_KEY, False)
+    message = f"{both}, so the head is a weight of its own, although the model's configuration has `{TIE_KEY}: true`"
+    return Notice("weights-untied", message, hint=f"`--set model.config_overrides.{TIE_KEY}=false` states the same")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
+from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.parameters import plain_name
@@ -31,7 +32,7 @@ def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozens
     """Return the names of the parameters for Muon: hidden matrices and stacks of them, with weight decay (`decayed`).
 
     Embeddings, the head and convolutions are left to AdamW, as are vectors (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982)
-    and `A_log`, which has the decay rates of each channel of a state-space layer (Mamba, Jamba): no matrix product uses it.
+    and the decay rates of state-space layers: no matrix product uses them.
     """
     left_out: set[int] = set()
     for module in wrapped.modules():
@@ -42,7 +43,7 @@ def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozens
             of_module = [module]
         left_out |= {id(parameter) for each in of_module if each is not None for parameter in each.parameters()}
     names = {plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out}
-    return frozenset(name for name in decayed & names if not name.endswith(".A_log"))
+    return frozenset(name for name in decayed & names if not name.endswith(f".{STATE_DECAY}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Configuration fields with the number of experts in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +15,6 @@ class ModelDimensions:
     layers: int
     heads: int
     head_dim: int
-
-
-def expert_count(config: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer; 1 for a dense model."""
-    return max((count for key in EXPERT_COUNTS if isinstance(count := config.get(key), int)), default=1)
 
 
 def attended_length(lengths: Iterable[int]) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from fsdp_tune.core.families import expert_count
 from fsdp_tune.planner.predict.blend import alike, at_shards
 from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.mfu import expert_count
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import batch_changes, changed, ranks_of_machine
 from fsdp_tune.planner.search.pricing import Search

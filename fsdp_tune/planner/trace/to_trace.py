@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.core.families import HIDDEN_SIZE, mean_heads
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.kernels.float8 import plan_fp8
-from fsdp_tune.model.layers import mean_heads
 from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.model.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
@@ -103,7 +103,6 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
     """Return the counts of the full model, which is on the meta device."""
     parameters = list(model.parameters())
     heads, width = mean_heads(config)
-    hidden = int(getattr(config, "hidden_size", 0) or 0)
     head = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return Counts(
@@ -112,7 +111,7 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         layers=len(decoder_layers(model, recipe.layer_classes)),
-        hidden_size=hidden,
+        hidden_size=HIDDEN_SIZE.of(config) or 0,
         attention_heads=heads,
         head_dim=width,
         vocabulary=int(embedding.weight.shape[0]),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from fsdp_tune.core.families import layer_types
 from fsdp_tune.model.kernels.float8 import plan_fp8
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names
 from fsdp_tune.model.shard.recompute import checkpointed_layers
@@ -32,7 +33,7 @@ def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tu
     ]
     settings = [dict(_settings(layer)) for _, layer in layers]
     positions = {key for key in settings[0] if all(each.get(key) == index for index, each in enumerate(settings))} if settings else set()
-    kinds: Any = getattr(model.config, "layer_types", None) or [None] * len(layers)
+    kinds = layer_types(model.config) or [None] * len(layers)
     signatures: list[Hashable] = []
     for index, (name, layer) in enumerate(layers):
         inside = tuple(frozenset(other[len(name) :] for other in names if f"{other}.".startswith(f"{name}.")) for names in marked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.lora_limits import ADAPTER_RULES
@@ -191,7 +192,7 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
         if values[0] >= values[1]:
             keys = (f"model.rope_scaling.{low}", f"model.rope_scaling.{high}", "model.rope_scaling")
             yield Finding("contradiction", keys, f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: it must be larger")
-    for field in ("rope_parameters", "rope_scaling", "max_position_embeddings"):
+    for field in SCALED_FIELDS:
         if field in recipe.model.config_overrides:
             keys = ("model.config_overrides", "model.rope_scaling")
             message = f"`model.config_overrides` sets `{field}`, which `model.rope_scaling` sets too"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.verify.rehearsal.commands import run_torch_script
@@ -26,6 +26,7 @@ LAYERS = 2
 HEADS = 4
 HEAD_SIZE = 16
 HIDDEN_SIZE = HEADS * HEAD_SIZE
+LATENT_RANK = 32
 EXPERTS = 4
 MAX_LENGTH_TOKENS = 128
 ROWS = 400
@@ -35,31 +36,7 @@ SMALL_RANK = 4
 MOST_SHARING_RANKS = 2
 """Largest `parallelism.sp_size`: it divides the four heads, also where they are fewer in a layer."""
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks")
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "embedding_dim")
-HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
-KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
-INNER_KEYS = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "intermediate_size_mlp",
-)
 NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
-HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar")
-# Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
-LATENT_SIZES = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": HEAD_SIZE // 2,
-    "qk_nope_head_dim": HEAD_SIZE // 2,
-    "qk_head_dim": HEAD_SIZE,
-}
-
-STATE_SPACE_KEYS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-"""Number of heads, size of a head and expansion, where models require heads × size = hidden size × expansion."""
 
 
 def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,26 +45,26 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     The vocabulary is also kept, so that the recipe's tokenizer fits. Of alternating layer types, one layer each is kept.
     """
     small = {name: value for name, value in config.items() if name not in NOT_COPIED}
-    hidden, heads = _first(config, HIDDEN_KEYS), _first(config, HEAD_KEYS)
+    hidden, heads = families.HIDDEN_SIZE.of(config), families.HEADS.of(config)
     layers = _kept_layers(config)
-    _change(small, LAYER_KEYS, lambda _: len(layers))
-    _change(small, HIDDEN_KEYS, lambda _: HIDDEN_SIZE)
-    _change(small, HEAD_KEYS, lambda _: HEADS)
-    _change(small, KV_HEAD_KEYS, lambda value: max(1, HEADS * value // heads) if heads else value)
-    _change(small, HEAD_SIZE_KEYS, lambda _: HEAD_SIZE)
-    _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
-    _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
-    _change(small, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), lambda value: min(value, 2))
-    _change(small, ("n_group", "num_expert_group", "topk_group"), lambda _: 1)
-    _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
-    if config.get("mlp_only_layers"):
-        small["mlp_only_layers"] = [0]  # the dense layers; the other kept one has experts
-    for name, size in LATENT_SIZES.items():
-        _change(small, (name,), lambda _, size=size: size)
-    _change(small, ("rotary_dim",), lambda value: min(value, HEAD_SIZE))
+    _change(small, families.LAYERS, lambda _: len(layers))
+    _change(small, families.HIDDEN_SIZE, lambda _: HIDDEN_SIZE)
+    _change(small, families.HEADS, lambda _: HEADS)
+    _change(small, families.KV_HEADS, lambda value: max(1, HEADS * value // heads) if heads else value)
+    _change(small, families.HEAD_WIDTH, lambda _: HEAD_SIZE)
+    _change(small, families.INNER_SIZE, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
+    _change(small, families.EXPERTS, lambda value: min(value, EXPERTS))
+    _change(small, families.CHOSEN_EXPERTS, lambda value: min(value, 2))
+    _change(small, families.EXPERT_GROUPS, lambda _: 1)
+    _change(small, families.DENSE_FIRST, lambda value: min(value, 1))
+    if config.get(families.DENSE_LAYERS):
+        small[families.DENSE_LAYERS] = [0]  # the dense layers; the other kept one has experts
+    _change(small, families.LATENT_RANK, lambda _: LATENT_RANK)
+    _change(small, families.LATENT_WIDTH, lambda _: HEAD_SIZE // 2)
+    _change(small, families.ROTARY_WIDTH, lambda value: min(value, HEAD_SIZE))
     if "qk_rope_head_dim" in small and config.get("head_dim") == config["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]  # what DeepSeek's rotary embedding reads
-    for names in STATE_SPACE_KEYS:
+    for names in families.STATE_SPACE:
         count, size, expand = (config.get(name) for name in names)
         if isinstance(count, int) and isinstance(size, int) and isinstance(expand, int) and count * size == (hidden or 0) * expand:
             small |= {names[0]: HIDDEN_SIZE * expand // HEAD_SIZE, names[1]: HEAD_SIZE}
@@ -98,26 +75,22 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
         small["per_layer_config"] = {at: {name: small.get(name, value) for name, value in fields.items()} for at, fields in kept.items()}
     for name, value in config.items():
         per_layer = cast("list[Any]", value) if isinstance(value, list) else []
-        if per_layer and len(per_layer) == _first(config, LAYER_KEYS):
+        if per_layer and len(per_layer) == families.LAYERS.of(config):
             small[name] = [per_layer[index] for index in layers]
     return small
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
-
-
-def _change(config: dict[str, Any], names: tuple[str, ...], new: Callable[[Any], Any]) -> None:
-    """Replace the integer fields with these names. A null field stays null: the model class derives its value."""
-    for name in names:
+def _change(config: dict[str, Any], fields: families.Fields, new: Callable[[Any], Any]) -> None:
+    """Replace the number under each of its names. A null field stays null: the model class derives its value."""
+    for name in fields.names:
         if isinstance(config.get(name), int) and not isinstance(config[name], bool):
             config[name] = new(config[name])
 
 
 def _kept_layers(config: Mapping[str, Any]) -> list[int]:
     """Return the indexes of the first layer of each type, filled up to `LAYERS`, in the model's order."""
-    types: list[str] = config.get("layer_types") or []
-    count = _first(config, LAYER_KEYS) or LAYERS
+    types = families.layer_types(config)
+    count = families.LAYERS.of(config) or LAYERS
     firsts = [types.index(kind) for kind in dict.fromkeys(types)]
     others = [index for index in range(count) if index not in firsts]
     return sorted(firsts + others[: max(0, LAYERS - len(firsts))])
@@ -193,10 +166,10 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], input
         "rope_scaling": None,
         "frozen_dtype": recipe.model.frozen_dtype,
     }
-    of, to = _first(config, LAYER_KEYS), _first(shrunk, LAYER_KEYS)
+    of, to = families.LAYERS.of(config), families.LAYERS.of(shrunk)
     if of is not None and to is not None:
         _patterns(small, recipe, of, to)
-    wide, narrow = _first(config, HIDDEN_KEYS), _first(shrunk, HIDDEN_KEYS)
+    wide, narrow = families.HIDDEN_SIZE.of(config), families.HIDDEN_SIZE.of(shrunk)
     small.changes.append(f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}")
     if not inputs.tokenizer:
         model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}

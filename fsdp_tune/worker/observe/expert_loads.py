@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
-_INDEX_ARGUMENTS = ("top_k_index", "router_indices")
-"""Names of transformers' argument [tokens, chosen] of the forward of stacked experts."""
 _NO_BACKWARD = -1
 
 
@@ -33,7 +32,7 @@ class ExpertLoads(StepObserver, TrainerCallback):
         self._backward: Any = GRAPH_TASK.get()
         for name, module in model.named_modules() if self._backward is not None else ():
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-            argument = next((index for index, each in enumerate(parameters) if each in _INDEX_ARGUMENTS), None)
+            argument = next((index for index, each in enumerate(parameters) if each in EXPERT_INDEX_ARGUMENTS), None)
             experts = getattr(module, "num_experts", None)
             if argument is not None and isinstance(experts, int):
                 self._layers[plain_name(name)] = counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_tune.core.families import LAYERS, mean_heads
 from fsdp_tune.core.units import GIB, KIB
-from fsdp_tune.model.layers import mean_heads
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
@@ -117,7 +117,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 def model_size(loaded: Loaded) -> ModelDimensions | None:
     """Return the model's numbers for the MFU formula; None if its config lacks them."""
     config: Any = loaded.model.config.get_text_config()
-    layers, active = getattr(config, "num_hidden_layers", None), loaded.size.active_parameters
+    layers, active = LAYERS.of(config), loaded.size.active_parameters
     heads, width = mean_heads(config)
     if not layers or not heads or not width or active is None:
         return None

@@ -17,14 +17,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FailedError, failed_error
+from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count, family_of
 from fsdp_tune.data.store import Row, RowStore
+from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.model.parameters import bare_class
 from fsdp_tune.model.sequence_parallel import attention_disabled, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
-from fsdp_tune.planner.predict.mfu import expert_count
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.rows.dataset import Collator
@@ -37,8 +38,6 @@ MIN_ROW_TOKENS = 8
 ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 # One scale for all tokens of a micro-batch: the largest value of one example moves how the others are rounded (measured: 5 %).
 ALLOWED_WITH_ONE_SCALE = 0.2
-_CAUSAL_FIELDS = ("is_decoder", "causal")
-"""Fields of configurations that give a bidirectional model a causal mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +171,18 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
     return failed_error("model-not-shareable", message, hint="--set parallelism.sp_size=1")
 
 
-_KNOWN_UPSTREAM = {"GptOssForCausalLM": "https://github.com/huggingface/transformers/pull/39997"}
-"""Models whose mask transformers builds without position ids, with the report."""
-
-
-def not_isolated(deviation: float, model_name: str, kernel: str) -> FailedError:
+def not_isolated(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:
+    report, kernel = family_of(config.model_type).packing_report, attention_of(config)
     return failed_error(
         "packing-not-isolated",
         f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
         "when another one changes",
-        hint="--set data.packing=false" + (f"; reported upstream: {_KNOWN_UPSTREAM[model_name]}" if model_name in _KNOWN_UPSTREAM else ""),
+        hint="--set data.packing=false" + ("" if report is None else f"; reported upstream: {report}"),
     )
 
 
 def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:
-    field = next((name for name in _CAUSAL_FIELDS if getattr(config, name, None) is False), None)
+    field = next((name for name in CAUSAL_SWITCHES if getattr(config, name, None) is False), None)
     return failed_error(
         "model-not-causal",
         f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them change, so that it would learn to copy "

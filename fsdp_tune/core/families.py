@@ -1,0 +1,243 @@
+"""What differs by model family: the names under which configurations, files and models hold a fact, and the families with a quirk.
+
+Everything that reads one of these facts reads it here: planner, ranks, rehearsal, merge and the rules of a recipe. Most entries are names,
+not families, so a new family works without an entry if it uses the names of another one. Needs no torch: a configuration is a `config.json`
+or an object of transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The names of one number in the configurations of different families, in the order in which they are looked up."""
+
+    names: tuple[str, ...]
+
+    def of(self, config: Any) -> int | None:
+        """Return the number; None if the configuration has it under none of the names."""
+        return next((value for value in _values(config, self.names) if isinstance(value, int)), None)
+
+
+def _values(config: Any, names: Sequence[str]) -> Iterator[Any]:
+    for name in names:
+        yield cast("Mapping[str, Any]", config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+# ---- Sizes
+
+LAYERS = Fields(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks"))
+HIDDEN_SIZE = Fields(("hidden_size", "n_embd", "d_model", "embedding_dim"))
+INNER_SIZE = Fields(
+    (
+        *("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"),
+        *("shared_expert_intermediate_size", "intermediate_size_mlp"),
+    )
+)
+HEADS = Fields(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"))
+KV_HEADS = Fields(("num_key_value_heads", "num_kv_heads"))
+HEAD_WIDTH = Fields(("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar", "qk_head_dim"))
+ROTARY_WIDTH = Fields(("rotary_dim",))
+LATENT_RANK = Fields(("q_lora_rank", "kv_lora_rank"))
+"""Multi-head latent attention: rank of the compressed projections."""
+LATENT_WIDTH = Fields(("qk_rope_head_dim", "qk_nope_head_dim"))
+"""Its parts of a head, with and without positions."""
+STATE_SPACE = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
+"""Number of heads, width of a head and expansion, where models require heads × width = hidden size × expansion."""
+STATE_DECAY = "A_log"
+"""Matrix of a state-space layer (Mamba, Jamba) with the decay rate of each channel, which no matrix product uses."""
+UNDECLARED = frozenset({"head_dim"})
+"""Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer; empty if the configuration does not list them."""
+    return list(next(_values(config, ("layer_types",))) or ())
+
+
+# ---- Attention heads. Layers may differ: in Gemma 4, full attention has wider heads than sliding windows.
+
+
+def heads_by_layer(config: Any) -> list[tuple[int, int]]:
+    """Return (heads, width) of each layer; of a single one if all layers are alike. `config` is an object of transformers.
+
+    transformers raises an error for a field of the configuration that its layers differ in.
+    """
+    text = config.get_text_config()
+    found: list[tuple[int, int]] = []
+    for layer in text.per_layer_config if text.is_heterogeneous else [text]:
+        heads, hidden, width = _values(layer, ("num_attention_heads", "hidden_size", "head_dim"))
+        if heads:
+            found.append((int(heads), int(width or int(hidden or 0) // int(heads))))
+    return found
+
+
+def widest_head(config: Any) -> int:
+    """Return the largest width of an attention head over all layers; 0 if the configuration declares no heads."""
+    return max((width for _, width in heads_by_layer(config)), default=0)
+
+
+def mean_heads(config: Any) -> tuple[int, int]:
+    """Return (heads of a layer, their width) whose product is the mean of all layers; zeros if the configuration declares no heads."""
+    layers = heads_by_layer(config)
+    if not layers:
+        return 0, 0
+    heads = max(number for number, _ in layers)
+    return heads, round(sum(number * width for number, width in layers) / (heads * len(layers)))
+
+
+# ---- Attention: what kernels may not have, and masks
+
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "jitter")
+_DROPOUT_OF_OTHER_HEADS = ("classifier", "summary")
+CAUSAL_SWITCHES = ("is_decoder", "causal")
+"""Fields that give a bidirectional model a causal mask."""
+
+
+def has_attention_dropout(config: Any) -> bool:
+    """Return whether the attention of a text model drops weights in training."""
+    return any(_values(config, _ATTENTION_DROPOUT))
+
+
+def has_attention_soft_cap(config: Any) -> bool:
+    """Return whether the attention of a text model caps its logits (Gemma 2)."""
+    return next(_values(config, ("attn_logit_softcapping",))) is not None
+
+
+def dropout_fields(config: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a `config.json` that make the model's forward random in training, sorted."""
+    rates = (name for name, value in config.items() if isinstance(value, float) and value > 0)
+    return sorted(name for name in rates if any(word in name for word in _DROPOUT_WORDS) and not name.startswith(_DROPOUT_OF_OTHER_HEADS))
+
+
+# ---- Positions
+
+POSITIONS = Fields(("max_position_embeddings",))
+OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+"""Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
+SCALED_FIELDS = ("rope_parameters", "rope_scaling", *POSITIONS.names)
+"""Fields that scaling the positions changes."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
+    positions = POSITIONS.of(config)
+    return positions if positions is not None and positions > 0 else None
+
+
+# ---- Mixtures of experts
+
+EXPERTS = Fields(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+"""Experts in a layer."""
+CHOSEN_EXPERTS = Fields(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"))
+"""Experts that a token uses."""
+EXPERT_GROUPS = Fields(("n_group", "num_expert_group", "topk_group"))
+DENSE_FIRST = Fields(("first_k_dense_replace",))
+"""Number of layers without experts at the start."""
+DENSE_LAYERS = "mlp_only_layers"
+"""List of layers without experts."""
+BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Attributes of models with the coefficient of the load-balancing loss."""
+EXPERT_INDEX_ARGUMENTS = ("top_k_index", "router_indices")
+"""Arguments [tokens, chosen] of the forward of stacked experts with the indices of the chosen experts."""
+EXPERT_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Stacked parameter → names of the tensors of one expert in files, whose rows follow each other in the stack."""
+EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
+"""Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
+
+
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of experts in a layer; 1 for a dense model."""
+    return max((count for count in _values(config, EXPERTS.names) if isinstance(count, int)), default=1)
+
+
+def is_router(config: Any, outputs: int) -> bool:
+    """Return whether a linear layer with this number of outputs has one for each expert of a mixture."""
+    return outputs == EXPERTS.of(config)
+
+
+# ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them.
+
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$")
+OLD_HEADS = {"lm_head.weight": "embed_out.weight"}
+"""Head in the model → head in files of transformers 4 (GPT-NeoX)."""
+TIE_KEY = "tie_word_embeddings"
+
+
+def is_head(name: str) -> bool:
+    return _HEAD.search(name) is not None and not is_embedding(name)
+
+
+def is_embedding(name: str) -> bool:
+    return _EMBEDDING.search(name) is not None
+
+
+def tie_setting(config: Mapping[str, Any]) -> bool | None:
+    """Return whether a `config.json` ties head and embedding; None if it is left to the model class."""
+    nested: Any = config.get("text_config")
+    places: list[Mapping[str, Any]] = [config, nested] if isinstance(nested, dict) else [config]
+    return next((place[TIE_KEY] for place in places if isinstance(place.get(TIE_KEY), bool)), None)
+
+
+def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return {head: embedding} by name and shape."""
+    embeddings = [name for name, shape in shapes.items() if is_embedding(name) and len(shape) == 2]
+    pairs: dict[str, str] = {}
+    for head, shape in shapes.items():
+        if is_head(head):
+            for embedding in embeddings:
+                if shapes[embedding] == shape:
+                    pairs.setdefault(head, embedding)
+    return pairs
+
+
+# ---- Families with a quirk
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model type has for itself."""
+
+    old_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Fields that transformers 5 writes under another name than transformers 4 reads: new → old."""
+    old_rope_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names that the family had instead of those in `OLD_ROPE`."""
+    reads_padding: bool = False
+    """Recurrent layers take padding on the left for text."""
+    packing_report: str | None = None
+    """Report about the mask of packed rows, which transformers builds without position ids."""
+
+
+_GPT_NEOX = Family(old_rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
+_MODERNBERT = Family(old_rope_names={"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"})
+_READS_PADDING = Family(reads_padding=True)
+_FAMILIES = {
+    "gpt_neox": _GPT_NEOX,
+    "gpt_neox_japanese": _GPT_NEOX,
+    "gpt_oss": Family(packing_report="https://github.com/huggingface/transformers/pull/39997"),
+    "minimax": _READS_PADDING,
+    "modernbert": _MODERNBERT,
+    "modernbert-decoder": _MODERNBERT,
+    "qwen3_moe": Family(old_names={"num_local_experts": "num_experts"}),
+    "recurrent_gemma": _READS_PADDING,
+    "rwkv": _READS_PADDING,
+    "xlm": Family(old_names={"bos_token_id": "bos_index", "eos_token_id": "eos_index", "pad_token_id": "pad_index"}),
+    "xlstm": _READS_PADDING,
+}
+"""By `model_type` of the configuration."""
+
+
+def family_of(model_type: Any) -> Family:
+    """Return the quirks of a model type; those of an unknown type are none."""
+    return _FAMILIES.get(str(model_type), Family())

@@ -1,0 +1,94 @@
+"""The table of model families names what the installed transformers has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from fsdp_tune.core import families
+from fsdp_tune.core.families import Fields, heads_by_layer, mean_heads, tie_setting, tied_candidates, widest_head
+
+MODELS = Path(transformers.__file__).parent / "models"
+GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def configurations() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(MODELS.glob("*/configuration_*.py")))
+
+
+def test_every_name_of_a_number_is_a_field_of_some_configuration(configurations: str) -> None:
+    tables = {name: value for name, value in vars(families).items() if isinstance(value, Fields)}
+    fields = set(re.findall(r"^    (\w+)\s*[:=]", configurations, re.MULTILINE)) | set(re.findall(r"\"(\w+)\"", configurations))
+    assert len(tables) > 10
+    assert {name: unknown for name, table in tables.items() if (unknown := set(table.names) - fields)} == {}
+
+
+def test_every_family_with_a_quirk_is_a_model_type() -> None:
+    assert families._FAMILIES.keys() - CONFIG_MAPPING_NAMES.keys() == set()
+
+
+def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_family() -> None:
+    config = AutoConfig.for_model("gpt2", n_layer=3, n_embd=48, n_head=6)
+    for source in (config, config.to_dict()):
+        assert [table.of(source) for table in (families.LAYERS, families.HIDDEN_SIZE, families.HEADS)] == [3, 48, 6]
+        assert families.EXPERTS.of(source) is None
+    assert families.expert_count({}) == 1
+    assert families.expert_count({"n_routed_experts": 8, "num_experts": None}) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "widest", "mean"),
+    [({}, 512, (4, 299)), ({"head_dim": 16, "global_head_dim": 16}, 16, (4, 16))],  # five layers of 256, one of 512
+    ids=["published", "narrow"],
+)
+def test_heads_of_layers_that_differ(fields: dict[str, Any], widest: int, mean: tuple[int, int]) -> None:
+    config = AutoConfig.for_model(**GEMMA4, **fields)
+    assert len(heads_by_layer(config)) == 6
+    assert (widest_head(config), mean_heads(config)) == (widest, mean)
+
+
+def test_unknown_family_has_no_quirk() -> None:
+    assert families.family_of("no-such-family") == families.family_of(None) == families.Family()
+
+
+def test_tie_setting_falls_back_to_text_config():
+    assert tie_setting({"text_config": {"tie_word_embeddings": False}}) is False
+    assert tie_setting({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}) is True
+    assert tie_setting({}) is None
+
+
+def tied_names_of_transformers() -> dict[str, dict[str, str]]:
+    """{class: `_tied_weights_keys`} of the causal language models, read from the source that is installed."""
+    found: dict[str, dict[str, str]] = {}
+    for path in MODELS.glob("*/modeling_*.py"):
+        for text in path.read_text(encoding="utf-8").split("\nclass ")[1:]:
+            name = text.partition("(")[0]
+            keys = re.search(r"\n    _tied_weights_keys = (\{[^}]*\})", text)
+            if name.endswith(("ForCausalLM", "LMHeadModel")) and keys is not None:
+                found[name] = ast.literal_eval(keys[1])
+    return found
+
+
+def test_heads_and_embeddings_of_all_causal_models_are_known():
+    classes = tied_names_of_transformers()
+    assert len(classes) > 100
+    unknown = set()
+    for name, pairs in classes.items():
+        for head, embedding in pairs.items():
+            if head.endswith(".weight") and tied_candidates(dict.fromkeys((head, embedding), (100, 8))) != {head: embedding}:
+                unknown.add(name)
+    # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as well.
+    assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
+
+
+def test_similarly_named_layers_are_not_paired():
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
+    assert tied_candidates(dict.fromkeys(names, (8, 8))) == {"lm_head.weight": "model.embed_tokens.weight"}
