@@ -119,8 +119,11 @@ def dropout_fields(config: Mapping[str, Any]) -> list[str]:
 # ---- Positions
 
 POSITIONS = Fields(("max_position_embeddings",))
-OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
+OLD_LOCAL_ROPE = "rope_local_base_freq"
+"""The same for layers with a sliding window (Gemma 3)."""
+SLIDING = "sliding_attention"
 SCALED_FIELDS = ("rope_parameters", "rope_scaling", *POSITIONS.names)
 """Fields that scaling the positions changes."""
 
@@ -207,12 +210,12 @@ def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a model type has for itself."""
+    """What a model type has for itself. Renamed fields are {new: old}."""
 
     old_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Fields that transformers 5 writes under another name than transformers 4 reads: new → old."""
+    """Fields that transformers 5 writes under another name than transformers 4 reads."""
     old_rope_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Names that the family had instead of those in `OLD_ROPE`."""
+    """Names that the family had instead of `OLD_ROPE` and `OLD_LOCAL_ROPE`."""
     reads_padding: bool = False
     """Recurrent layers take padding on the left for text."""
     packing_report: str | None = None
@@ -220,7 +223,7 @@ class Family:
 
 
 _GPT_NEOX = Family(old_rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
-_MODERNBERT = Family(old_rope_names={"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"})
+_MODERNBERT = Family(old_rope_names={"rope_theta": "global_rope_theta", OLD_LOCAL_ROPE: "local_rope_theta"})
 _READS_PADDING = Family(reads_padding=True)
 _FAMILIES = {
     "gpt_neox": _GPT_NEOX,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.core.families import family_of
+from fsdp_tune.core.families import family_of, max_positions
 from fsdp_tune.model.kernels.varlen import attention_with_masks
 
 
@@ -79,8 +79,8 @@ def _keys_and_values(outputs: Any, name: str) -> Any:
 def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:
     """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
     plain: Any = model
-    positions = getattr(plain.config, "max_position_embeddings", None)
-    return min(max_new_tokens, positions - prompt_tokens) if isinstance(positions, int) else max_new_tokens
+    positions = max_positions(plain.config)
+    return max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
 
 
 def _generate_without_cache(

@@ -64,6 +64,17 @@ def test_undeclared_config_field_that_models_read_is_accepted() -> None:
     assert model_config(recipe_of({"from_config": QWEN3_MOE})).head_dim == 32
 
 
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("llama", "rope_theta"), ("gpt_neox", "rotary_emb_base"), ("gemma3_text", "rope_local_base_freq"), ("gemma3_text", "rope_theta")],
+)
+def test_field_of_transformers_4_is_accepted_where_it_has_an_effect(family: str, field: str) -> None:
+    config = model_config(recipe_of({"from_config": FAMILIES[family] | {field: 1234.0}}))
+    assert "1234.0" in str(config.rope_parameters)
+    assert codes(lambda: model_config(recipe_of(llama(rotary_emb_base=1234.0)))) == ["config-field-unknown"]
+    assert codes(lambda: model_config(recipe_of(llama(rope_local_base_freq=1234.0)))) == ["config-field-unknown"]
+
+
 def test_config_written_by_transformers_may_have_undeclared_fields(tmp_path: Path) -> None:
     """Qwen3-30B-A3B's config.json, for one."""
     file = tmp_path / "config.json"

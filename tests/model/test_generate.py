@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from fsdp_tune.model.generate import generate
+from fsdp_tune.model.generate import generate, room
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 SIZES: dict[str, dict[str, Any]] = {
@@ -52,6 +52,13 @@ def test_text_ends_at_the_last_position_in_any_batch(kind: str) -> None:
         alone = [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
     assert together == alone
     assert [len(tokens) for tokens in together] == [5, 7, 2]
+
+
+def test_model_that_declares_no_limit_of_positions_has_room_for_all_tokens() -> None:
+    """XLNet's `max_position_embeddings` is -1."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlnet", d_model=32, n_layer=1, n_head=2, d_inner=32))
+    assert room(model, 5, 20) == 20
 
 
 def test_rows_end_at_first_end_token_and_loop_stops_by_agreement() -> None:

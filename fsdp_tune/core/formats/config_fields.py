@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from fsdp_tune.core.families import OLD_ROPE, family_of
+from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, family_of
 
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
@@ -26,7 +26,7 @@ def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
 
 def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
-    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in OLD_ROPE}
+    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}
     for name, value in changes.items():
         inner = config.get(name)
         is_nested = _is_nested(name, inner) and _is_nested(name, value)
@@ -74,12 +74,12 @@ def old_rope_fields(parameters: Any) -> dict[str, Any]:
     fields = cast("dict[str, Any]", parameters)
     if not any(isinstance(value, dict) for value in fields.values()):
         return _flat(fields)
-    if set(fields) != {"full_attention", "sliding_attention"} or not all(isinstance(value, dict) for value in fields.values()):
+    if set(fields) != {"full_attention", SLIDING} or not all(isinstance(value, dict) for value in fields.values()):
         return {}
-    local = _flat(fields["sliding_attention"])
+    local = _flat(fields[SLIDING])
     if local["rope_scaling"] is not None or "rope_theta" not in local:
         return {}
-    return _flat(fields["full_attention"]) | {"rope_local_base_freq": local["rope_theta"]}
+    return _flat(fields["full_attention"]) | {OLD_LOCAL_ROPE: local["rope_theta"]}
 
 
 def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:

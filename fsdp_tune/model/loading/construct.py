@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.families import UNDECLARED
+from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, family_of
 from fsdp_tune.core.formats.config_fields import changed_fields
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
@@ -32,9 +32,6 @@ from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
-
-OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-"""Fields of config.json files from before transformers 5; the configuration class moves them into `rope_parameters`."""
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
@@ -135,8 +132,9 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
     if "transformers_version" in mapping:  # written by transformers: fields that the class does not declare are for other readers
         return config
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED
-    if "rope_parameters" in known:
-        known |= OLD_ROPE_FIELDS
+    if "rope_parameters" in known:  # the configuration class moves the fields of transformers 4 there
+        known |= {*OLD_ROPE, *family_of(model_type).old_rope_names.values()}
+        known |= {OLD_LOCAL_ROPE} if SLIDING in (config.rope_parameters or ()) else set()
     unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))
     if unknown:
         raise usage_error(
