@@ -11,9 +11,10 @@ from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.option import MergeCheck
 from fsdp_tune.core.progress import Bar, OpenBar
+from fsdp_tune.core.tensors.extents import Shape
+from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.as_base import as_base
@@ -32,7 +33,6 @@ from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_a
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.weights import SINGLE_NAME
 from fsdp_tune.run.base_model import BaseLayout
-from fsdp_tune.run.dcp_metadata import Shape
 
 _SHOWN = 20
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.merge.weights import PICKLE_ENDINGS, SINGLE_NAME, Weights, find_weights, is_of_one_rank, is_of_verl
-from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from fsdp_tune.run.metrics_file import read_metrics

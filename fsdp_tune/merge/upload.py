@@ -11,9 +11,9 @@ from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.record import CARD_NAME, without_folders

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
-from fsdp_tune.run.dcp_metadata import METADATA_NAME
+from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
+from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.manifest import Manifest
 

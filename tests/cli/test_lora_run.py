@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from fsdp_tune.core.formats.peft_fields import PREFIX
+from fsdp_tune.core.tensors.peft_fields import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir

@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.formats import peft_fields
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
+from fsdp_tune.core.tensors import peft_fields
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty

@@ -210,7 +210,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("path.is_relative_to", "path.parent == checkpoint"),
         rows="F104",
     ),
-    plant("holes in a safetensors file accepted", "core.formats.safetensors_header:read_header", never("entry.first_byte"), rows="F117"),
+    plant("holes in a safetensors file accepted", "core.tensors.safetensors_header:read_header", never("entry.first_byte"), rows="F117"),
     plant("free space not checked before a merge", "merge.destination:check_space", never("free_bytes"), rows="F103"),
     plant(
         "NaN and infinity merged",

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.tensors.pickles import Refused
 from fsdp_tune.merge.formats.names import model_names
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
-from fsdp_tune.run.pickles import Refused
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 STATE = {"a.weight": torch.arange(600, dtype=torch.float32).reshape(20, 30), "b.weight": torch.randn(600), "c": torch.tensor(3.0)}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.formats.peft_fields import PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.construct import build_full

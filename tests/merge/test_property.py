@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
-from fsdp_tune.run.dtypes import DTYPES
 from tests.merge.checkpoints import merged_tensors, same_bits, save_on_ranks
 from tests.merge.test_merged_values import small_gpt2, small_llama
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp_tune.core.tensors.dtypes import DTYPES, OF_SAFETENSORS
 from fsdp_tune.merge.copy.values import NonFinite, all_finite, convert, count_non_finite, is_checked
-from fsdp_tune.run.dtypes import DTYPES, OF_SAFETENSORS
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 

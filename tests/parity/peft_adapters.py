@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.run.dtypes import NF4_VALUES
+from fsdp_tune.core.tensors.dtypes import NF4_VALUES
 
 
 def round_to_nf4(base: Path, scales: str, folder: Path) -> Path:

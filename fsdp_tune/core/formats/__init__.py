@@ -1,1 +1,1 @@
-"""Formats of model files that several rooms read: names, fields and headers, without tensors."""
+"""Files of a model directory that several rooms read: their names and their fields, without tensors."""

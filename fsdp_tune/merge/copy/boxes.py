@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_tune.merge.formats.tensors import Shape
+from fsdp_tune.core.tensors.extents import Shape
 
 
 @dataclass(frozen=True, slots=True)

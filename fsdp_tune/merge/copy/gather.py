@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from isal.isal_zlib import crc32  # six times as fast as zlib's, which took as long as the copy itself
 
+from fsdp_tune.core.tensors.extents import Extent, Shape, is_row_major, row_major
 from fsdp_tune.merge.copy.boxes import Box, intersection
 from fsdp_tune.merge.copy.values import Array
 from fsdp_tune.merge.formats.dcp import damaged_chunk, locate
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major
+from fsdp_tune.merge.formats.tensors import Chunk, SourceTensor
 
 BUFFER_BYTES = 2 << 20  # smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
 _FEW_BYTES = 64 << 10

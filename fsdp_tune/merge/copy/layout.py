@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_tune.merge.formats.tensors import Shape, SourceTensor
+from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType
+from fsdp_tune.core.tensors.extents import Shape
+from fsdp_tune.core.tensors.safetensors_header import header_bytes
+from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.weights import SINGLE_NAME
-from fsdp_tune.run.dtypes import OF_OPTION, DType
 
 PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +94,15 @@ def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> Output
     # Tensors of whole pages first, so that each starts at a page and can be written past the page cache; then the widest elements
     # first: readers map the file, and an element must start at a multiple of its own size.
     ordered = sorted(shard, key=lambda pair: (pair[0].elements * pair[1].item_bytes % PAGE_BYTES > 0, -pair[1].item_bytes))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    ends: list[tuple[int, int]] = []
-    at = 0
-    for tensor, dtype in ordered:
-        end = at + tensor.elements * dtype.item_bytes
-        header[tensor.name] = {"dtype": dtype.safetensors, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        ends.append((at, end))
-        at = end
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-(_LENGTH_BYTES + len(raw)) % PAGE_BYTES)  # tensors of whole pages then begin and end with one
-    head = struct.pack("<Q", len(raw)) + raw
-    placed = tuple(
-        Placed(tensor.name, dtype, tensor.shape, name, len(head) + start, end - start)
-        for (tensor, dtype), (start, end) in zip(ordered, ends, strict=True)
-    )
-    return OutputFile(name, head, len(head) + at, placed)
+    sizes = [tensor.elements * dtype.item_bytes for tensor, dtype in ordered]
+    listed = ((tensor.name, dtype.safetensors, tensor.shape, size) for (tensor, dtype), size in zip(ordered, sizes, strict=True))
+    head = header_bytes(listed, {"format": "pt"}, alignment_bytes=PAGE_BYTES)  # tensors of whole pages then begin and end with one
+    placed: list[Placed] = []
+    at = len(head)
+    for (tensor, dtype), size_bytes in zip(ordered, sizes, strict=True):
+        placed.append(Placed(tensor.name, dtype, tensor.shape, name, at, size_bytes))
+        at += size_bytes
+    return OutputFile(name, head, at, tuple(placed))
 
 
 def _index(files: Sequence[OutputFile], total_bytes: int, parameters: int) -> bytes:

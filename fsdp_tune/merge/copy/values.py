@@ -8,7 +8,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from fsdp_tune.run.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES, DType
+from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # The largest finite magnitude of the 16-bit floats, as an integer: comparing bits is 10 times as fast as `isfinite` on them.

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
-from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.pickles import Refused
 from fsdp_tune.merge.formats.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.formats.hf_shards import read_hf_shards
 from fsdp_tune.merge.formats.names import is_peft, model_names, optimizer_state
@@ -16,7 +17,6 @@ from fsdp_tune.merge.formats.safetensors_file import read_safetensors
 from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, SourceTensor
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights
-from fsdp_tune.run.pickles import Refused
 
 _SHOWN = 5
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata
+from fsdp_tune.core.tensors.extents import Extent, Shape
+from fsdp_tune.core.tensors.pickles import Refused
 from fsdp_tune.merge.formats.names import model_names, optimizer_state
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, ChunkPart, Extent, SourceTensor
-from fsdp_tune.run.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata, Shape
-from fsdp_tune.run.pickles import Refused
+from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, ChunkPart, SourceTensor
 
 MOST_TENSOR_BYTES = 1 << 60
 

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.formats import safetensors_header as header
+from fsdp_tune.core.tensors import safetensors_header as header
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, DType
+from fsdp_tune.core.tensors.extents import Extent, Shape, row_major
+from fsdp_tune.core.tensors.pickles import Refused
 from fsdp_tune.merge.formats.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_header
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, SourceTensor, row_major
+from fsdp_tune.merge.formats.tensors import Chunk, SourceTensor
 from fsdp_tune.merge.weights import HF_SHARD
-from fsdp_tune.run.dcp_metadata import Shape
-from fsdp_tune.run.dtypes import OF_SAFETENSORS, DType
-from fsdp_tune.run.pickles import Refused
 
 INFO = "DCP_SHARDING_INFO"
 

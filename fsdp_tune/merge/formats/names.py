@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdp_tune.run.pickles import Refused
+from fsdp_tune.core.tensors.pickles import Refused
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})

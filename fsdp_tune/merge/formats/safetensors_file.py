@@ -1,15 +1,16 @@
-"""Tensors of safetensors files, one or many behind an index; the headers are read by `core.formats.safetensors_header`."""
+"""Tensors of safetensors files, one or many behind an index; the headers are read by `core.tensors.safetensors_header`."""
 
 from __future__ import annotations
 
 import json
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.formats import safetensors_header as header
+from fsdp_tune.core.tensors import safetensors_header as header
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
+from fsdp_tune.core.tensors.extents import Extent, row_major
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, SourceTensor, row_major
+from fsdp_tune.merge.formats.tensors import Chunk, SourceTensor
 from fsdp_tune.merge.weights import INDEX_NAME, SINGLE_NAME
-from fsdp_tune.run.dtypes import OF_SAFETENSORS
 from fsdp_tune.run.manifest import is_inside
 
 MAX_INDEX_BYTES = 100_000_000

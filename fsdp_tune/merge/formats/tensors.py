@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_tune.core.tensors.dtypes import DType
+from fsdp_tune.core.tensors.extents import Extent, Shape
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.run.dcp_metadata import Shape
-from fsdp_tune.run.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +18,6 @@ class ArchiveExtent:
     file: str
     offset: int
     length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A chunk's elements: the first at byte `first_byte` of `file`, the others by `strides` (in elements).
-
-    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken over.
-    """
-
-    file: str
-    first_byte: int
-    strides: Shape
-    storage_start: int
-    storage_bytes: int
-    crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +96,3 @@ class LowRankOfExperts:
     is_transposed: bool
     expert: int | None
     first_row: int
-
-
-def row_major(shape: Shape) -> Shape:
-    """Strides, in elements, of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def is_row_major(sizes: Shape, strides: Shape) -> bool:
-    """Return whether elements are contiguous in row-major order. Strides of dimensions of size 1 are ignored."""
-    return math.prod(sizes) == 0 or all(
-        size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
-    )

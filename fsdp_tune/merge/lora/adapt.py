@@ -14,8 +14,8 @@ from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.formats.config_fields import with_changes
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, tensor_name, unknown_field_notices
 from fsdp_tune.core.option import BaseWeights
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, tensor_name, unknown_field_notices
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.names import is_peft

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import (
+from fsdp_tune.core.tensors.peft_fields import (
     CONFIG_FILE,
     initialisation_that_changes_base,
     is_trained_in_full,

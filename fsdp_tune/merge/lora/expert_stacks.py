@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS
+from fsdp_tune.core.tensors.extents import Shape
 from fsdp_tune.merge.formats.tensors import LowRankOfExperts, SourceTensor
-from fsdp_tune.run.dcp_metadata import Shape
 
 
 @dataclass(frozen=True, slots=True)

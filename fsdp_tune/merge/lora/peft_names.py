@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Where, failed_error
-from fsdp_tune.core.formats.peft_fields import PREFIX
+from fsdp_tune.core.tensors.peft_fields import PREFIX
 
 MAGNITUDE = ".lora_magnitude_vector"
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error
-from fsdp_tune.run.dcp_metadata import Shape
+from fsdp_tune.core.tensors.extents import Shape
 
 _SHOWN = 5
 # The child needs no accelerator and no network.

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.formats.peft_fields import PREFIX, tensor_name
+from fsdp_tune.core.tensors.peft_fields import PREFIX, tensor_name
 from fsdp_tune.model.adapters.lora_targets import Targets, find_saved, find_targets, is_stack, last_parts
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.shard.local import copy_part, local_part

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp_tune.run.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES
+from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES
 
 PACKED, SCALES = "weight_nf4", "weight_scales"
 """Names of the two parameters in their layer."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.formats.config_fields import changed_fields
-from fsdp_tune.core.formats.peft_fields import (
+from fsdp_tune.core.tensors.peft_fields import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,

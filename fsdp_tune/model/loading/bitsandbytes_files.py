@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_whole
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.dtypes import NF4_BLOCK
 
 _STATE = ".quant_state.bitsandbytes__"
 _IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"

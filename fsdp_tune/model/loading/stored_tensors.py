@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.formats.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
 
 DTYPES = {
     "F64": torch.float64,

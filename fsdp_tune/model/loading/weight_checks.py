@@ -10,8 +10,8 @@ from typing import Any
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fsdp_tune.core.errors import Problem, Where
-from fsdp_tune.core.formats.peft_fields import WEIGHTS_FILE
-from fsdp_tune.core.formats.safetensors_header import MAX_HEADER_BYTES
+from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.tensors.safetensors_header import MAX_HEADER_BYTES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
 

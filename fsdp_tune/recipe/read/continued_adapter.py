@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from fsdp_tune.core.formats.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.recipe.findings import Finding, given
 from fsdp_tune.recipe.schema import Lora, Recipe
 

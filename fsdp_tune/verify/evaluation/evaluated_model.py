@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import failed_error, usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
 from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head

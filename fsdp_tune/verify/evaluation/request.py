@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
 from fsdp_tune.core.hub import MODEL_FILES, HubResource, snapshot
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of

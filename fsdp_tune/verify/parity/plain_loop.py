@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
-from fsdp_tune.core.formats.peft_fields import PREFIX
+from fsdp_tune.core.tensors.peft_fields import PREFIX
 from fsdp_tune.data.order.permutation import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE, PREFIX
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
-import json
 import os
 import shutil
-import struct
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +26,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
+from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME, DcpMetadata, StoredChunk
+from fsdp_tune.core.tensors.dtypes import DTYPES, DType
+from fsdp_tune.core.tensors.extents import Shape
+from fsdp_tune.core.tensors.pickles import Refused
+from fsdp_tune.core.tensors.safetensors_header import header_bytes
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.torch_internals import STORAGE_INFO
 from fsdp_tune.model.shard.local import wraps_others
-from fsdp_tune.run.dcp_metadata import METADATA_NAME, DcpMetadata, Shape, StoredChunk
-from fsdp_tune.run.dtypes import DTYPES, DType
 from fsdp_tune.run.manifest import Digester, FileEntry
-from fsdp_tune.run.pickles import Refused
 
 
 class HashingStream(io.RawIOBase):
@@ -182,21 +182,14 @@ def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunk
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
     """Write CPU tensors in safetensors format through `DISK`; the library's own writer bypasses Python and creates mode 0600."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, tensor in tensors.items():
-        size_bytes = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + size_bytes],
-        }
-        at += size_bytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    listed = (
+        (name, DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors, tensor.shape, tensor.numel() * tensor.element_size())
+        for name, tensor in tensors.items()
+    )
+    head = header_bytes(listed, metadata)
     stream = HashingStream(path)
     try:
-        stream.write(struct.pack("<Q", len(raw)) + raw)
+        stream.write(head)
         for tensor in tensors.values():
             if tensor.numel():
                 stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())

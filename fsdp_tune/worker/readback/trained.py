@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.formats.peft_fields import value_for
+from fsdp_tune.core.tensors.peft_fields import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_parts, rank_of
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES

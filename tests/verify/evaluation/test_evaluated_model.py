@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.formats.peft_fields import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint

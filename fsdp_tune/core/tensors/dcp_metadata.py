@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from fsdp_tune.run.dtypes import DTYPES, DType
-from fsdp_tune.run.pickles import AllowedGlobal, Record, Refused, load
+from fsdp_tune.core.tensors.dtypes import DTYPES, DType
+from fsdp_tune.core.tensors.extents import Shape
+from fsdp_tune.core.tensors.pickles import AllowedGlobal, Record, Refused, load
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,23 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
-from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import Extent, Shape
-from fsdp_tune.run.dtypes import DTYPES, OF_STORAGE, DType
-from fsdp_tune.run.pickles import AllowedGlobal, Refused, load
+from fsdp_tune.core.tensors.dtypes import DTYPES, OF_STORAGE, DType
+from fsdp_tune.core.tensors.extents import Extent, Shape
+from fsdp_tune.core.tensors.pickles import AllowedGlobal, Refused, load
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 256 << 20
 _SMALL_PICKLE_BYTES = 512
 _END_PIECE_BYTES = 1024
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class ReadableFiles(Protocol):
+    """Files by name, read at any position."""
+
+    def read(self, name: str, offset: int, count: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class StoredTensor:
 class Ends:
     """An archive's bytes. Its first and last kilobyte are read at once: they hold all that describes one tensor."""
 
-    def __init__(self, files: SourceFiles, file: str, start: int, length_bytes: int) -> None:
+    def __init__(self, files: ReadableFiles, file: str, start: int, length_bytes: int) -> None:
         self.files, self.file, self.start, self.length_bytes = files, file, start, length_bytes
         self.head = files.read(file, start, min(length_bytes, _END_PIECE_BYTES))
         self.tail = files.read(file, start + length_bytes - len(self.head), len(self.head))
@@ -107,7 +112,7 @@ class Archive:
         return at, member.file_size, member.CRC if self.has_checksums else None
 
 
-def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -> Archive:
+def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int) -> Archive:
     """Read the directory of one archive. Raises: Refused for anything that torch does not write."""
     ends = Ends(files, file, start, length_bytes)
     try:
@@ -132,23 +137,30 @@ def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -
 
 def _storage(identifier: Any) -> tuple[DType | None, str]:
     """`("storage", class, key, device, elements)` → (dtype, None for untyped; key)."""
-    if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage" or not isinstance(identifier[2], str):
+    parts = _tuple(identifier)
+    if len(parts) != 5 or parts[0] != "storage" or not isinstance(parts[2], str):
         raise Refused("it refers to something that is not a storage")
-    kind = identifier[1]
+    kind = parts[1]
     if not isinstance(kind, AllowedGlobal) or not (kind.value is None or isinstance(kind.value, DType)):
         raise Refused("it refers to a storage of an unknown type")
-    return kind.value, identifier[2]
+    return kind.value, parts[2]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """Return a tuple unchanged, and for anything else one that no check accepts."""
+    return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (None,)
 
 
 def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
     try:
-        (dtype, key), offset, sizes, strides = arguments[:4]
+        (dtype, key), offset, *shape = arguments[:4]
+        sizes, strides = map(_tuple, shape)
     except (TypeError, ValueError) as error:
         raise Refused("it describes a tensor in an unknown way") from error
     if dtype_at is not None:
         wanted = arguments[dtype_at] if len(arguments) > dtype_at else None
         dtype = wanted.value if isinstance(wanted, AllowedGlobal) else None
-    numbers = (offset, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else (None,)
+    numbers = (offset, *sizes, *strides)
     if not isinstance(dtype, DType) or any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
         raise Refused("it describes a tensor in an unknown way")
     return StoredTensor(dtype, key, offset, sizes, strides)

@@ -1,4 +1,4 @@
-"""Read and validate the header of a safetensors file, for ranks that load their part and for merges.
+"""The header of a safetensors file, read and validated, and written: for ranks and for merges.
 
 The format is https://github.com/huggingface/safetensors: eight bytes of length, a JSON object, and the tensors' bytes
 without a hole. The caller maps element types to those of torch or numpy.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_LENGTH_BYTES = 8
 
 
 class DamagedHeader(ValueError):
@@ -50,6 +51,21 @@ def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: 
     return entries
 
 
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], *, alignment_bytes: int = 8) -> bytes:
+    """Return the start of a file up to the first tensor, which begins at a multiple of `alignment_bytes`.
+
+    `tensors` are (name, safetensors' name of the type, shape, bytes), in the order in which their bytes follow.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, dtype, shape, size_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size_bytes]}
+        at += size_bytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(_LENGTH_BYTES + len(raw)) % alignment_bytes)
+    return struct.pack("<Q", len(raw)) + raw
+
+
 def read_user_metadata(read: Callable[[int, int], bytes], size_bytes: int) -> dict[str, Any]:
     """Return `__metadata__` of a file, empty if it has none. Raises: DamagedHeader."""
     found = _header(read, size_bytes)[0].get("__metadata__")
@@ -58,12 +74,12 @@ def read_user_metadata(read: Callable[[int, int], bytes], size_bytes: int) -> di
 
 def _header(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[dict[str, Any], int]:
     """Return the header and the byte after it."""
-    if size_bytes < 8:
+    if size_bytes < _LENGTH_BYTES:
         raise DamagedHeader("it is too short")
-    (length,) = struct.unpack("<Q", read(0, 8))
-    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+    (length,) = struct.unpack("<Q", read(0, _LENGTH_BYTES))
+    if length > min(MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES):
         raise DamagedHeader(f"its header claims {length:,} bytes")
-    return _object(read(8, length)), 8 + length
+    return _object(read(_LENGTH_BYTES, length)), _LENGTH_BYTES + length
 
 
 def _object(raw: bytes) -> dict[str, Any]:
