@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fsdp_tune.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.jobs.evaluate import evaluate
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.validate import validate
     from fsdp_tune.merge.merge_options import MergeOptions
     from fsdp_tune.recipe.read.loader import load_recipe
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Allowed",
@@ -66,7 +66,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import fsdp_tune` itself loads nothing."""
+    """Import a public name when it is first used: `import fsdp_tune` itself loads only the version."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fsdp_tune' has no attribute {name!r}")
     value = getattr(import_module(f"fsdp_tune.{_MODULES[name]}"), name)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fsdp_tune import __version__
 from fsdp_tune.cli.cache import cache
 from fsdp_tune.cli.chat_templates import templates
 from fsdp_tune.cli.env import env
@@ -30,6 +29,7 @@ from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
+from fsdp_tune.core.version import __version__
 
 INTERRUPT_AGAIN_SECONDS = 0.01
 """After the finaliser has returned."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune import __version__
 from fsdp_tune.core.devices import available_cores
+from fsdp_tune.core.version import __version__
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),

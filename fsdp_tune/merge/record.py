@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-from fsdp_tune import __version__
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
+from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.copy.write import Written

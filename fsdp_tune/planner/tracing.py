@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import fsdp_tune
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.planner.kept import state_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
@@ -176,7 +176,7 @@ def _configuration(recipe: Recipe) -> str:
 def installed_code() -> tuple[str, ...]:
     """Return the state of this package's sources, and every installed distribution with its version (`torch-2.13.0.dist-info`)."""
     installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
-    return (state_of(Path(fsdp_tune.__file__).parent), sys.version, *sorted(installed))
+    return (state_of(PACKAGE), sys.version, *sorted(installed))
 
 
 def _cached(path: Path) -> Trace | None:

@@ -106,11 +106,23 @@ def imports(path: Path) -> Iterator[str]:
 def test_imports_have_no_cycles(repository: Path) -> None:
     """Imports inside functions and under TYPE_CHECKING count: a reader of one file of a cycle has to read all of them."""
     files = {module_name(path, repository): path for path in modules(repository)}
-    del files["fsdp_tune"]  # the front door of scripts; modules import only the version from it
+    del files["fsdp_tune"]  # the front door of scripts
     left = {name: {each for each in imports(path) if each in files and each != name} for name, path in files.items()}
     while outside := {name for name, found in left.items() if not found or name not in set().union(*left.values())}:
         left = {name: found - outside for name, found in left.items() if name not in outside}
     assert left == {}
+
+
+def test_only_commands_import_the_front_door(repository: Path) -> None:
+    """It offers what the jobs do, so any other import of it points upwards; contracts do not see the package itself."""
+    found = {
+        str(path.relative_to(repository))
+        for path in modules(repository)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "fsdp_tune" in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert {name for name in found if not name.startswith("fsdp_tune/cli/")} == set()
 
 
 def module_name(path: Path, repository: Path) -> str:

@@ -11,8 +11,8 @@ from itertools import groupby
 
 import jinja2
 
-from fsdp_tune import __version__
 from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.core.version import __version__
 from fsdp_tune.diagnose.pages.charts import Chart, charts_of, points_each, step_parts
 from fsdp_tune.diagnose.pages.html_pages import ASSETS, asset
 from fsdp_tune.diagnose.pages.run_record import RunRecord, differences

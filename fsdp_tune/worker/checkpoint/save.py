@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_tune import __version__
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
+from fsdp_tune.core.version import __version__
 from fsdp_tune.model.shard.untimed_group import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
