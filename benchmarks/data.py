@@ -97,7 +97,7 @@ def lengths_of(data: Prepared) -> Any:
 
 
 def after_padding(lengths: Any, *, grouped: bool) -> float:
-    from fsdp_tune.data.order.permutation import epoch_order
+    from fsdp_tune.data.batches import epoch_order
 
     size = MICRO_BATCH * RANKS
     order = epoch_order(lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
@@ -111,8 +111,7 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
 
 def budget(folder: Path, gsm8k: Path) -> None:
     """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut them."""
-    from fsdp_tune.data.order.permutation import epoch_order, rank_micro_batches
-    from fsdp_tune.data.order.token_batches import TokenBudget, filling, token_micro_batches
+    from fsdp_tune.data.batches import TokenBudget, epoch_order, filling, rank_micro_batches, token_micro_batches
 
     one_a_row, _ = prepared(resolved(folder, gsm8k, max_length=BUDGET_LENGTH))
     lengths, slots = lengths_of(one_a_row), TokenBudget(BUDGET, 8, BUDGET_LENGTH)

@@ -15,14 +15,7 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.progress import Bar
-from fsdp_tune.data.account import rows_named, set_account, source_accounts
-from fsdp_tune.data.format.row_account import KeyUse, key_account
-from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
-from fsdp_tune.data.notes import RowNotes
-from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
-from fsdp_tune.data.read.digests import Stamp
-from fsdp_tune.data.read.json_rows import BadRow
-from fsdp_tune.data.review import (
+from fsdp_tune.data.account import (
     data_notices,
     first_problems,
     ignoring_unread,
@@ -30,7 +23,15 @@ from fsdp_tune.data.review import (
     refuse_bad_share,
     refuse_empty_set,
     refuse_nothing,
+    rows_named,
+    set_account,
+    source_accounts,
 )
+from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
+from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
+from fsdp_tune.data.read.digests import Stamp
+from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise

@@ -16,15 +16,14 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.core.progress import Bar
-from fsdp_tune.data.account import decoded_row, mean_tokens, spread_indices
+from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, refuse_bad_share, spread_indices
+from fsdp_tune.data.batches import batch_of_step
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
+from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
-from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
-from fsdp_tune.data.read.stream_units import count_units, stream_stamps, stream_units, unstamped_files
-from fsdp_tune.data.review import notice_fields, refuse_bad_share
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
-from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
+from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles

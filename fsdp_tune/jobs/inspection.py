@@ -20,13 +20,13 @@ from typing import Any
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.data.account import ignoring_unread, skipping
 from fsdp_tune.data.format.row_account import KeyUse, key_account
 from fsdp_tune.data.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.data.review import ignoring_unread, skipping
+from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe

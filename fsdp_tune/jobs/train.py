@@ -18,8 +18,8 @@ from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.read.stream_units import refuse_changed_files
-from fsdp_tune.data.tokenise.prompts import sample_prompts
+from fsdp_tune.data.stream.row_stream import refuse_changed_files
+from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
 from fsdp_tune.jobs.inspection import inspect_model

@@ -14,12 +14,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import mean_tokens
-from fsdp_tune.data.order.permutation import order_of
-from fsdp_tune.data.order.token_batches import budget_of
+from fsdp_tune.data.batches import budget_of, order_of
 from fsdp_tune.data.preparation import Prepared
-from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.store import RowStore, evaluation_hashes
-from fsdp_tune.data.stream.row_stream import open_stream
+from fsdp_tune.data.stream.row_stream import open_stream, refuse_changed_files
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import has_variable_lengths

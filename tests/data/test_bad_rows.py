@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.account import exceeds_bad_share
 from fsdp_tune.data.preparation import Prepared
-from fsdp_tune.data.review import exceeds_bad_share
 from tests.data.support import CHATML, ByteEncoder, prepared, write_jsonl
 
 GOOD = {"prompt": "a", "completion": "b"}

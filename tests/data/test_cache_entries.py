@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.core.ownership import owned
-from fsdp_tune.data import cache_entries
+from fsdp_tune.data import cache
+from fsdp_tune.data.cache import alone
 from fsdp_tune.data.preparation import Prepared, prepare
-from fsdp_tune.data.store_cache import alone
 from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import ByteEncoder, recipe_for, rows_of, write_jsonl
 
@@ -26,7 +26,7 @@ def used(folder: Path, name: str, run: Path | None = None) -> Prepared:
     return prepare(recipe_for(folder, rows), ByteEncoder(), run=run)
 
 
-def cache(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+def run_cache(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["cache", *arguments, "--cache-dir", str(folder / "cache"), "--json"])
     assert done.exit_code == code, done.output
     return json.loads(done.stdout)
@@ -39,14 +39,14 @@ def removed(document: dict[str, Any]) -> list[str]:
 @pytest.fixture(autouse=True)
 def _long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses of a test are not those of a run that is about to start."""
-    monkeypatch.setattr(cache_entries, "STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(cache, "STARTING_SECONDS", 0.0)
 
 
 def test_entries_are_listed_with_size_content_and_last_use(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, second = used(tmp_path, "a"), used(tmp_path, "b", run)
     used(tmp_path, "a")
-    listed = cache(tmp_path, "list")["entries"]
+    listed = run_cache(tmp_path, "list")["entries"]
     assert [entry["path"] for entry in listed] == [first.path, second.path], "the one used last first"
     assert listed[0]["holds"] == "rows of a.jsonl: train 9"
     assert listed[0]["size_bytes"] == sum(file.stat().st_size for file in Path(first.path).rglob("*") if file.is_file())
@@ -62,19 +62,19 @@ def test_clean_keeps_the_entry_of_a_live_run_and_removes_it_when_the_run_has_end
     idle, busy = used(tmp_path, "a"), used(tmp_path, "b", run)
     used(tmp_path, "b", tmp_path / "later run that has ended")
     with owned(run / "run.lock"):
-        cleaned = cache(tmp_path, "clean")
+        cleaned = run_cache(tmp_path, "clean")
         assert removed(cleaned) == [idle.path]
         assert [(entry["path"], entry["reason"]) for entry in cleaned["kept"]] == [(busy.path, f"in use by run {run}")]
         assert len(rows_of(busy)) == 9
-    assert removed(cache(tmp_path, "clean")) == [busy.path]
+    assert removed(run_cache(tmp_path, "clean")) == [busy.path]
     assert [path.name for path in (tmp_path / "cache" / "data").iterdir() if not path.name.endswith(".lock")] == []
     assert not used(tmp_path, "a").reused
 
 
 def test_clean_keeps_entry_of_starting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_entries, "STARTING_SECONDS", 60.0)
+    monkeypatch.setattr(cache, "STARTING_SECONDS", 60.0)
     starting, prepared_only = used(tmp_path, "a", tmp_path / "run"), used(tmp_path, "b")
-    assert removed(cache(tmp_path, "clean")) == [prepared_only.path]
+    assert removed(run_cache(tmp_path, "clean")) == [prepared_only.path]
     assert len(rows_of(starting)) == 9
 
 
@@ -82,11 +82,11 @@ def test_clean_removes_by_age_and_dry_run_removes_nothing(tmp_path: Path) -> Non
     old, new = used(tmp_path, "a"), used(tmp_path, "b")
     (use,) = Path(old.path).parent.glob(f".{Path(old.path).name}.use-*")
     use.write_text(json.dumps(json.loads(use.read_text()) | {"time": time.time() - 40 * 86_400}))
-    assert removed(cache(tmp_path, "clean", "--older-than", "30d", "--dry-run")) == [old.path]
+    assert removed(run_cache(tmp_path, "clean", "--older-than", "30d", "--dry-run")) == [old.path]
     assert len(rows_of(old)) == 9
-    assert removed(cache(tmp_path, "clean", "--older-than", "30d")) == [old.path]
+    assert removed(run_cache(tmp_path, "clean", "--older-than", "30d")) == [old.path]
     assert len(rows_of(new)) == 9
-    assert cache(tmp_path, "clean", "--older-than", "30", code=2)["errors"][0]["code"] == "usage"
+    assert run_cache(tmp_path, "clean", "--older-than", "30", code=2)["errors"][0]["code"] == "usage"
 
 
 def test_clean_removes_abandoned_stages_and_keeps_live_ones(tmp_path: Path) -> None:
@@ -95,17 +95,17 @@ def test_clean_removes_abandoned_stages_and_keeps_live_ones(tmp_path: Path) -> N
     store.rename(stage)
     os.utime(stage, (0, 0))
     with alone(store):
-        kept = cache(tmp_path, "clean")["kept"]
+        kept = run_cache(tmp_path, "clean")["kept"]
         assert [(entry["holds"], entry["reason"]) for entry in kept] == [("unfinished or damaged data", "being built")]
-    assert removed(cache(tmp_path, "clean")) == [str(store)]
+    assert removed(run_cache(tmp_path, "clean")) == [str(store)]
     assert not stage.exists()
 
 
 def test_empty_and_missing_cache_are_listed(tmp_path: Path) -> None:
-    assert cache(tmp_path, "list", code=2)["errors"][0]["code"] == "no-cache"
+    assert run_cache(tmp_path, "list", code=2)["errors"][0]["code"] == "no-cache"
     (tmp_path / "cache").mkdir()
-    assert cache(tmp_path, "list")["entries"] == []
-    assert cache(tmp_path, "clean")["removed"] == []
+    assert run_cache(tmp_path, "list")["entries"] == []
+    assert run_cache(tmp_path, "clean")["removed"] == []
 
 
 def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
     for path in (trace, *others):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    listed = {each["path"] for each in cache(tmp_path, "list")["entries"]}
+    listed = {each["path"] for each in run_cache(tmp_path, "list")["entries"]}
     assert listed == {entry.path, str(trace.parent)}
-    assert set(removed(cache(tmp_path, "clean"))) == listed
+    assert set(removed(run_cache(tmp_path, "clean"))) == listed
     assert not trace.exists()
     assert [path.read_text() for path in others] == ["mine"] * len(others)
 

@@ -14,7 +14,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise import chat as chat_module
-from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
+from fsdp_tune.data.tokenise.chat import render_chat
+from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
 from tests.data.support import CHATML, ByteEncoder
 
 LLAMA2 = (
@@ -40,7 +41,9 @@ def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistan
 
 def examples(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> list[ChatTokens]:
     rendered = render_chat(chat, template, encoder, check_repeat=True)
-    return [tokens for text in rendered.examples for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos)]
+    return [
+        tokens for text in rendered.examples for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=append_eos)
+    ]
 
 
 def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:

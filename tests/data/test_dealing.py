@@ -19,7 +19,7 @@ from fsdp_tune.data.stream.dealing import Schedule, balanced, part_of_pass, phas
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import LaneState, RowStream
 from tests.data.test_lanes import read, stream_of
-from tests.data.test_stream_units import tar, write_arrow, write_parquet, zstd
+from tests.data.test_row_stream import tar, write_arrow, write_parquet, zstd
 
 
 def run_of_lanes(rows: int, lanes: int, passes: int) -> Iterator[int]:

@@ -14,7 +14,8 @@ import pytest
 
 from fsdp_tune.data.format.formats import Chat, FormatSettings
 from fsdp_tune.data.read.json_rows import RowError
-from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
+from fsdp_tune.data.tokenise.chat import render_chat
+from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.real_templates import PUBLISHED, Published
@@ -301,7 +302,7 @@ def tokenised(published: Published, conversation: str, *, append_eos: bool = Tru
     chat = Chat(messages, tuple(message["role"] == "assistant" for message in messages), tools)
     rendered = render_chat(chat, published.text(), encoder, check_repeat=True)
     return encoder, [
-        tokens for text in rendered.examples for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos)
+        tokens for text in rendered.examples for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=append_eos)
     ]
 
 
@@ -385,7 +386,7 @@ def test_context_of_answers_that_begin_with_white_space_has_the_ids_of_inference
     }
     contexts: list[list[int]] = []
     for text in rendered.examples:
-        for tokens in text.tokens(encoder.encode(text.pieces), encoder, append_eos=True):
+        for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=True):
             flags = [False, *tokens.trained]
             contexts += [tokens.ids[:at] for at in range(len(tokens.ids)) if flags[at + 1] and not flags[at]]
     assert [any(context in prompts[index] for context in contexts) for index in (1, 3)] == [True, True]
@@ -463,7 +464,7 @@ def test_first_message_of_the_assistant_is_trained_after_the_generation_prompt_o
     def runs(messages: list[dict[str, Any]], *trained: bool) -> list[str]:
         rendered = render_chat(Chat(messages, trained), template, encoder, check_repeat=False)
         pieces = [[encoder.encode([piece])[0] for piece in text.pieces] for text in rendered.examples]
-        examples = [text.tokens(ids, encoder, append_eos=True) for text, ids in zip(rendered.examples, pieces, strict=True)]
+        examples = [chat_tokens(text, ids, encoder, append_eos=True) for text, ids in zip(rendered.examples, pieces, strict=True)]
         return sorted(run.partition("⟧")[0] for (tokens,) in examples for run in marked(tokens, encoder).split("⟦")[1:])
 
     if name in REJECTS_FIRST_ANSWER | WITHOUT_FIRST_PROMPT:

@@ -17,8 +17,7 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.account import key_lines
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings, Ids, matching_formats
-from fsdp_tune.data.format.marks import MARKS, TOKEN_MASKS
-from fsdp_tune.data.format.row_account import METADATA, NESTED_METADATA, KeyUse
+from fsdp_tune.data.format.row_account import MARKS, METADATA, NESTED_METADATA, TOKEN_MASKS, KeyUse
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.json_rows import RowError
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import hub_dataset
+from fsdp_tune.data.read import sources
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.sources import COMPRESSED, KIND_OF_SUFFIX, RowSource, find_source
@@ -133,7 +133,7 @@ def test_hub_keys_are_refused_for_files(folder: Path, option: dict[str, str]) ->
 
 
 def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_dataset, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
     found = problem("tatsu-lab/alpaca")
     assert found.code == "hub-unreachable"
     assert "`tatsu-lab/alpaca`" in found.message
@@ -145,7 +145,7 @@ def test_missing_config_of_cached_data_set_is_named_offline(monkeypatch: pytest.
     def load(*_: object, **__: object) -> None:
         raise ValueError("Couldn't find cache for openai/gsm8k for config 'socratic'\nAvailable configs in the cache: ['main']")
 
-    monkeypatch.setattr(hub_dataset, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
     monkeypatch.setattr("datasets.load_dataset", load)
     found = problem("openai/gsm8k", name="socratic")
     assert found.code == "data-unreadable"

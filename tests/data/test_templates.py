@@ -14,10 +14,9 @@ from fsdp_tune.data.format import templates as module
 from fsdp_tune.data.format.formats import Chat, FormatSettings
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text, fitting_templates, resolve_template, suggestion
 from fsdp_tune.data.read.json_rows import BadRow, RowError
-from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
+from fsdp_tune.data.tokenise.chat import RenderedChat, is_field, render_chat, template_for
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
-from fsdp_tune.data.tokenise.unrendered import is_field
 from tests.data.real_templates import PUBLISHED, Published
 from tests.data.support import CHATML, ByteEncoder
 from tests.data.test_real_templates import CONVERSATIONS

@@ -289,7 +289,7 @@ PLANTS: tuple[Plant, ...] = (
     # data that is padded, what strangers send
     plant(
         "tokens equal to the padding id not trained",
-        "data.order.collate:collate",
+        "data.batches:collate",
         statement("row.labels", "_; labels[input_ids == pad_token_id] = IGNORE_INDEX"),
         rows="F023",
     ),
@@ -367,10 +367,10 @@ PLANTS: tuple[Plant, ...] = (
     # surroundings
     plant(
         "pickles in archives loaded",
-        "data.read.tar_rows:_members",
+        "data.read.readers:_members",
         value("content", "__import__('pickle').load(archive.extractfile(member)) if ending == 'pkl' else _"),
         rows="F133",
-        by=("data/test_stream_units.py::members_of_a_tar_are_grouped_and_pickles_are_not_loaded",),
+        by=("data/test_row_stream.py::members_of_a_tar_are_grouped_and_pickles_are_not_loaded",),
     ),
     plant(
         "failed job ends the children of all jobs",

@@ -153,14 +153,14 @@ RECIPE_AND_INPUT = (
     _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "faults/test_strangers::hub_errors_are_distinguished_and_never_contain_the_token"),
     _row(
         "F028", "p", 10, SURVIVED, "data that change between preparing and training, or while they are read",
-        "data/test_store_cache::changed_file_gets_new_entry_and_old_one_is_kept",
-        "data/test_store_cache::file_modified_while_read_is_refused", "launch/test_run_directory::changed_data_are_refused_on_resume",
+        "data/test_cache::changed_file_gets_new_entry_and_old_one_is_kept",
+        "data/test_cache::file_modified_while_read_is_refused", "launch/test_run_directory::changed_data_are_refused_on_resume",
     ),
     _row(
         "F029", "p", 1, SURVIVED, "two processes prepare one cache; killed at every operation; a disk that fails at every operation",
-        "data/test_store_cache::concurrent_processes_build_one_store",
-        "data/test_store_cache::kill_at_any_operation_leaves_no_partial_store_and_is_cleaned_up",
-        "data/test_store_cache::disk_failure_at_any_operation_leaves_no_partial_store",
+        "data/test_cache::concurrent_processes_build_one_store",
+        "data/test_cache::kill_at_any_operation_leaves_no_partial_store_and_is_cleaned_up",
+        "data/test_cache::disk_failure_at_any_operation_leaves_no_partial_store",
     ),
 )  # fmt: skip
 
@@ -444,7 +444,7 @@ ADAPTERS = (
 SURROUNDINGS = (
     _row("F133", "t", 13, SURVIVED, "parquet, arrow, csv and tar files with pickles, one text for all rows, a hundred thousand columns",
          "data/test_readers::pickle_in_the_type_of_a_column_is_not_loaded", "data/test_readers::long_text_that_all_rows_share_is_not_decoded_for_all_at_once",
-         "data/test_readers::csv_with_many_columns_and_long_fields_is_read_in_time", "data/test_stream_units::members_of_a_tar_are_grouped_and_pickles_are_not_loaded"),
+         "data/test_readers::csv_with_many_columns_and_long_fields_is_read_in_time", "data/test_row_stream::members_of_a_tar_are_grouped_and_pickles_are_not_loaded"),
     _row("F134", "p", 8, SURVIVED, "several jobs of a script in threads, one of which fails; train outside of the main thread",
          "core/test_processes::failed_block_ends_no_child_of_another_thread", "core/test_processes::thread_starts_no_child_after_the_block_has_failed",
          "jobs/test_api::train_outside_the_main_thread_is_refused"),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.merge.copy import gather, write
 from tests.architectures.tiny import config_of, known, make_model
-from tests.data.test_exported_tokenizer import write_base as write_tokenizer
+from tests.data.test_tokenizer import write_base as write_tokenizer
 from tests.exports.case import write_run
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, merged_tensors, same_bits, save_on_ranks
 from tests.model.families import FAMILIES

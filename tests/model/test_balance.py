@@ -8,7 +8,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.order.collate import example_ids
+from fsdp_tune.data.batches import example_ids
 from fsdp_tune.data.store import Row
 from fsdp_tune.model.balance import require_known_balance, summed_balance
 from fsdp_tune.model.loading.construct import build_empty, build_full

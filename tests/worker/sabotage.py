@@ -114,7 +114,7 @@ def plain_ddp() -> AbstractContextManager[Any]:
 def other_order_on_one_rank() -> AbstractContextManager[Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.data.order import permutation as order
+    from fsdp_tune.data import batches as order
 
     original, rank = order.epoch_order, dist.get_rank()
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.order.permutation import epoch_order
-from fsdp_tune.data.order.token_batches import TokenBudget
+from fsdp_tune.data.batches import TokenBudget, epoch_order
 from fsdp_tune.data.store import Row
 from fsdp_tune.worker.rows.dataset import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.data.order.permutation import order_of
+from fsdp_tune.data.batches import order_of
 from fsdp_tune.data.store import IGNORE_INDEX, STORE_KIND, RowStore
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -14,10 +14,20 @@ from fsdp_tune.data.format.conversations import (
     parsed_column,
     read_template_variables,
 )
-from fsdp_tune.data.format.marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
-from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount, names_variable
+from fsdp_tune.data.format.row_account import (
+    MARKS,
+    MEANING,
+    METADATA,
+    PACKED,
+    TOKEN_MASKS,
+    KeyUse,
+    Note,
+    RowAccount,
+    names_variable,
+    read_token_mask,
+    take_mark,
+)
 from fsdp_tune.data.format.row_tools import check_tool_messages, odd_arguments, read_tools
-from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.data.order.permutation import shuffled, splitmix64
+from fsdp_tune.data.batches import shuffled, splitmix64
 
 BLOCK_ROUNDS = 2048
 """Rounds that are scheduled together. A round has one row of each lane."""

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.account import refuse_bad_share
+from fsdp_tune.data.batches import shuffled
 from fsdp_tune.data.build import TokenisedRows
 from fsdp_tune.data.inputs import kept_columns
-from fsdp_tune.data.order.permutation import shuffled
-from fsdp_tune.data.pack.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError
-from fsdp_tune.data.review import refuse_bad_share
+from fsdp_tune.data.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.store import Int64, Mask, Row, row_of
 from fsdp_tune.data.stream.dealing import Schedule, balanced, due, part_of_pass, phases_of, planned_sources
 from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream

@@ -21,7 +21,9 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.row_tools import tool_calls
 from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.special_tokens import FIRST_MARK, LAST_MARK
+
+FIRST_MARK, LAST_MARK, FIRST_NUMBER = 0xE000, 0xF8FF, 0xF0000
+"""Private characters: no template treats them specially, and no normaliser changes them."""
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_SWITCHES = ("enable_thinking", "thinking")

@@ -1,4 +1,4 @@
-"""Encode conversations as token ids, with a mask of the assistant's answers.
+"""Render conversations as text, with the borders of their trained answers.
 
 A template may render earlier messages differently once more messages follow, for example without their reasoning. Each
 answer whose context would differ from that at inference becomes an example of its own: the conversation up to it.
@@ -6,23 +6,25 @@ answer whose context would differ from that at inference becomes an example of i
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from types import FrameType
+from typing import Any, cast
 
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.format.templates import bundled_text, fitting_templates
-from fsdp_tune.data.notes import Note
-from fsdp_tune.data.read.json_rows import RowError
-from fsdp_tune.data.tokenise.answers import Answer, Rendering
-from fsdp_tune.data.tokenise.borders import TEXT_CHANGED, TOKENISED_APART, Continuation, continuation
-from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
-from fsdp_tune.data.tokenise.unrendered import find_unrendered, is_field
+from fsdp_tune.data.format.row_account import Note
+from fsdp_tune.data.format.row_tools import tool_calls, tool_names
+from fsdp_tune.data.format.templates import bundled_text, fitting_templates, suggestion
+from fsdp_tune.data.read.json_rows import RowError, parse_text
+from fsdp_tune.data.tokenise.answers import FIRST_NUMBER, Answer, Rendering, common_length
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.recipe.schema import Recipe
 
 TEMPLATE_SECONDS = 5.0
 """Limit of CPU time for all renderings of one row; a real conversation takes milliseconds."""
@@ -33,15 +35,6 @@ MOST_CHARACTERS = 1 << 25
 
 class _TemplateTimeoutError(BaseException):
     """Not an Exception, so that no `except Exception` inside a template's code swallows it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTokens:
-    ids: list[int]
-    trained: list[bool]
-    eos_appended: bool
-    """Whether the end-of-sequence token was appended because the template does not write it after the last answer."""
-    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,89 +51,17 @@ class RenderedText:
 
     @property
     def pieces(self) -> list[str]:
-        """The complete text, and its parts between the borders of answers: the texts that `tokens` needs encoded."""
+        """The complete text, and its parts between the borders of answers: the texts that `chat_tokens` needs encoded."""
         ends = [border for answer in self.answers or () for border in answer]
         return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
 
-    def tokens(self, encoded: list[list[int]], encoder: TextEncoder, *, append_eos: bool) -> list[ChatTokens]:
-        """Return ids and trained flags; `encoded` are the ids of `pieces`.
-
-        Several, if a token spans the border of an answer: the ids of that answer's context then differ from those that the model
-        receives before a later answer.
-        """
-        ids, *parts = encoded
-        if self.answers is None:
-            flagged = [_Flagged(self.whole, len(self.whole), ids, [True] * len(ids), self.ends_trained, self.is_complete)]
-        elif list(chain.from_iterable(parts)) == ids:
-            trained = [bool(number % 2) for number, part in enumerate(parts) for _ in part]
-            flagged = [_Flagged(self.whole, self._end, ids, trained, self.ends_trained, self.is_complete)]
-        else:
-            flagged = self._as_received(ids, self.answers, encoder)
-        return [sequence.ended(encoder, append_eos=append_eos and sequence.is_complete) for sequence in flagged]
-
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
+        """Where the trained part of the text ends."""
         return self.answers[-1][1] if self.answers and self.ends_trained else len(self.whole)
 
-    def _as_received(self, ids: list[int], answers: tuple[tuple[int, int], ...], encoder: TextEncoder) -> list[_Flagged]:
-        """Encode each answer after the ids of its context alone; answers whose context begins another's share a sequence.
 
-        Some tokenizers encode the beginning of a text differently (an added space), so contexts are encoded from the first character.
-        """
-        contexts = encoder.encode([self.whole[:begin] for begin, _ in answers])
-        joined = encoder.encode([self.whole[:end] for _, end in answers])
-        found: list[_Flagged] = []
-        for (begin, end), context, both in reversed(list(zip(answers, contexts, joined, strict=True))):
-            answer = continuation(context, both, self.whole[begin:end], encoder.encode, encoder.decode)
-            sequence = next((sequence for sequence in found if sequence.ids[: len(answer.ids)] == answer.ids), None)
-            if sequence is None:
-                sequence = self._from(end, ids, answer, encoder, is_last=not found)
-                found.append(sequence)
-            sequence.trained[len(context) : len(answer.ids)] = [True] * (len(answer.ids) - len(context))
-            sequence.is_apart |= answer.is_apart
-            sequence.is_exact &= answer.is_exact
-        if len(found) > 1:
-            _limit_characters(len(found), sum(len(sequence.text) for sequence in found))
-        return found[::-1]
-
-    def _from(self, end: int, ids: list[int], answer: Continuation, encoder: TextEncoder, *, is_last: bool) -> _Flagged:
-        """Return the sequence of an answer that ends at `end`: the complete text after it, or white space alone."""
-        if is_last and ids[: len(answer.ids)] == answer.ids:
-            return _Flagged(self.whole, self._end, ids, [False] * len(ids), self.ends_trained, self.is_complete)
-        text = self.whole[: len(self.whole) - len(self.whole[end:].lstrip())]
-        after = continuation(answer.ids, encoder.encode([text])[0], text[end:], encoder.encode, encoder.decode)
-        is_complete = is_last and self.ends_trained and self.is_complete
-        return _Flagged(text, end, after.ids, [False] * len(after.ids), ends_trained=True, is_complete=is_complete)
-
-
-@dataclass(slots=True)
-class _Flagged:
-    """The ids of a text, before the end of sequence is added."""
-
-    text: str
-    end: int
-    """Where the last answer ends, in characters."""
-    ids: list[int]
-    trained: list[bool]
-    ends_trained: bool
-    is_complete: bool
-    is_apart: bool = False
-    is_exact: bool = True
-
-    def ended(self, encoder: TextEncoder, *, append_eos: bool) -> ChatTokens:
-        notes = [Note(TOKENISED_APART, "answers of chats")] * self.is_apart + [Note(TEXT_CHANGED, "between context and answer")] * (
-            not self.is_exact
-        )
-        ids, trained = self.ids, self.trained
-        if not append_eos or encoder.eos_id in ids[-1:] or self.text[: self.end].rstrip().endswith(encoder.eos_token):
-            return ChatTokens(ids, trained, eos_appended=False, notes=tuple(notes))
-        if self.ends_trained and any(trained):  # with white space that the template writes after the end of the turn
-            after = len(trained) - trained[::-1].index(True)
-            trained[after:] = [True] * (len(trained) - after)
-        return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True, notes=tuple(notes))
-
-
-def _limit_characters(count: int, characters: int) -> None:
+def limit_characters(count: int, characters: int) -> None:
     """Raises: RowError if the examples of one conversation are too long together."""
     if characters > MOST_CHARACTERS:
         raise RowError(
@@ -200,7 +121,7 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
         inside = next((inside for text in found if (inside := rendering.within(answer, text)) is not None), answer)
         found.setdefault(inside.text, []).insert(0, inside)
     if len(found) > 1:
-        _limit_characters(len(found), sum(map(len, found)))
+        limit_characters(len(found), sum(map(len, found)))
     return tuple(
         RenderedText(
             text,
@@ -238,3 +159,268 @@ def template_time_limit() -> Iterator[None]:
         raise RowError(f"the chat template runs for more than {TEMPLATE_SECONDS:.0f} seconds of CPU time") from None
     finally:
         signal.signal(signal.SIGVTALRM, before)
+
+
+# ---- Find parts of a conversation that a chat template omits, by searching the rendered text for each value of the row.
+#
+# Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number of a message is
+# searched for separately, in the forms that templates write. A short value may occur elsewhere by chance: calls and reasoning of
+# trained answers are therefore also rendered with a mark at the end of each text, and the marks are searched for.
+#
+# A trained answer that lacks its text, its reasoning or its tool call is an error, since the model would learn to answer without it.
+# Context that is missing (tools, a system prompt, fields such as `name`) is noted and counted.
+
+NOT_RENDERED = "not-rendered"
+READ_FIELDS = ("role", "content", "tool_calls")
+"""Fields of a message that are checked by name; the meaning of any other field depends on the template."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+MOST_SHOWN = 40
+"""Number of characters of a missing value to show in a message."""
+
+
+def find_unrendered(chat: Chat, template: str, rendering: Rendering, answers: Mapping[int, Answer]) -> tuple[Note, ...]:
+    """Return notes about context that is not in the rendered conversation.
+
+    `answers` are the trained answers by the index of their message; if it is empty, every answer is trained.
+
+    Raises: RowError if a trained answer is not rendered completely.
+    """
+    text = rendering.whole
+    notes: dict[Note, None] = {}
+    contexts = list(dict.fromkeys([text, *(answer.text for answer in answers.values())]))
+    begin = 0
+    for index, message in enumerate(chat.messages):
+        role, own, checked = message["role"], text, READ_FIELDS
+        if role == "assistant" and (chat.trained is None or chat.trained[index]):
+            answer = answers.get(index, Answer(text, begin, len(text)))
+            own, checked = answer.text, (*READ_FIELDS, *REASONING_FIELDS)
+            _refuse_incomplete(index, message, answer, rendering)
+        else:
+            if not any(_is_rendered(context, message["content"], 0, len(context)) for context in contexts):
+                notes[Note(NOT_RENDERED, f"content of `{role}` messages")] = None
+            if _missing_of_calls(text, message, begin, len(text)) is not None:
+                notes[Note(NOT_RENDERED, f"tool calls of `{role}` messages")] = None
+        for name, value in message.items():
+            if name not in checked and not _is_field_rendered(own, template, name, value):
+                notes[Note(NOT_RENDERED, f"`{name}` of `{role}` messages")] = None
+        begin = max(begin, text.find(message["content"].strip(), begin))
+    tools = chat.tools or []
+    names = [name or json.dumps(tool, default=str) for name, tool in zip(tool_names(tools), tools, strict=True)]
+    if not any(all(_is_rendered(context, name, 0, len(context)) for name in names) for context in contexts):
+        notes[Note(NOT_RENDERED, "tools")] = None
+    return tuple(notes)
+
+
+def is_field(note: Note) -> bool:
+    """Return whether a note is about a field of messages, such as `name`, rather than content, calls or tools."""
+    return note.detail.startswith("`")
+
+
+def _refuse_incomplete(index: int, message: Message, answer: Answer, rendering: Rendering) -> None:
+    """Raise a RowError if the template leaves out a part of a trained answer."""
+    text = answer.text
+    missing = _missing_of_answer(text, message, answer.begin, answer.end)
+    if missing is not None:  # parts of an answer may be in the generation prompt
+        missing = _missing_of_answer(text, message, common_length(rendering.render(index), text) if index else 0, len(text))
+    if missing is not None:
+        raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
+    if any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS)) and (missing := _missing_mark(index, rendering)) is not None:
+        raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
+
+
+def _missing_mark(index: int, rendering: Rendering) -> str | None:
+    """Return the first text of an answer, its calls or its reasoning whose mark is not rendered; None if all are, or none can be."""
+    marks = _Marks(rendering.unused_character())
+    message = marks.in_message(rendering.messages[index])
+    try:
+        text = rendering.render_messages([*rendering.messages[:index], message])
+    except RowError:  # the template checks what it renders
+        return None
+    missing = {mark: value for mark, value in marks.values.items() if not any(form in text for form in _forms(mark))}
+    reasoning = {marks.values[mark] for mark in marks.of_reasoning if mark not in missing}  # rows may have it under two names
+    return next((value for mark, value in missing.items() if not (mark in marks.of_reasoning and value in reasoning)), None)
+
+
+class _Marks:
+    """Appends a different mark to each text of a message."""
+
+    def __init__(self, character: str) -> None:
+        self.values: dict[str, str] = {}
+        """The text by its mark."""
+        self.of_reasoning: set[str] = set()
+        self._character = character
+
+    def in_message(self, message: Message) -> Message:
+        marked = {name: self.in_value(message[name]) for name in REASONING_FIELDS if isinstance(message.get(name), str)}
+        self.of_reasoning = set(self.values)
+        marked["content"] = self.in_value(message["content"])
+        calls = [self._in_call(call) for call in message.get("tool_calls") or []]
+        return message | marked | ({"tool_calls": calls} if calls else {})
+
+    def _in_call(self, call: Message) -> Message:
+        if isinstance(call.get("function"), dict):
+            return call | {"function": self._in_call(call["function"])}
+        name, given = self.in_value(call.get("name")), call.get("arguments")
+        parsed = _parsed(given)
+        arguments = self.in_value(parsed) if isinstance(parsed, dict) else given
+        if isinstance(given, str) and isinstance(parsed, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {key: value for key, value in (("name", name), ("arguments", arguments)) if key in call}
+
+    def in_value(self, value: Any) -> Any:
+        """Return `value` with a mark at the end of each text in it that is not empty; keys have none."""
+        if isinstance(value, str) and value.strip():
+            mark = self._character + chr(FIRST_NUMBER + len(self.values))
+            self.values[mark] = value
+            return value + mark
+        if isinstance(value, Mapping):
+            return {key: self.in_value(part) for key, part in cast("Mapping[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [self.in_value(part) for part in cast("list[Any]", value)]
+        return value
+
+
+def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str | None:
+    """Return the first part of an answer's content or tool calls that is missing in `text[begin:end]`; None if all are there."""
+    content = message["content"].strip()
+    if text.find(content, begin, end) < 0 and not _is_rendered(text, content, begin, end):
+        return _first_missing(text, content, begin, end)
+    for name in REASONING_FIELDS:
+        reasoning: object = message.get(name)
+        if isinstance(reasoning, str) and not _is_rendered(text, reasoning, begin, end):
+            return reasoning.strip()
+    return _missing_of_calls(text, message, begin, end)
+
+
+def _is_rendered(text: str, value: str, begin: int, end: int) -> bool:
+    """Return whether `text[begin:end]` contains `value` unchanged, escaped, or word by word with other white space."""
+    return any(text.find(form, begin, end) >= 0 for form in _forms(value)) or _first_missing(text, value, begin, end) is None
+
+
+def _forms(value: str) -> Iterator[str]:
+    value = value.strip()
+    yield value
+    for ascii_only in (False, True):
+        once = json.dumps(value, ensure_ascii=ascii_only)
+        yield once[1:-1]
+        yield json.dumps(once, ensure_ascii=ascii_only)[3:-3]  # JSON text that is quoted once more
+    yield repr(value)[1:-1]  # of arguments that are printed as a Python dict
+
+
+def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
+    """Return the rest of `value` from its first word that is missing in `text[begin:end]`; None if all words follow in order."""
+    words = value.split()
+    for number, word in enumerate(words):
+        at = text.find(word, begin, end)
+        if at < 0:
+            return " ".join(words[number:])
+        begin = at + len(word)
+    return None
+
+
+def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str | None:
+    """Return the first function name, argument or value that is not rendered. Call ids are not checked: few templates write them."""
+    for function in tool_calls(message):
+        for leaf in (str(function.get("name", "")), *_leaves(_parsed(function.get("arguments")))):
+            if not _is_rendered(text, leaf, begin, end):
+                return leaf
+    return None
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text, or `value` itself if it is not JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_text(value)
+    except ValueError:
+        return value
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield every key and value below `value` as text, except null, true and false, which templates write differently or not at all."""
+    for leaf in leaves(value):
+        if isinstance(leaf, str):
+            yield leaf
+        elif leaf is not None and not isinstance(leaf, bool):
+            yield json.dumps(leaf, default=str)
+
+
+def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:
+    """Return whether template or text names the field, and the text contains its values, except numbers, which may occur by chance."""
+    is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
+    return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
+
+
+def _shown(missing: str) -> str:
+    return repr(missing if len(missing) <= MOST_SHOWN else missing[:MOST_SHOWN] + "…")
+
+
+# ---- The keys and scalars of a nested value of a row.
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield every key and every scalar of `value`, in order; for a scalar, the value itself."""
+    if isinstance(value, Mapping):
+        for key, part in cast("Mapping[str, Any]", value).items():
+            yield key
+            yield from leaves(part)
+    elif isinstance(value, list):
+        for part in cast("list[Any]", value):
+            yield from leaves(part)
+    else:
+        yield value
+
+
+# ---- Encode the prompts of `training.sample` as a user of the trained model would send them.
+
+MOST_PROMPTS = 64
+"""Each rank generates its share in one batch."""
+PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def sample_prompts(recipe: Recipe, encoder: Encoder) -> list[list[int]]:
+    """Return the ids of each prompt of `training.sample`: texts with the tokenizer's own prefix, chats with the generation prompt.
+
+    Raises: usage error for a prompt that is empty, as long as `data.max_length`, or that the chat template rejects.
+    """
+    sample = recipe.training.sample
+    if sample is None:
+        return []
+    if not 1 <= len(sample.prompts) <= MOST_PROMPTS:
+        message = f"`training.sample.prompts` has {len(sample.prompts)} prompts, and takes 1 to {MOST_PROMPTS}"
+        raise usage_error("sample-prompt", message, where=Where(key="training.sample.prompts"))
+    found: list[list[int]] = []
+    for index, prompt in enumerate(sample.prompts):
+        where = Where(key=f"training.sample.prompts[{index}]")
+        if isinstance(prompt, str):
+            ids = [*encoder.prefix_ids, *encoder.encode([prompt])[0]]
+        else:
+            (ids,) = encoder.encode([_rendered_prompt(prompt, encoder, where)])
+        if not ids:
+            raise usage_error("sample-prompt", "the prompt has no token", where=where)
+        if len(ids) >= recipe.data.max_length:
+            message = f"the prompt has {len(ids):,} tokens, and `data.max_length` is {recipe.data.max_length:,}"
+            raise usage_error("sample-prompt", message, where=where, hint="shorten it: the model is trained on no longer rows")
+        found.append(ids)
+    return found
+
+
+def _rendered_prompt(messages: list[dict[str, str]], encoder: Encoder, where: Where) -> str:
+    for message in messages:
+        if set(message) != {"role", "content"} or message["role"] not in PROMPT_ROLES:
+            hint = f"roles are {', '.join(PROMPT_ROLES)}"
+            raise usage_error("sample-prompt", "a message of a prompt needs `role` and `content`", where=where, hint=hint)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise usage_error("sample-prompt", "a chat to answer ends with a message that is not the assistant's", where=where)
+    if encoder.chat_template is None:
+        hint = f"{suggestion(encoder.encode)}, or write the prompt as text"
+        raise usage_error("no-chat-template", "the prompt is a chat, and the tokenizer has no chat template", where=where, hint=hint)
+    try:
+        with template_time_limit():
+            return encoder.render(messages, encoder.chat_template, tools=None, generation_prompt=True)
+    except FsdpTuneError:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise usage_error("sample-prompt", f"the chat template rejects the prompt: {first_line}", where=where) from error

@@ -20,22 +20,24 @@ import numpy as np
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
-from fsdp_tune.data.format.row_account import KeyUse
+from fsdp_tune.data.format.row_account import KeyUse, Note, RowNotes
 from fsdp_tune.data.format.templates import BUNDLED
-from fsdp_tune.data.notes import Note, RowNotes
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
-from fsdp_tune.data.tokenise.joined import EncodedText, encode_segments, encode_texts
-from fsdp_tune.data.tokenise.special_tokens import (
+from fsdp_tune.data.tokenise.encoding import (
     AS_CONTROL,
     AS_TEXT,
     INSEPARABLE,
+    EncodedText,
     InChat,
     InseparableError,
     RestoringEncoder,
     SpecialTokens,
+    chat_tokens,
+    encode_segments,
+    encode_texts,
     notes_of,
 )
 
@@ -210,7 +212,7 @@ class _Chunk:
             examples = [
                 tokens
                 for text, ids in zip(encoded.rendered.examples, encoded.ids, strict=True)
-                for tokens in text.tokens(ids, encoded.encoder, append_eos=append_eos)
+                for tokens in chat_tokens(text, ids, encoded.encoder, append_eos=append_eos)
             ]
         except RowError as error:
             self.bad.append((row.file, error.bad_row(row.number)))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
-from fsdp_tune.data.order.collate import collate
+from fsdp_tune.data.batches import collate
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.loss import shift_labels

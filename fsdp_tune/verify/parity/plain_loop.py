@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
 from fsdp_tune.core.tensors.peft_fields import PREFIX
-from fsdp_tune.data.order.permutation import epoch_order
+from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 
 Example = tuple[torch.Tensor, torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.data.tokenise.prompts import sample_prompts
+from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.shard.gathering import outside_step

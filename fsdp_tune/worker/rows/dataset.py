@@ -24,9 +24,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fsdp_tune.core.errors import FailedError, Problem
-from fsdp_tune.data.order.collate import collate, cumulative_lengths, example_ids, source_ids
-from fsdp_tune.data.order.permutation import rank_micro_batches
-from fsdp_tune.data.order.token_batches import TokenBudget, token_micro_batches
+from fsdp_tune.data.batches import (
+    TokenBudget,
+    collate,
+    cumulative_lengths,
+    example_ids,
+    rank_micro_batches,
+    source_ids,
+    token_micro_batches,
+)
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.worker.signals import ignore_stop_signals
 

@@ -22,11 +22,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import hub_dataset, readers, remote, sources
+from fsdp_tune.data.read import readers, remote, sources
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.read.stream_units import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.row_stream import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 from tests.data.hub_of_files import COMMIT
 
@@ -359,8 +359,7 @@ def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pyte
         assert (path, options["name"], options["revision"]) == ("org/rows", "main", "v1")
         return SimpleNamespace(config=SimpleNamespace(data_files=splits))
 
-    for module in (hub_dataset, sources):
-        monkeypatch.setattr(module, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     found = source("org/rows", name="main", revision="v1")
     assert [(file.path, file.kind) for file in found.files] == [(url, "parquet") for url in splits["train"]]

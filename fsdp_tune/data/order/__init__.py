@@ -1,1 +1,0 @@
-"""Arrange rows in micro-batches, in an order that depends on seed and epoch alone."""

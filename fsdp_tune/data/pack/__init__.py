@@ -1,1 +1,0 @@
-"""Select, cut and pack examples into the rows of sets."""
