@@ -31,8 +31,8 @@ def list_cache(screen: Screen, cache_dir: CacheDir = None) -> None:
     Example:
         fsdp-tune cache list
     """
-    from fsdp_tune.jobs.answers import CacheEntryAnswer, CacheListAnswer
     from fsdp_tune.data.cache import list_entries
+    from fsdp_tune.jobs.answers import CacheEntryAnswer, CacheListAnswer
 
     folder = _folder(cache_dir)
     entries = list_entries(folder)
@@ -55,8 +55,8 @@ def clean_cache(
         fsdp-tune cache clean --dry-run
         fsdp-tune cache clean --older-than 30d
     """
-    from fsdp_tune.jobs.answers import CacheCleanAnswer, CacheEntryAnswer, KeptEntryAnswer
     from fsdp_tune.data.cache import clean
+    from fsdp_tune.jobs.answers import CacheCleanAnswer, CacheEntryAnswer, KeptEntryAnswer
 
     folder = _folder(cache_dir)
     removed, kept = clean(folder, unused_seconds=_seconds(older_than), dry_run=dry_run)

@@ -13,8 +13,8 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
-from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, WrittenAnswer
 from fsdp_tune.data.batches import filling_lines
+from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, WrittenAnswer
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_to_resume

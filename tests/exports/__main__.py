@@ -13,8 +13,8 @@ from typing import Any
 import transformers
 
 from tests.architectures.tiny import config_of, make_model
-from tests.evidence import Results
 from tests.data.test_tokenizer import write_base as write_tokenizer
+from tests.evidence import Results
 from tests.exports.case import IDS, TEXT, Job, differences, load_with, train_and_export
 from tests.exports.older import describe
 from tests.exports.page import EVIDENCE
