@@ -29,7 +29,6 @@ from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matc
 from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.synonyms import SYNONYMS
 from fsdp_tune.run.directory import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,15 +150,6 @@ def test_table_of_data_formats_has_their_columns_and_losses() -> None:
     for name, columns in COLUMNS.items():
         others = LOSS_ON[name][1:]
         assert [word for word in (*itertools.chain(*columns), *others) if f"`{word}`" not in rows[name]] == []
-
-
-@pytest.mark.parametrize("tool", ["axolotl", "TRL", "LLaMA-Factory", "ms-swift", "torchtune", None])
-def test_tables_of_other_trainers_are_the_hints_for_their_keys(tool: str | None) -> None:
-    heading = tool or "Names that several tools use"
-    section = text_of(ROOT / "docs" / "guide" / "coming-from.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    known = {name: synonym for name, synonym in SYNONYMS.items() if synonym.tool == tool}
-    rows = [f"| `{name}` | `{each.key}` | {f'`{each.example}`' if each.example else ''} |" for name, each in known.items()]
-    assert section.strip().splitlines()[2:] == rows
 
 
 # ---- Reference pages
