@@ -36,7 +36,7 @@ def cli(tmp_path: Path) -> Cli:
 
 def refuse_undeclared(arguments: Sequence[str], text: str) -> None:
     """Refuse a document that is not one of its command's answers (`jobs/answers.py`): another field or type, or a missing field."""
-    command = next((name for name in (" ".join(arguments[:2]), f"{arguments[0]} list", arguments[0]) if name in answers()), None)
+    command = next((name for name in (" ".join(map(str, arguments[:2])), f"{arguments[0]} list", arguments[0]) if name in answers()), None)
     if command is None:
         return  # usage errors of groups, and `recipes schema`
     found = json.loads(text, object_pairs_hook=lambda pairs: {KEYWORDS.get(name, name): value for name, value in pairs})
