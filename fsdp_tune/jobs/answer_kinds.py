@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import make_dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from fsdp_tune.jobs.answers import (
@@ -41,6 +42,7 @@ def plan_answer() -> type:
     return make_dataclass("PlanAnswer", [(name, nested.get(name, hint)) for name, hint in hints.items() if name != "memory"])
 
 
+@cache
 def answers() -> dict[str, tuple[type, ...]]:
     """Return the classes that each command may answer with. `recipes schema` prints the schema of a recipe."""
     return {

@@ -393,13 +393,11 @@ class RecipesAnswer(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeTextAnswer(JsonAnswer):
-    name: str
-    path: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class RecipeFileAnswer(JsonAnswer):
     name: str
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeTextAnswer(RecipeFileAnswer):
+    text: str

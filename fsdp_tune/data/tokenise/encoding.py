@@ -28,8 +28,6 @@ AS_TEXT, AS_CONTROL, INSEPARABLE = "special-tokens-as-text", "special-tokens-as-
 """How special tokens in the content were encoded; codes of notices."""
 GUARDS = ("", "\n", ":", "a")
 """Texts to encode before a segment. Some tokenizers add a space before every text, but not after other text."""
-
-
 BRANCH_LENGTH = 4
 """Number of leading characters by which special tokens share a branch of a pattern."""
 NOTHING = r"(?!)"
@@ -85,9 +83,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer, searched for in content."""
 
     def __init__(self, encoder: Encoder) -> None:
-        tokens = sorted(
-            encoder.special_tokens, key=lambda token: -len(token.text)
-        )  # longest first: the longest match is used, as in the tokenizer
+        # Longest first: the longest match is used, as in the tokenizer.
+        tokens = sorted(encoder.special_tokens, key=lambda token: -len(token.text))
         self._encoder = encoder
         self._added = frozenset(token.text for token in tokens if token.is_added)
         self._control_ids = frozenset(token.id for token in tokens if not token.is_unknown)
