@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from gpu_parts import PARTS, Bench
     from gpu_runs import Runner, find_device, warm_up
 
-    from fsdp_tune.planner.hardware.gpus import detect, find_hardware
+    from fsdp_tune.core.gpus import detect, find_hardware
 
     unknown = sorted(set(options.part or []) - {part.name for part in PARTS})
     if unknown:

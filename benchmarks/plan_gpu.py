@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_runs import Runner, find_device, resolved, warm_up
 
 if TYPE_CHECKING:
-    from fsdp_tune.planner.hardware.gpus import Hardware
+    from fsdp_tune.core.gpus import Hardware
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.planner.tracing import Tracing
 
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    from fsdp_tune.planner.hardware.gpus import detect, find_hardware
+    from fsdp_tune.core.gpus import detect, find_hardware
     from fsdp_tune.planner.tracing import Tracing
 
     on_cpu = options.device == "cpu"

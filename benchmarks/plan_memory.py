@@ -35,8 +35,8 @@ from programs import (
 )
 
 from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, NCCL_BYTES, fit, workspace_bytes
 from fsdp_tune.planner.predict.memory import Memory, peak_memory
 from fsdp_tune.planner.trace_format import Segments, Trace

@@ -35,7 +35,7 @@ RECIPES: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
 def resolved(name: str, folder: str) -> tuple[Any, Any]:
     """The recipe and the hardware as `plan` has them."""
     from fsdp_tune.core.devices import Machine
-    from fsdp_tune.planner.hardware.gpus import find_hardware
+    from fsdp_tune.core.gpus import find_hardware
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.devices import Machine
-from fsdp_tune.planner.hardware.efficiency import FITTED, Efficiency, efficiency_of
-from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
-from fsdp_tune.planner.predict.mfu import flops_per_token
+from fsdp_tune.core.gpus import Hardware, find_hardware
+from fsdp_tune.core.mfu import flops_per_token
+from fsdp_tune.planner.predict.efficiency import FITTED, Efficiency, efficiency_of
 from fsdp_tune.planner.predict.predict import model_size
 from fsdp_tune.planner.predict.timing import step_time
 from fsdp_tune.planner.trace_format import Trace

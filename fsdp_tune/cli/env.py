@@ -20,7 +20,7 @@ def env(screen: Screen) -> None:
     Example:
         fsdp-tune env --json > env.json
     """
-    from fsdp_tune.diagnose.known_bad import known_bad
+    from fsdp_tune.cli.known_bad import known_bad
     from fsdp_tune.jobs.answers import EnvironmentAnswer, KnownBadAnswer
 
     facts = gather()
@@ -36,7 +36,7 @@ def env(screen: Screen) -> None:
 def gather() -> dict[str, Any]:
     """Collect the complete document, including what torch reports."""
     from fsdp_tune.core.devices import hidden_by, lost_devices, nvidia_driver, torch_facts, visible_devices
-    from fsdp_tune.diagnose.environment import accelerate_default_config, host, interconnect, versions
+    from fsdp_tune.core.environment import accelerate_default_config, host, interconnect, versions
     from fsdp_tune.launch.command.rank_environment import relevant_variables
 
     devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]

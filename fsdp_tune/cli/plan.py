@@ -28,9 +28,9 @@ def plan(
         fsdp-tune plan --config llama7b_full_shard --gpu A100-40GB --num-gpus 4
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
+    from fsdp_tune.cli.plan_page import html_page
     from fsdp_tune.cli.plan_view import show_errors
     from fsdp_tune.core.atomic import write_file
-    from fsdp_tune.planner.page import html_page
     from fsdp_tune.recipe.rules import INPUTS
 
     made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)

@@ -14,7 +14,7 @@ BAR_CELLS = 40
 
 
 def show_plan(screen: Terminal, plan: Plan) -> None:
-    from fsdp_tune.planner.hardware.gpus import CPU
+    from fsdp_tune.core.gpus import CPU
 
     one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
     screen.message(
@@ -36,7 +36,7 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
 
 def show_errors(screen: Terminal, plan: Plan) -> None:
     """Print the errors of such predictions, the assumptions, and what is unknown."""
-    from fsdp_tune.planner.page import describe_error
+    from fsdp_tune.cli.plan_page import describe_error
 
     for name, error in plan.errors.items():
         screen.message(f"error of {name}: {describe_error(error)}")
@@ -61,7 +61,7 @@ def time_line(plan: Plan) -> str:
 
 
 def show_ranking(screen: Terminal, plan: Plan) -> None:
-    from fsdp_tune.planner.page import describe_changes
+    from fsdp_tune.cli.plan_page import describe_changes
 
     if not plan.alternatives:
         return

@@ -12,7 +12,7 @@ from fsdp_tune.cli.terminal import printable
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.account import SourceSample
 from fsdp_tune.data.format.row_account import describe_use
-from fsdp_tune.diagnose.pages.html_pages import html_document, html_table
+from fsdp_tune.pages.html_pages import html_document, html_table
 
 SAMPLES = 10
 """Decoded examples of each source."""

@@ -14,12 +14,12 @@ import yaml
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import Machine, this_machine
 from fsdp_tune.core.errors import failed_error, usage_error
+from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
 from fsdp_tune.core.option import Target
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.planning import PlanSession, budget_of, decisions
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
-from fsdp_tune.planner.hardware.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.search.candidates import devices_of_machine, differences
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for

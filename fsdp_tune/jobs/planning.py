@@ -9,16 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core import devices
+from fsdp_tune.core import devices, environment
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
-from fsdp_tune.diagnose import environment
+from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.planner import tracing as traces
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import Hardware, detect
 from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
 from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.search.pricing import PlannedRecipe, Search

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import json_safe, write_file
-from fsdp_tune.diagnose.pages.report_page import Differences, differences_of, report_page
-from fsdp_tune.diagnose.pages.run_record import RunRecord, labels_of, read_run
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
+from fsdp_tune.pages.report_page import Differences, differences_of, report_page
+from fsdp_tune.pages.run_record import RunRecord, labels_of, read_run
 from fsdp_tune.run.directory import existing_run
 
 

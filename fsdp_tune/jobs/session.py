@@ -13,11 +13,11 @@ from pathlib import Path
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
 from fsdp_tune.data.cache import STORES
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.fsdp_arguments import compiles

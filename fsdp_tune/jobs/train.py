@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
+from fsdp_tune.core.environment import accelerate_default_config, host, versions
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.secrets import MASK, mask_text
@@ -21,7 +22,6 @@ from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import write_json
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.core.gpus import Hardware
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.schema import Recipe
 

@@ -18,7 +18,6 @@ from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
@@ -148,7 +147,7 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
         return Outcome(error.exit_code, reason, error.problems[0], trace, {"echo": True} if isinstance(error, RemoteError) else {})
     if memory.is_device_out_of_memory(error):
         moment = memory.device_moment(error, heartbeat, trainer)
-        problem, facts = device_problem(recipe, moment), {"memory": moment.as_dict()}
+        problem, facts = memory.device_problem(recipe, moment), {"memory": moment.as_dict()}
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace)

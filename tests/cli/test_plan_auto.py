@@ -10,13 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.core import devices
+from fsdp_tune.core import devices, environment
 from fsdp_tune.core.devices import Device
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.diagnose import environment
 from fsdp_tune.jobs.planning import budget_of, visible_gpu
 from fsdp_tune.planner import tracing
-from fsdp_tune.planner.hardware.gpus import find_hardware
 from tests.cli.conftest import Cli, document
 from tests.cli.test_plan import FakeTracing
 from tests.planner.recipes import resolved

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsdp_tune
 from tests.cli.conftest import Cli, document
-from tests.diagnose.pages.written import training_line, written
+from tests.pages.written import training_line, written
 
 
 def test_report_writes_a_page_and_one_document(cli: Cli, tmp_path: Path) -> None:

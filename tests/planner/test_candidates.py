@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.search.candidates import (
     batch_changes,
     changed,

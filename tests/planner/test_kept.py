@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs.planning import PlanSession
-from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
 from fsdp_tune.planner.predict.predict import Plan, plan
 from tests.planner.hand_trace import Hand

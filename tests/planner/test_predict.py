@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.mfu import ModelDimensions, mfu
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.gpus import find_hardware
-from fsdp_tune.planner.page import describe_changes, html_page
 from fsdp_tune.planner.predict.fits import fit_into
-from fsdp_tune.planner.predict.mfu import ModelDimensions, attended_length, flops_per_token, mfu
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
@@ -130,15 +129,6 @@ def test_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: flo
     assert plan(recipe, A100, step(), rows=1000).run["steps"] == steps, "sixteen steps of 64 rows an epoch, the last one short"
 
 
-def test_mfu_follows_palm_formula() -> None:
-    model = ModelDimensions(active_parameters=7_000_000_000, trained_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
-    assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
-    frozen = replace(model, trained_parameters=1_000_000_000)
-    assert flops_per_token(frozen, 4096) == (4 * 6e9 + 6 * 1e9) + 12 * 32 * 32 * 128 * 4096
-    assert mfu(model, 4096, 3000, None) is None
-    assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
-
-
 @pytest.mark.parametrize("active", [1000, 400, None])
 def test_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None:
     mixture = step()
@@ -162,42 +152,6 @@ def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: 
     assert not told or told in named[0]
     inside = replace(mixture, facts=mixture.facts | {"experts_inside": True})
     assert not [text for text in plan(resolved(), A100, inside).assumptions if "experts" in text]
-
-
-def test_packed_examples_attend_each_to_itself() -> None:
-    assert attended_length([4096]) == 4096
-    assert attended_length([1024] * 4) == 1024
-    assert attended_length([3072, 1024]) == (3072**2 + 1024**2) / 4096
-    assert attended_length([]) == 0
-
-
-def test_page_is_complete_and_escapes_every_name() -> None:
-    evil = '<script>alert("x")</script>'
-    made = plan(resolved(), A100, step(), recipe_changes={"fsdp.sharding_strategy": evil})
-    page = html_page(replace(made, recipe=evil, gpu=evil, alternatives=(made,), best_because=evil, assumptions=[evil], where=evil))
-    assert evil not in page
-    assert page.startswith("<!doctype html>")
-    assert page.count("<path") >= 3, "two components and what is reserved"
-    assert "http" not in page
-    assert "<script" not in page
-
-
-def test_page_shows_which_sizes_fit() -> None:
-    row = {"num_processes": 2, "fits": "no", "step_seconds": None, "tokens_per_second": None, "efficiency": None, "peak_reserved_gib": 99.0}
-    assert '<td>2</td><td><span class="no">no</span></td>' in html_page(replace(plan(resolved(), A100, step()), scaling=(row,)))
-
-
-def test_page_formats_steps_as_the_screen_does() -> None:
-    made = replace(plan(resolved(), A100, step()), step_seconds=61.2)
-    page = html_page(replace(made, alternatives=(made, replace(made, step_seconds=61.0), replace(made, step_seconds=1234.5))))
-    assert all(f"<td>{seconds} s" in page for seconds in ("61.2", "61", "1,234"))
-
-
-def test_changes_are_written_as_settings() -> None:
-    assert describe_changes({}) == "your recipe, unchanged"
-    assert describe_changes({"fsdp.offload_params": True, "training.per_device_train_batch_size": 4}) == (
-        "offload_params true, per_device_train_batch_size 4"
-    )
 
 
 def test_every_plan_reports_its_errors() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.predict.depth import DepthError
 from fsdp_tune.planner.search.recomputation import KEY, MemoryBudget, decide
 from fsdp_tune.planner.trace_format import Trace

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.core.gpus import Hardware, find_hardware
 from fsdp_tune.core.option import Target
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
 from fsdp_tune.planner.search.candidates import MLP_SLICES
 from fsdp_tune.planner.search.pricing import Search
 from fsdp_tune.planner.search.scaling import scaling_table

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.predict.collectives import Group, collective_seconds
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.timing import StepTime, UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand

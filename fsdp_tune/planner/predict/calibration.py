@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.planner.hardware.efficiency import Efficiency, efficiency_of
-from fsdp_tune.planner.hardware.gpus import Hardware, detect
+from fsdp_tune.core.gpus import Hardware, detect
+from fsdp_tune.planner.predict.efficiency import Efficiency, efficiency_of
 from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group
-from fsdp_tune.planner.hardware.gpus import Hardware
 
 NVLINK_SHARE = 0.8
 """Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""

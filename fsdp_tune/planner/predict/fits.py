@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB, MIB
-from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.planner.predict.memory import Memory, peak_memory
 from fsdp_tune.planner.trace_format import Segments, Trace
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import MIB
-from fsdp_tune.planner.hardware.efficiency import MASKED_SHARE, Efficiency, efficiency_of
-from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.efficiency import MASKED_SHARE, Efficiency, efficiency_of
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
 Seconds = npt.NDArray[np.float64]

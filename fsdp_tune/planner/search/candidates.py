@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.planner.predict.totals import DTYPE_BYTES
 from fsdp_tune.planner.trace_format import Counts
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve

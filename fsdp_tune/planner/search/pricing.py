@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.planner.predict.blend import at_micro_batch, prime_for
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.fits import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.search.candidates import Changes, batch_changes, changed, differences, least_state_bytes, micro_batches

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice
-from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.planner.predict.fits import Fit, fit_into, workspace_bytes
 from fsdp_tune.planner.search.candidates import CHECKPOINTING, is_refused
 from fsdp_tune.planner.trace_format import Trace

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_tune.core.gpus import known_hardware
 from fsdp_tune.core.option import Target
-from fsdp_tune.planner.hardware.gpus import known_hardware
 from fsdp_tune.planner.predict.fits import fit
 from fsdp_tune.planner.search.candidates import (
     OFFLOADS,

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.families import LAYERS, mean_heads
+from fsdp_tune.core.gpus import detect
+from fsdp_tune.core.mfu import ModelDimensions, mfu
 from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.planner.hardware.gpus import detect
-from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
 from fsdp_tune.run import events
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 

@@ -1,20 +1,26 @@
-"""Turn a failed allocation, on device or host, into a problem that reports what held the memory."""
+"""Turn a failed allocation, on device or host, into a problem: what held the memory, and three changes to the recipe that would help."""
 
 from __future__ import annotations
 
 import resource
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.core.library_errors import CUDA_ALLOCATION_FAILED, DEVICE_ALLOCATION_FAILED, HOST_ALLOCATION_FAILED, PINS_MEMORY
-from fsdp_tune.core.units import GIB, KIB
-from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
+from fsdp_tune.core.library_errors import (
+    CUDA_ALLOCATION_FAILED,
+    DEVICE_ALLOCATION_FAILED,
+    HOST_ALLOCATION_FAILED,
+    OUT_OF_MEMORY_SIZES,
+    PINS_MEMORY,
+)
+from fsdp_tune.core.units import GIB, KIB, MIB, format_bytes
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -25,6 +31,11 @@ if TYPE_CHECKING:
 _FULL_DEVICE_BYTES = GIB
 """With more free device memory than this, a failed allocation outside torch's allocator was not on the device: NCCL's buffers and
 CUDA's own are smaller."""
+WAYS = 3
+REST = "activations, gathered parameters and workspace"
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+# If the allocator holds more than this share of the device without using it, fragmentation is the cause.
+_FRAGMENTED_SHARE = 0.1
 
 
 def is_device_out_of_memory(error: BaseException) -> bool:
@@ -120,3 +131,154 @@ def _host() -> Host:
         numbers = {}
     process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
     return Host(process_bytes, numbers.get("MemAvailable"), numbers.get("MemTotal"))
+
+
+# ---- The problem, from sizes alone
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state when memory ran out. Sizes in bytes; unknown sizes are left out."""
+
+    phase: str
+    step: int
+    """The last completed step."""
+    components: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Memory of this rank's parameters, gradients and optimizer state."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The sizes in the allocator's message: requested, capacity, free, allocated, unused."""
+    module: str | None = None
+    """The innermost module whose forward was running; None outside of a forward and its recomputation."""
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Memory by component, largest first; allocated memory that belongs to no component is `REST`."""
+        rest = self.sizes.get("allocated", 0) - sum(self.components.values())
+        everything = {**self.components, **({REST: rest} if rest > 0 else {})}
+        return dict(sorted(((name, size) for name, size in everything.items() if size), key=lambda item: (-item[1], item[0])))
+
+    def as_dict(self) -> dict[str, Any]:
+        sizes = {f"{name}_bytes": size for name, size in self.sizes.items()}
+        return {"phase": self.phase, "step": self.step, "module": self.module, "live_bytes": self.live, **sizes}
+
+
+def sizes_in(message: str) -> dict[str, int]:
+    """Parse the sizes in torch's message, in bytes."""
+    found = {name: pattern.search(message) for name, pattern in OUT_OF_MEMORY_SIZES.items()}
+    return {name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
+
+
+def device_problem(recipe: Recipe, moment: Moment) -> Problem:
+    """Describe where device memory ran out, what was live, and the first three changes that apply."""
+    sizes = moment.sizes
+    requested = f"{format_bytes(sizes['requested'])} requested" if "requested" in sizes else "an allocation failed"
+    of = f" on a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
+    live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
+    held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""
+    where = f"`{moment.phase}`, in `{moment.module}`" if moment.module else f"`{moment.phase}`"
+    message = f"out of device memory in {where}: {requested}{of}"
+    if live or held:
+        message += f"; live: {live or 'unknown'}{held}"
+    ways = [way for _, way in zip(range(WAYS), device_ways(recipe, moment), strict=False)]
+    return Problem("device-out-of-memory", message, ways_out=tuple(ways))
+
+
+def device_ways(recipe: Recipe, moment: Moment) -> Iterator[str]:
+    """Yield changes to the recipe, starting with the cheapest one that shrinks the largest component."""
+    sizes = moment.sizes
+    if sizes.get("unused", 0) > max(sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)):
+        yield "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: free memory is fragmented; costs nothing"
+    if moment.phase == "evaluating":
+        yield from _less_evaluation(recipe)
+    if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT: no rank gathers the full model to save it"
+    largest = next(iter(moment.live), REST)
+    first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
+    yield from first(recipe)
+    yield from second(recipe)
+    yield from _more_devices(recipe)
+
+
+def _less_evaluation(recipe: Recipe) -> Iterator[str]:
+    size = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+    if size > 1:
+        yield f"training.per_device_eval_batch_size: {size // 2} (now {size}): the eval loss stays the same"
+
+
+def _less_activation(recipe: Recipe) -> Iterator[str]:
+    size, length = recipe.training.per_device_train_batch_size, recipe.data.max_length
+    budget = recipe.training.per_device_train_batch_tokens
+    if size > 1 and budget is not None:
+        yield f"training.per_device_train_batch_tokens: {size // 2 * length} (now {budget}): the global batch stays, in more micro-batches"
+    elif size > 1:
+        yield f"training.per_device_train_batch_size: {size // 2} (now {size}): the global batch stays, in more micro-batches"
+    if recipe.fsdp.activation_checkpointing != "full":
+        now = recipe.fsdp.activation_checkpointing
+        yield f"fsdp.activation_checkpointing: full (now {now}): keeps one activation per layer, for a third more compute"
+    elif not recipe.fsdp.activation_checkpointing_offload and recipe.fsdp.version == 2:
+        yield "fsdp.activation_checkpointing_offload: true (now false): inputs of layers in host memory, copied while layers compute"
+    if recipe.precision.mixed_precision == "no":
+        yield "precision.mixed_precision: bf16 (now no): activations take half the memory"
+    if length > 1:
+        yield f"data.max_length: {length // 2} (now {length}): longer rows are cut or dropped, so this changes what is trained"
+
+
+def _less_state(recipe: Recipe) -> Iterator[str]:
+    strategy = recipe.fsdp.sharding_strategy
+    if strategy != "FULL_SHARD" and recipe.world_size > 1:
+        yield f"fsdp.sharding_strategy: FULL_SHARD (now {strategy}): parameters, gradients and moments are all split over the ranks"
+    if not recipe.fsdp.sync_each_batch and (recipe.training.gradient_accumulation_steps or 1) > 1:
+        yield "fsdp.sync_each_batch: true (now false): no rank keeps unsharded gradients between micro-batches"
+    if not recipe.fsdp.offload_params and strategy != "NO_SHARD":
+        yield "fsdp.offload_params: true (now false): parameters, gradients and moments live in host memory; a step takes much longer"
+
+
+def _more_devices(recipe: Recipe) -> Iterator[str]:
+    world_size = recipe.world_size
+    if recipe.is_sharded:
+        yield f"launch.num_processes: {2 * world_size} (now {world_size}): each device holds half of the sharded state"
+    yield "a device with more memory"
+    yield "a smaller model (model.name_or_path)"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The machine's memory when an allocation on the host failed, in bytes; None where it is unknown."""
+
+    process_bytes: int | None
+    available_bytes: int | None
+    total_bytes: int | None
+
+
+def host_problem(recipe: Recipe, phase: str, host: Host, *, page_locked: bool = False) -> Problem:
+    """Name the phase in which host memory ran out, how much was held, and the first three changes that apply."""
+    parts: list[str] = []
+    if page_locked:
+        parts.append("page-locked memory for copies to the device was refused")
+    if host.process_bytes is not None:
+        parts.append(f"this rank has held up to {format_bytes(host.process_bytes)}")
+    if host.available_bytes is not None and host.total_bytes is not None:
+        parts.append(f"{format_bytes(host.available_bytes)} of the machine's {format_bytes(host.total_bytes)} are left")
+    message = f"out of host memory in `{phase}`" + (f": {', '.join(parts)}" if parts else "")
+    ways = [way for _, way in zip(range(WAYS), host_ways(recipe, phase), strict=False)]
+    return Problem("host-out-of-memory", message, ways_out=tuple(ways))
+
+
+def host_ways(recipe: Recipe, phase: str) -> Iterator[str]:
+    """Yield changes to the recipe that save host memory, starting with those that fit the phase."""
+    if phase in ("importing", "loading the model") and not recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2:
+        yield "fsdp.cpu_ram_efficient_loading: true (now false): one rank of the machine reads the weights, not each"
+    if recipe.checkpoint.async_:
+        yield "checkpoint.async: false (now true): no copy of this rank's state in host memory while it is written"
+    workers = int((recipe.training.model_extra or {}).get("dataloader_num_workers", 0) or 0)
+    if workers:
+        yield f"training.dataloader_num_workers: {workers // 2} (now {workers}): fewer processes per rank"
+    if recipe.fsdp.offload_params:
+        yield "fsdp.offload_params: false (now true): parameters, gradients and moments live on the device"
+    if recipe.fsdp.activation_checkpointing_offload:
+        yield "fsdp.activation_checkpointing_offload: false (now true): inputs of layers stay on the device"
+    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT (now FULL_STATE_DICT): no rank gathers the full model to save it"
+    yield f"launch.num_machines: {recipe.launch.num_machines + 1}: fewer ranks share a machine's memory"
+    yield "a machine with more memory, or a higher limit where a container or scheduler sets one"
+    yield "fewer other processes on the machine"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace

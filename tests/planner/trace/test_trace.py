@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_tune.planner.hardware.efficiency import Efficiency
-from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.allocator import rounded
 from fsdp_tune.planner.predict.blend import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
 from fsdp_tune.planner.predict.totals import disk

@@ -14,9 +14,9 @@ from typing import Any
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.core.units import GIB
 from fsdp_tune.data.preparation import Prepared
-from fsdp_tune.diagnose.pages.curves import Curve, RunLines, curve_of, sorted_lines
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.run_status import RunStatus, run_status
+from fsdp_tune.pages.curves import Curve, RunLines, curve_of, sorted_lines
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord

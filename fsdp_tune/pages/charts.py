@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_tune.core.units import format_figure
-from fsdp_tune.diagnose.pages.curves import Curve
-from fsdp_tune.diagnose.pages.run_record import RunRecord
+from fsdp_tune.pages.curves import Curve
+from fsdp_tune.pages.run_record import RunRecord
 from fsdp_tune.run.events import EVENTS
 
 MAX_POINTS, MIN_POINTS = 2000, 50

@@ -12,8 +12,8 @@ from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
-from fsdp_tune.diagnose.pages.curves import Line, number
-from fsdp_tune.diagnose.pages.run_record import RunRecord
+from fsdp_tune.pages.curves import Line, number
+from fsdp_tune.pages.run_record import RunRecord
 from fsdp_tune.run.events import SAMPLES, names_of
 
 UNKNOWN = "–"

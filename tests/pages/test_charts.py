@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.diagnose.pages.charts import MAX_POINTS, Chart, charts_of, points_each, step_parts
-from fsdp_tune.diagnose.pages.run_record import RunRecord, read_run
-from tests.diagnose.pages.written import training_line, written
+from fsdp_tune.pages.charts import MAX_POINTS, Chart, charts_of, points_each, step_parts
+from fsdp_tune.pages.run_record import RunRecord, read_run
+from tests.pages.written import training_line, written
 
 
 def record(folder: Path, lines: list[dict[str, Any]], plan: dict[str, float] | None = None) -> RunRecord:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.units import GIB, format_figure
-from fsdp_tune.diagnose.pages.html_pages import html_document, html_table
+from fsdp_tune.pages.html_pages import html_document, html_table
 from fsdp_tune.planner.predict.memory import Timeline
 from fsdp_tune.planner.predict.predict import Plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.units import GIB
-from fsdp_tune.diagnose.oom import REST, Host, Moment, _less_activation, device_problem, host_problem, sizes_in  # type: ignore[attr-defined]
+from fsdp_tune.worker.observe.out_of_memory import REST, Host, Moment, _less_activation, device_problem, host_problem, sizes_in  # type: ignore[attr-defined]
 from tests.launch.mortal import CUDA_MESSAGE
 from tests.launch.test_accelerate import resolved
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.core.gpus import Hardware
 
 MATMUL_SHARE_UNMEASURED = 0.8
 """Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs, 0.78 to 0.87."""

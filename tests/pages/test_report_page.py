@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.diagnose.pages.report_page import MAX_BYTES, report_page
-from fsdp_tune.diagnose.pages.run_record import read_run
+from fsdp_tune.pages.report_page import MAX_BYTES, report_page
+from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
-from tests.diagnose.pages.written import training_line, written
+from tests.pages.written import training_line, written
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.diagnose.pages.run_record import RunRecord, read_run
-from fsdp_tune.diagnose.pages.tables import events_of, plan_table, samples_of, source_tables, summary_table
-from tests.diagnose.pages.written import training_line, written
+from fsdp_tune.pages.run_record import RunRecord, read_run
+from fsdp_tune.pages.tables import events_of, plan_table, samples_of, source_tables, summary_table
+from tests.pages.written import training_line, written
 
 
 def record(folder: Path, lines: list[dict[str, Any]], **keys: Any) -> RunRecord:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.gpus import detect, find_hardware, known_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.hardware.gpus import detect, find_hardware, known_hardware
 from fsdp_tune.recipe.rules.precision import OLDEST_BF16_GPU, OLDEST_FP8_GPU
 
 NAMES = [

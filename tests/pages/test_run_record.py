@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.diagnose.pages.run_record import differences, labels_of, read_run
+from fsdp_tune.pages.run_record import differences, labels_of, read_run
 from fsdp_tune.run.directory import existing_run
 from fsdp_tune.run.metrics_file import seconds_in_steps
-from tests.diagnose.pages.written import training_line, written
+from tests.pages.written import training_line, written
 
 
 def test_run_being_written_is_read_to_its_last_complete_line(tmp_path: Path) -> None:

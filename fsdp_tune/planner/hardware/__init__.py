@@ -1,1 +1,0 @@
-"""GPUs, their datasheets and their efficiency."""
