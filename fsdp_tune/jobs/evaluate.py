@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from fsdp_tune.check.evaluation.examples import AnswerReader, read_examples, refuse_without_prompt
+from fsdp_tune.check.evaluation.request import ModelToEvaluate, Request, find_model, run_of_model
+from fsdp_tune.check.evaluation.statistics import Comparison, Estimate, Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.atomic import write_file
@@ -33,13 +36,10 @@ from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
-from fsdp_tune.verify.evaluation.examples import AnswerReader, read_examples, refuse_without_prompt
-from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request, find_model, run_of_model
-from fsdp_tune.verify.evaluation.statistics import Comparison, Estimate, Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10
-SCORE = (sys.executable, "-P", "-m", "fsdp_tune.verify.evaluation.score")
+SCORE = (sys.executable, "-P", "-m", "fsdp_tune.check.evaluation.score")
 
 
 @dataclass(frozen=True, slots=True)

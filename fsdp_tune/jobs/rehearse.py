@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
+from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
+from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.preparation import length_with_targets
@@ -17,9 +20,6 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.rehearsal.lifecycle_checks import Check, Rehearsal
-from fsdp_tune.verify.rehearsal.parity_checks import make_comparable, parity_checks
-from fsdp_tune.verify.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 
 STEPS = 24
 RANKS_IN_GROUPS = 4

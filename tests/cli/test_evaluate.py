@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from fsdp_tune.check.evaluation.request import Request
+from fsdp_tune.check.evaluation.score import run
 from fsdp_tune.cli.evaluate import evaluate
 from fsdp_tune.data.read.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.evaluation.request import Request
-from fsdp_tune.verify.evaluation.score import run
 from tests.cli.conftest import Cli, document
 
 app = typer.Typer()
@@ -108,7 +108,7 @@ def test_exact_match_counts_answers_of_a_model_that_knows_them(here: Path, model
             [*PreTrainedTokenizerFast.from_pretrained(models / "tuned")(" two").input_ids, ends[0]] for _ in prompts if next(known) < 999
         ]
 
-    monkeypatch.setattr("fsdp_tune.verify.evaluation.score.generate", answers)
+    monkeypatch.setattr("fsdp_tune.check.evaluation.score.generate", answers)
     arguments = (models / "tuned", *DATA, "--metric", "exact_match", "--max-rows", "20", "--base", models / "base", "--out", "rows.jsonl")
     found = invoke(*arguments)
     result = found["sets"]["test"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fsdp_tune.check.parity.reload import checkpoint_tensors
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.parity.reload import checkpoint_tensors
 from tests.cli.conftest import Cli, document
 
 MODEL: dict[str, Any] = {

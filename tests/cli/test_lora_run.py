@@ -13,12 +13,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from fsdp_tune.check.parity.reload import checkpoint_tensors
 from fsdp_tune.core.tensors.peft_fields import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.verify.parity.reload import checkpoint_tensors
 from tests.cli.conftest import Cli, document
 
 RECIPE: dict[str, Any] = {

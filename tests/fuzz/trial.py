@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import yaml
 
+from fsdp_tune.check.parity import plain_loop as reference
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.parity import plain_loop as reference
 from tests.fuzz import ranks
 from tests.fuzz.families import PACKED_EXAMPLES_MEET, VOCABULARY, make_model
 from tests.fuzz.space import SAVED_STEP, STEPS, Draw

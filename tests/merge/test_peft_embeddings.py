@@ -19,13 +19,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdp_tune.check.evaluation.evaluated_model import load_model
+from fsdp_tune.check.evaluation.request import Request, find_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.verify.evaluation.evaluated_model import load_model
-from fsdp_tune.verify.evaluation.request import Request, find_model
 from tests.model.recipes import recipe_of
 
 ROWS, GROWN = 60, 66

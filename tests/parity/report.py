@@ -20,7 +20,7 @@ HEAD = """# Parity
 Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test-parity --write` measures and writes both. Each
 run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
-The reference is `fsdp_tune/verify/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
+The reference is `fsdp_tune/check/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
 packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
 batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and some of them are not trained. Vocabulary
 (257) and widths are not divisible by any number of ranks.

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_tune.check.parity.reload import checkpoint_tensors
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import generate
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.parity.reload import checkpoint_tensors
 from tests.model.families import FAMILIES
 from tests.parity import runs
 from tests.parity.bench import Bench

@@ -1,6 +1,6 @@
 """Compute the reference trajectory for a finished run: the same recipe, rows and initial weights, on one device.
 
-    python -m fsdp_tune.verify.parity.trajectory < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
+    python -m fsdp_tune.check.parity.trajectory < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
 
 prints losses, gradient norms, supervised tokens of each step and the eval loss as one JSON document.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp_tune.check.parity.plain_loop import LoopSettings, train
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.construct import build_full
@@ -23,7 +24,6 @@ from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.parity.plain_loop import LoopSettings, train
 
 
 def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> LoopSettings:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.verify.evaluation.examples import read_examples
+from fsdp_tune.check.evaluation.examples import read_examples
 from tests.data.support import prepared, write_jsonl
 
 

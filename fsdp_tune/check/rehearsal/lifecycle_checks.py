@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 
+from fsdp_tune.check.rehearsal.commands import ChildResult, finish, run_fsdp_tune, run_torch_script, start_training
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import read_heartbeat
-from fsdp_tune.verify.rehearsal.commands import ChildResult, finish, run_fsdp_tune, run_torch_script, start_training
 
 POLL_SECONDS = 0.002
 WAIT_SECONDS = 600.0

@@ -1,6 +1,6 @@
 """Write a model directory with random weights: the base of an adapter in a rehearsal.
 
-    python -m fsdp_tune.verify.parity.random_model < {"config": {"model_type": …}, "folder": DIRECTORY}
+    python -m fsdp_tune.check.parity.random_model < {"config": {"model_type": …}, "folder": DIRECTORY}
 
 prints {"folder": DIRECTORY}.
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.check.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
+from fsdp_tune.check.rehearsal.scale_down import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
-from fsdp_tune.verify.rehearsal.scale_down import ScaledRecipe
 
 WRITTEN: dict[str, Any] = {
     "model": {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.1, "n_layer": 2}, "freeze": ["wte*"]},

@@ -1,6 +1,6 @@
 """Compare the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone.
 
-    python -m fsdp_tune.verify.parity.reload < {"run": RUN, "step": N}
+    python -m fsdp_tune.check.parity.reload < {"run": RUN, "step": N}
 
 prints one JSON document. No code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_tune.check.parity.plain_loop import evaluate
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
@@ -25,7 +26,6 @@ from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.verify.parity.plain_loop import evaluate
 
 ROWS = 4
 ADAPTED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

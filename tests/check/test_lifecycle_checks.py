@@ -17,9 +17,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fsdp_tune.check.rehearsal import lifecycle_checks
+from fsdp_tune.check.rehearsal.lifecycle_checks import Rehearsal
 from fsdp_tune.core import processes as children
-from fsdp_tune.verify.rehearsal import lifecycle_checks
-from fsdp_tune.verify.rehearsal.lifecycle_checks import Rehearsal
 from tests.cli.conftest import cli, document  # noqa: F401  a fixture
 
 CHECKS = [
@@ -36,10 +36,10 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """A complete rehearsal of the embedded recipe; several tests inspect its files."""
+    from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, scale_down_recipe
     from fsdp_tune.core.devices import Machine
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.verify.rehearsal.scale_down import ReadableInputs, scale_down_recipe
 
     folder = tmp_path_factory.mktemp("rehearsal")
     recipe = resolve(load_recipe("gpt2_smoke").recipe, Machine(None, 0, 2, None), cwd=folder).recipe
@@ -140,7 +140,7 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
-    parent = f"import sys; from fsdp_tune.verify.rehearsal.commands import run_child; run_child((sys.executable, '-c', {child!r}))"
+    parent = f"import sys; from fsdp_tune.check.rehearsal.commands import run_child; run_child((sys.executable, '-c', {child!r}))"
     rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert rehearsal.poll() is None

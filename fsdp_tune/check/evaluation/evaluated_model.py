@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.check.evaluation.request import ModelToEvaluate, Request
 from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
@@ -22,7 +23,6 @@ from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_unt
 from fsdp_tune.model.loading.stored_tensors import tensors_of
 from fsdp_tune.model.parameters import TORCH_DTYPE
 from fsdp_tune.run.base_model import BaseModel
-from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
 
 
 def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Run models over prepared rows, in a process of its own: `python -m fsdp_tune.verify.evaluation.score < request.json`.
+"""Run models over prepared rows, in a process of its own: `python -m fsdp_tune.check.evaluation.score < request.json`.
 
 Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids", "is_cut"}, …]}` after each batch,
 and at the end of a failure `{"problems": […], "exit_code": 2}`.
@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from fsdp_tune.check.evaluation.evaluated_model import load_model
+from fsdp_tune.check.evaluation.examples import EvaluatedExample, read_examples
+from fsdp_tune.check.evaluation.request import ModelToEvaluate, Request
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.batches import collate
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.loss import shift_labels
 from fsdp_tune.recipe.extensions import Extension
-from fsdp_tune.verify.evaluation.evaluated_model import load_model
-from fsdp_tune.verify.evaluation.examples import EvaluatedExample, read_examples
-from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
 
 Rows = list[dict[str, Any]]
 

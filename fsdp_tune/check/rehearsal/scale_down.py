@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.check.rehearsal.commands import run_torch_script
 from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.kinds import needs_cuda
-from fsdp_tune.verify.rehearsal.commands import run_torch_script
 
 LAYERS = 2
 HEADS = 4

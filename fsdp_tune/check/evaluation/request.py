@@ -110,7 +110,7 @@ def run_of_model(model: ModelToEvaluate) -> RunDir | None:
 
 @dataclass(slots=True)
 class Request:
-    """The document on stdin of `fsdp_tune.verify.evaluation.score`."""
+    """The document on stdin of `fsdp_tune.check.evaluation.score`."""
 
     models: list[dict[str, Any]]
     """`ModelToEvaluate` of each."""

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdp_tune.check.evaluation.evaluated_model import load_model
+from fsdp_tune.check.evaluation.request import Request, find_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of
@@ -20,8 +22,6 @@ from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
-from fsdp_tune.verify.evaluation.evaluated_model import load_model
-from fsdp_tune.verify.evaluation.request import Request, find_model
 from tests.model.recipes import recipe_of
 from tests.parity.peft_adapters import make_adapter
 

@@ -1,4 +1,4 @@
-"""Child processes of a rehearsal: `fsdp-tune` itself, and the two scripts in `verify/parity/` that need torch."""
+"""Child processes of a rehearsal: `fsdp-tune` itself, and the two scripts in `check/parity/` that need torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_fsdp_tune(*arguments: str) -> ChildResult:
 
 
 def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
-    """Run `python -m fsdp_tune.verify.parity.MODULE` with the request on its stdin."""
-    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.verify.parity.{module}"), json.dumps(request))
+    """Run `python -m fsdp_tune.check.parity.MODULE` with the request on its stdin."""
+    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.check.parity.{module}"), json.dumps(request))
 
 
 def run_child(argv: Sequence[str], text: str = "") -> ChildResult:

@@ -11,17 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_tune.core.devices import Machine
-from fsdp_tune.core.families import CHOSEN_EXPERTS
-from fsdp_tune.data.account import source_lines
-from fsdp_tune.data.preparation import length_with_targets, prepare
-from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.recipe.catalogue import catalogue
-from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.rehearsal.parity_checks import make_comparable
-from fsdp_tune.verify.rehearsal.scale_down import (
+from fsdp_tune.check.rehearsal.parity_checks import make_comparable
+from fsdp_tune.check.rehearsal.scale_down import (
     EXPERTS,
     HEADS,
     HIDDEN_SIZE,
@@ -33,6 +24,15 @@ from fsdp_tune.verify.rehearsal.scale_down import (
     scale_down_config,
     scale_down_recipe,
 )
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.families import CHOSEN_EXPERTS
+from fsdp_tune.data.account import source_lines
+from fsdp_tune.data.preparation import length_with_targets, prepare
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.recipe.catalogue import catalogue
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.resolve import resolve
+from fsdp_tune.recipe.schema import Recipe
 from tests.architectures.tiny import known
 from tests.model.families import FAMILIES
 
