@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.py)`")
 IN_A_RUN = ("RUN/", "logs/")
@@ -36,3 +38,12 @@ def test_every_folder_is_in_a_layer(repository: Path) -> None:
     layers = [repository / name.replace(".", "/") for layer in contracts[0]["layers"] for name in re.findall(r"fsdp_tune[\w.]+", layer)]
     modules = [path for path in (repository / "fsdp_tune").rglob("*.py") if path.stem not in ("__init__", "__main__")]
     assert [path for path in modules if not any(path.is_relative_to(layer) or path == layer.with_suffix(".py") for layer in layers)] == []
+
+
+def test_pre_commit_hooks_are_scripts_of_the_repository(repository: Path) -> None:
+    repos = yaml.safe_load((repository / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert [each["repo"] for each in repos] == ["local"]
+    hooks = repos[0]["hooks"]
+    assert {hook["entry"] for hook in hooks} == {"scripts/check", "scripts/test structure"}
+    assert {hook["language"] for hook in hooks} == {"script"}
+    assert all(os.access(repository / hook["entry"].split()[0], os.X_OK) for hook in hooks)
