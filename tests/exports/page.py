@@ -24,9 +24,7 @@ experts or renames a module, they are written as one tensor for each expert and 
 (`lora.target_parameters`) is for transformers 5 alone: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without
 them and computes other logits. Its merged model is equal in both.
 
-vLLM reads an export through the transformers that is installed with it (from its source: `CachedHfTokenizer.from_pretrained` of
-`vllm/tokenizers/hf.py` calls `AutoTokenizer`, `patch_rope_parameters` of `vllm/transformers_utils/config.py` reads `rope_theta` and
-`rope_scaling` under transformers 4). vLLM itself was not run.
+vLLM, by its source, reads an export through the transformers that is installed with it. It was not run.
 
 ## Equal
 

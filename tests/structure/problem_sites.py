@@ -190,5 +190,5 @@ def _form(sites: Sequence[Site], *, with_hint: bool) -> str | None:
     if len({site.message for site in sites}) != 1 or not is_legible(sites[0].message):
         return None
     hint = sites[0].hint
-    is_shown = with_hint and hint is not None and is_legible(hint)
+    is_shown = with_hint and hint is not None and UNKNOWN not in hint
     return f"_{sites[0].message}_{f'. Hint: {hint}' if is_shown else ''}"
