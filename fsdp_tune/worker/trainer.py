@@ -46,7 +46,7 @@ from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
-from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
+from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.rows.dataset import Batch, Collator
 from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
@@ -202,7 +202,7 @@ class FsdpTrainer(Trainer):
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._audited = True
-        with DtypeAudit() as audit:
+        with DtypeAudit(why_not_audited(self.parts.recipe)) as audit:
             loss = self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._write_audit(audit.report())
         return loss

@@ -25,7 +25,7 @@ from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe.expert_loads import ExpertLoads
-from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
+from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries
 
@@ -95,6 +95,16 @@ def observing_mode(without: Callable[[Name], None]) -> None:
     assert audit.report() == {}
     (warning,) = [warning for warning in warnings_of(recipe, {}) if "not known" in warning]
     assert "TorchDispatchMode" in warning
+
+
+def test_flex_attention_is_not_audited_with_the_reason() -> None:
+    """As single operations torch refuses it under the mode that the audit is."""
+    recipe = Recipe.model_validate({"model": {"name_or_path": "gpt2", "attn_implementation": "flex_attention"}})
+    with DtypeAudit(why_not_audited(recipe)) as audit:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert audit.report() == {}
+    (warning,) = [warning for warning in warnings_of(recipe, {}) if "not known" in warning]
+    assert warning.endswith("`flex_attention` computes only in compiled code")
 
 
 def operators_of_selective_recomputation(without: Callable[[Name], None]) -> None:

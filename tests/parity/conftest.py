@@ -20,6 +20,7 @@ FAST_ON_CUDA = {
         "llama, 2 ranks, NO_SHARD",
         "llama, 2 ranks, FULL_SHARD, offload True",
     },
+    "test_flex_attention_follows_the_reference": {"llama-16, 1 ranks, FULL_SHARD, packed True"},
 }
 
 

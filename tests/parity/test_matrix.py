@@ -213,6 +213,19 @@ def test_scaled_positions_follow_one_device(bench: Bench, record_property) -> No
     assert not deviation(run, bench.reference("llama", packed=True)).is_within_fp32
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("llama-16", ranks=1, packed=True)], ids=str)
+def test_flex_attention_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
+    if bench.device == "cpu":
+        pytest.skip("torch has no backward pass of it on the CPU")
+    changes = runs.merged(case.recipe(str(bench.model(case.architecture))), {"model": {"attn_implementation": "flex_attention"}})
+    run = bench.written_run(changes, packed=True)
+    runs.train(bench.pool, run, case.ranks)
+    found = deviation(run, bench.reference(case.architecture, packed=True))
+    record_property("parity", found.row("flex_attention", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
 def test_deviation_of_nonfinite_value_is_infinite() -> None:
     assert relative(math.nan, 1.0) == math.inf
 

@@ -22,7 +22,8 @@ def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | Non
     """Return the recipe to trace and its model on the meta device.
 
     A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine rarely has the package.
-    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, or whose positions do not cover the recipe's rows.
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not cover the recipe's rows, or that
+    computes its attention in compiled code.
     """
     recipe, model = _build(recipe, config, vocabulary)
     if (problem := beyond_table_of_positions(recipe, model)) is not None:  # indexing a fake tensor does not check bounds
@@ -31,7 +32,11 @@ def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | Non
 
 
 def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
-    if not has_variable_lengths(attention(recipe, config)):
+    kernel = attention(recipe, config)
+    if kernel == "flex_attention":
+        message = f"`model.attn_implementation: {kernel}` computes only in compiled code, which is not traced"
+        raise usage_error("trace-failed", message, hint="with `sdpa` the step is predicted, with a mask where rows are packed")
+    if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
     model = build_empty(recipe, config, vocabulary=vocabulary)

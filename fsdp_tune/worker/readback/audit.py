@@ -50,14 +50,17 @@ class DtypeAudit:
     """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
 
     A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good and without a word:
-    the layers of `kernels.compile: true` would stay as they are in every later step too.
+    the layers of `kernels.compile: true` would stay as they are in every later step too. For a `reason` not to audit nothing is counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str | None = None) -> None:
+        self._is_on = reason is None
         self._seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        if not self._is_on:
+            return self
         self._observing.enter_context(torch.compiler.set_stance("force_eager"))
         self._observing.enter_context(observing_mode(self._see))
         return self
@@ -85,11 +88,21 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return found
 
 
+def why_not_audited(recipe: Recipe) -> str | None:
+    """Return why the operations of a micro-batch cannot be observed; None if they can."""
+    if not OBSERVING_MODE.exists():
+        return str(OBSERVING_MODE.refused())
+    # As single operations it would hold the scores of all tokens, and under a dispatch mode torch refuses it.
+    if recipe.model.attn_implementation == "flex_attention":
+        return "`flex_attention` computes only in compiled code"
+    return None
+
+
 def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     """Return warnings for operations in the trace that lose precision unexpectedly."""
     found: list[str] = []
-    if not OBSERVING_MODE.exists():
-        found.append(f"the dtypes in which operations ran are not known: {OBSERVING_MODE.refused()}")
+    if (reason := why_not_audited(recipe)) is not None:
+        found.append(f"the dtypes in which operations ran are not known: {reason}")
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
         found.append("master weights are bf16: updates smaller than about 1/256 of a weight are lost (model.dtype: fp32 keeps them)")
     for kind, what in (("norm", "norms"), ("loss", "the loss")):

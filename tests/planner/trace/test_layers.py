@@ -188,3 +188,11 @@ def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.Mo
     recipe = deep(2, model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(FsdpTuneError, match="does not support FlashAttention"):
         build_traced(recipe, config_or_facts(recipe)[0], None)
+
+
+def test_flex_attention_is_refused_with_the_reason() -> None:
+    from fsdp_tune.planner.trace.fake_model import build_traced
+
+    recipe = deep(2, model={"attn_implementation": "flex_attention"})
+    with pytest.raises(FsdpTuneError, match="flex_attention` computes only in compiled code, which is not traced"):
+        build_traced(recipe, config_or_facts(recipe)[0], None)
