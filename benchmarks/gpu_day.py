@@ -110,7 +110,7 @@ def folder_of(output: Path, name: str) -> Path:
 
 def run_task(task: Task, output: Path, seconds: float, *, is_cut: bool) -> Result:
     """`is_cut`: `seconds` are fewer than the part's own, so that its end is no result."""
-    from fsdp_tune.core.parent_death import ends_with_parent
+    from fsdp_tune.core.processes import ends_with_parent
 
     began = time.monotonic()
     command = [sys.executable, *task.command]

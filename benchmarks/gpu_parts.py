@@ -118,7 +118,7 @@ def of_the_best(bench: Bench, name: str, dtype: str, tree: dict[str, Any], ranki
 
 def searching(bench: Bench) -> Any:
     from fsdp_tune.core.errors import FsdpTuneError
-    from fsdp_tune.planner.search.pricing import Search
+    from fsdp_tune.planner.search.candidates import Search
 
     def traced(recipes: Any) -> Iterator[Any]:
         found = [bench.tracing.result(key) for key in bench.tracing.ask(recipes)]
@@ -139,7 +139,7 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
     rounds, steps = ("2", "3") if bench.tiny else ("9", "10")
     size = f"gpu-tiny-{bench.run.device}" if bench.tiny else "gpu"
     command = [sys.executable, str(STEP_BENCHMARK), size, "--rounds", rounds, "--steps", steps, "--json", str(result)]
-    from fsdp_tune.core.parent_death import ends_with_parent
+    from fsdp_tune.core.processes import ends_with_parent
 
     try:
         done = subprocess.run(ends_with_parent(command), capture_output=True, text=True, check=False, timeout=max(5.0, bench.run.left()))

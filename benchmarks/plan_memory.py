@@ -37,8 +37,7 @@ from programs import (
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, NCCL_BYTES, fit, workspace_bytes
-from fsdp_tune.planner.predict.memory import Memory, peak_memory
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, NCCL_BYTES, Memory, fit, peak_memory, workspace_bytes
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.planner.tracing import trace_key
 from fsdp_tune.recipe.resolve import resolve

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.devices import Machine
-from fsdp_tune.core.gpus import Hardware, find_hardware
-from fsdp_tune.core.mfu import flops_per_token
+from fsdp_tune.core.gpus import Hardware, find_hardware, flops_per_token
 from fsdp_tune.planner.predict.efficiency import FITTED, Efficiency, efficiency_of
 from fsdp_tune.planner.predict.predict import model_size
 from fsdp_tune.planner.predict.timing import step_time

@@ -11,16 +11,14 @@ if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.import_recipe import import_recipe
-    from fsdp_tune.jobs.merge import merge_checkpoint
+    from fsdp_tune.jobs.merge import merge_checkpoint, push
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, EvaluateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.prepare import prepare
-    from fsdp_tune.jobs.push import push
-    from fsdp_tune.jobs.rehearse import rehearse
     from fsdp_tune.jobs.run_report import report
     from fsdp_tune.jobs.train import train
-    from fsdp_tune.jobs.validate import validate
+    from fsdp_tune.jobs.validate import rehearse, validate
     from fsdp_tune.merge.merge_options import MergeOptions
     from fsdp_tune.recipe.read.loader import load_recipe
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_tune.data.read.builtin import held_out_prompts
+from fsdp_tune.data.read.file_access import held_out_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

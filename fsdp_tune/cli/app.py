@@ -1,4 +1,4 @@
-"""The Typer app: one command a file. Importing this module must stay cheap; commands import their jobs when they run."""
+"""The Typer app: one function a command. Importing this module must stay cheap; commands import their jobs when they run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.cache import cache
-from fsdp_tune.cli.chat_templates import templates
 from fsdp_tune.cli.env import env
-from fsdp_tune.cli.evaluate import evaluate
-from fsdp_tune.cli.import_config import import_config
-from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.plan import plan
 from fsdp_tune.cli.prepare import prepare
-from fsdp_tune.cli.push import push
-from fsdp_tune.cli.recipes import recipes
-from fsdp_tune.cli.rehearse import rehearse
-from fsdp_tune.cli.report import report
-from fsdp_tune.cli.status import status
-from fsdp_tune.cli.train import train
-from fsdp_tune.cli.validate import validate
+from fsdp_tune.cli.recipes import import_config, recipes, templates
+from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
+from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
 from fsdp_tune.core.version import __version__

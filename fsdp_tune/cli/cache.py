@@ -10,8 +10,8 @@ import typer
 
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import verb
+from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.option import Option
 from fsdp_tune.core.units import format_age, format_bytes, parse_seconds
 
 if TYPE_CHECKING:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
+from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.processes import stop_signals_raise
-from fsdp_tune.core.progress import Bar
 from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.train_view import StepView
-    from fsdp_tune.jobs.results import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.run.directory import RunDir
 
@@ -43,7 +43,7 @@ class Screen(Terminal, Observer):
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
         """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
-        from fsdp_tune.cli.progress import ByteBar, LiveBar, PlainBar
+        from fsdp_tune.cli.terminal import ByteBar, LiveBar, PlainBar
 
         kind = LiveBar if self.is_live else PlainBar
         if unit != "bytes":
@@ -70,7 +70,7 @@ class Screen(Terminal, Observer):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Keep a bar below the lines of the steps while ranks run."""
-        from fsdp_tune.cli.progress import LiveBar, SilentBar
+        from fsdp_tune.cli.terminal import LiveBar, SilentBar
         from fsdp_tune.cli.train_view import StepView
 
         with (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps") as bar:

@@ -1,16 +1,26 @@
-"""`recipes list|show|copy|schema`: the catalogue in the package, and the JSON Schema for editors."""
+"""The commands about recipes: the catalogue, `import`, and the chat templates of the package.
+
+`recipes list|show|copy|schema`: the catalogue in the package, and the JSON Schema for editors.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+import fsdp_tune
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import verb
-from fsdp_tune.core.option import Argument
+from fsdp_tune.cli.verbs import given, verb
+from fsdp_tune.core.command import Argument, Option
+from fsdp_tune.jobs.options import ImportOptions
+
+if TYPE_CHECKING:
+    from fsdp_tune.jobs.answers import TemplateAnswer
+    from fsdp_tune.jobs.import_recipe import Import
+
 
 Name = Annotated[str, Argument("A name from `fsdp-tune recipes list`.", metavar="NAME")]
 
@@ -27,7 +37,7 @@ def list_recipes(screen: Screen) -> None:
         fsdp-tune recipes list
     """
     from fsdp_tune.jobs.answers import RecipeLine, RecipesAnswer
-    from fsdp_tune.recipe.catalogue import catalogue, headline
+    from fsdp_tune.recipe.read.loader import catalogue, headline
 
     lines = [RecipeLine(name, headline(path), str(path)) for name, path in catalogue().items()]
     screen.document(RecipesAnswer(lines))
@@ -99,10 +109,160 @@ def print_schema(screen: Screen) -> None:
 
 def _read(name: str) -> tuple[Path, str]:
     from fsdp_tune.core.errors import usage_error
-    from fsdp_tune.recipe.catalogue import catalogue, find_recipe
+    from fsdp_tune.recipe.read.loader import catalogue, find_recipe
 
     path = catalogue().get(name)
     if path is None:
         find_recipe(name)  # raises with the closest name
         raise usage_error("recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it")
     return path, path.read_text(encoding="utf-8")
+
+
+@verb
+def import_config(
+    screen: Screen,
+    file: Annotated[
+        Path,
+        Argument(
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
+            "with the command that starts one of them, or transformers' `run_clm.py`.",
+            metavar="FILE",
+        ),
+    ],
+    options: ImportOptions,
+) -> None:
+    """Turn a configuration of another trainer into a recipe, with an account of every key of the file.
+
+    Each key is kept, converted, computed with others, dropped with the reason, or a question: a line `# DECIDE:` in the recipe.
+
+    \b
+    Example:
+        fsdp-tune import axolotl.yaml --output recipe.yaml
+    """
+    from fsdp_tune.jobs.answers import Decision, ImportAnswer, ImportedKey
+
+    output = options.output
+    found = fsdp_tune.import_recipe(file, **given(options))
+    imported = found.imported
+    screen.document(
+        ImportAnswer(
+            tool=imported.tool,
+            source=str(file),
+            output=None if output is None else str(output),
+            recipe=imported.text,
+            counts=imported.counts,
+            account=[ImportedKey(**row.as_dict()) for row in imported.rows],
+            decisions=[Decision(key, words) for key, words in imported.decisions],
+            unchecked=list(found.unchecked),
+        )
+    )
+    if not screen.json_output:
+        if output is None:
+            screen.result(imported.text)
+        _show(screen, found, output)
+
+
+def _show(screen: Screen, found: Import, output: Path | None) -> None:
+    imported = found.imported
+    rows = [(row.key, row.fate.value, ", ".join(row.as_dict()["to"]), row.reason) for row in imported.rows]
+    screen.table(f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here", "remark"], rows)
+    counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
+    screen.message(f"keys: {len(imported.rows)} ({counts})")
+    for key, words in imported.decisions:
+        screen.message(f"to decide: {key}: {words}")
+    for line in found.unchecked:
+        screen.message(f"not checked: {line}")
+    name = output or "recipe.yaml"
+    screen.message(f"{f'wrote {output}; ' if output else ''}look for `# DECIDE:` in it, then `fsdp-tune validate --config {name}`")
+
+
+Tokenizer = Annotated[
+    str | None,
+    Option("Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.", metavar="NAME"),
+]
+PARTS = ("system", "tools", "thinking")
+
+templates = typer.Typer(name="templates", help="List and show the chat templates of the package.", invoke_without_command=True)
+
+
+@templates.callback()
+@verb
+def list_by_default(screen: Screen, context: typer.Context, tokenizer: Tokenizer = None) -> None:
+    """List and show the chat templates of the package.
+
+    \b
+    Example:
+        fsdp-tune templates
+    """
+    if context.invoked_subcommand is None:
+        _list(screen, tokenizer)
+    else:
+        screen.json_output = False  # the document is that of the subcommand
+
+
+@templates.command("list")
+@verb
+def list_templates(screen: Screen, tokenizer: Tokenizer = None) -> None:
+    """List the chat templates of the package: for which models, and what each renders.
+
+    \b
+    Examples:
+        fsdp-tune templates list
+        fsdp-tune templates list --tokenizer ./my_model
+    """
+    _list(screen, tokenizer)
+
+
+@templates.command("show")
+@verb
+def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fsdp-tune templates`.", metavar="NAME")]) -> None:
+    """Print the Jinja text of a chat template.
+
+    \b
+    Example:
+        fsdp-tune templates show qwen3 > mine.jinja
+    """
+    from fsdp_tune.data.format.templates import BUNDLED, bundled_text, not_bundled
+    from fsdp_tune.jobs.answers import TemplateTextAnswer
+
+    if name not in BUNDLED:
+        raise not_bundled(name)
+    text = bundled_text(name)
+    screen.document(TemplateTextAnswer(**given(_described(name)), text=text))
+    if not screen.json_output:
+        screen.message(text.rstrip("\n"))
+
+
+def _list(screen: Screen, tokenizer: str | None) -> None:
+    from fsdp_tune.data.format.templates import BUNDLED, fitting_templates
+    from fsdp_tune.jobs.answers import FittedTemplateAnswer, TemplatesAnswer
+
+    found = TemplatesAnswer([_described(name) for name in BUNDLED])
+    columns = ["name", "for", *PARTS, "tokens"]
+    if tokenizer is not None:
+        from fsdp_tune.data.tokenise.tokenizer import load_encoder
+        from fsdp_tune.recipe.schema import Recipe
+
+        encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
+        fitting = fitting_templates(encoder.encode)
+        found = TemplatesAnswer([FittedTemplateAnswer(**given(each), fits=each.name in fitting) for each in found.templates])
+        columns.insert(2, "fits")
+    screen.document(found)
+    if not screen.json_output:
+        rows = [[_cell(each.as_dict()[column]) for column in columns] for each in found.templates]
+        screen.table("chat templates (data.chat_template: NAME)", columns, rows)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, cast("list[Any]", value)))
+    return ("yes" if value else "") if isinstance(value, bool) else str(value)
+
+
+def _described(name: str) -> TemplateAnswer:
+    from fsdp_tune.data.format.templates import BUNDLED
+    from fsdp_tune.jobs.answers import TemplateAnswer
+
+    template = BUNDLED[name]
+    system, tools, thinking = (part in template.parts for part in PARTS)
+    return TemplateAnswer(name, for_=template.purpose, system=system, tools=tools, thinking=thinking, tokens=list(template.tokens))

@@ -1,18 +1,132 @@
-"""`train`: validate → prepare → write the run directory → launch → merge."""
+"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`.
+
+`validate`: check a recipe without GPUs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import fsdp_tune
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import NamedRecipe, verb
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, usage_error
-from fsdp_tune.core.option import Option
-from fsdp_tune.jobs.options import TrainOptions
+from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, given, verb
+from fsdp_tune.core.command import Option
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
+from fsdp_tune.jobs.options import PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
+
+if TYPE_CHECKING:
+    from fsdp_tune.jobs.validate import Validation
+    from fsdp_tune.recipe.read.loader import LoadedRecipe
+
+
+@verb
+def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> None:
+    """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
+
+    \b
+    Example:
+        fsdp-tune validate --config llama7b_full_shard --strict
+    """
+    from fsdp_tune.jobs.answers import CheckedSource, ValidateAnswer
+    from fsdp_tune.planner.predict.memory import total_steps
+    from fsdp_tune.recipe.schedule import rate_line
+    from fsdp_tune.recipe.world import batch_arithmetic
+
+    loaded = recipe.load()
+    found = fsdp_tune.validate(loaded, **given(options), observer=screen)
+    arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
+    screen.document(
+        ValidateAnswer(
+            recipe=str(loaded.path),
+            valid=not found.problems,
+            resolved=found.recipe.model_dump(mode="json", by_alias=True),
+            reasons=found.resolution.reasons,
+            overrides=list(loaded.overrides),
+            arithmetic=arithmetic,
+            rate=rate.removeprefix("rate: "),
+            model=found.model,
+            data=[CheckedSource(**each) for each in found.inputs],
+            unchecked=list(found.unchecked),
+        )
+    )
+    if found.problems:
+        raise FsdpTuneError(*found.problems)
+    _show(screen, loaded, found, arithmetic, rate)
+
+
+def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str, rate: str) -> None:
+    from fsdp_tune.cli.train_view import adapter_lines, show_decided
+    from fsdp_tune.data.format.row_account import account_line
+
+    model = found.model
+    show_decided(screen, found.resolution, model)
+    if model:
+        layers = f"{model['layers']} layers ({', '.join(model['layer_classes'])})"
+        screen.message(f"model: {model['parameters']:,} parameters, {layers}, {len(model['units'])} FSDP units")
+        for line in adapter_lines(model):
+            screen.message(line)
+    screen.message(f"batch: {arithmetic}")
+    screen.message(rate)
+    for each in found.inputs:
+        rows = f"first {each['rows_looked_at']} rows are fine"
+        screen.message(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")
+        if each["keys"]:
+            screen.message(f"data keys: {each['path']}: {account_line(each['keys'])}")
+    for line in found.unchecked:
+        screen.message(f"not checked: {line}")
+    screen.message(f"{loaded.path} is valid")
+
+
+@verb
+def plan(
+    screen: Screen,
+    recipe: NamedRecipe,
+    options: PlanOptions,
+    html: Annotated[Path | None, Option("Write a page: the memory of a step over time, the ranked recipes.", metavar="FILE")] = None,
+) -> None:
+    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
+
+    Exit code 0 whatever the answer; `fits` is yes, tight or no.
+
+    \b
+    Examples:
+        fsdp-tune plan --config llama7b_full_shard --gpu A100-40GB --num-gpus 4
+        fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
+    """
+    from fsdp_tune.cli.plan_view import html_page, show_errors
+    from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.recipe.rules import INPUTS
+
+    made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
+    show_errors(screen, made)
+    if html is not None:
+        write_file(html, html_page(made))
+        screen.message(f"the page is {html}")
+    screen.document(made.as_dict())
+
+
+@verb
+def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -> None:
+    """Rehearse a full run on CPU ranks with a scaled-down model: train, kill a rank, resume, merge, reload, compare.
+
+    The code path is that of the real run. `--parity` trains once for each switch and prints how far loss and gradient norm are
+    from a plain PyTorch loop on one device. `--set launch.device=cuda` uses the GPUs of this machine. Exit 1: a check failed.
+
+    \b
+    Examples:
+        fsdp-tune rehearse --config llama7b_full_shard
+        fsdp-tune rehearse --config my.yaml --parity
+    """
+    done = fsdp_tune.rehearse(recipe.load(), **given(options), observer=screen)
+    screen.document(done.as_dict())
+    if done.failed is not None:
+        message = f"{done.failed.name}: {done.failed.detail}"
+        raise failed_error("rehearsal-failed", message, hint=f"everything that was written is in {done.folder}")
+    screen.message(f"all {len(done.checks)} checks passed in {sum(check.seconds for check in done.checks):.0f} s")
 
 
 @verb

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from fsdp_tune.cli.output import command
+from fsdp_tune.core.command import Argument, Only, Option
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.option import Argument, Only, Option
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.read.loader import LoadedRecipe

@@ -1,16 +1,22 @@
-"""Texts of library errors, for errors that no type or attribute distinguishes.
+"""Texts of library errors, and the failures of a GPU that they report.
+
+Texts of library errors, for errors that no type or attribute distinguishes.
 
 Taken from torch 2.11 and 2.13 (with the bundled gloo), torchao 0.18 and PyYAML 6.0.3. If a new version changes a text, the original
 error is reported instead of the more specific one.
+
+Explain a GPU that failed in the middle of a run: a fault of the device, of the program, or of torch's build. Pure.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from fsdp_tune.core.errors import Problem
 
 PEER_LOST = (
     "Connection closed by peer",
@@ -111,3 +117,26 @@ YAML_SYNTAX = (
     ("expected '<document start>'", "there is text after the end of the value", "check the brackets and the indentation"),
 )
 """`problem` of PyYAML's MarkedYAMLError (scanner.py, parser.py), its meaning in a recipe, and the hint."""
+
+
+_HINTS = {
+    FAULTS_OF_A_DEVICE: "`dmesg` names the cause (an XID error for NVIDIA); a reset of the GPU or a reboot may recover it, and "
+    "CUDA_VISIBLE_DEVICES leaves it out",
+    FAULTS_OF_A_PROGRAM: "a kernel read or wrote where it must not, mostly by an index beyond its table; `CUDA_LAUNCH_BLOCKING=1` in the "
+    "environment of the command shows the line in the rank's log",
+    FAULTS_OF_A_BUILD: "this build of torch has no code for the GPU: install one that does (https://pytorch.org/get-started/locally)",
+}
+
+
+def device_fault(text: str) -> str | None:
+    """Return CUDA's or HIP's text of a fault after which a device cannot be used, from an error or a log; None if there is none."""
+    found = DEVICE_FAILED.search(text)
+    fault = next(filter(None, found.groups()), "") if found is not None else ""
+    return next((fault for faults in _HINTS if fault.startswith(faults)), None) if fault else None
+
+
+def device_failure(what: str, fault: str, lost: Sequence[str] = ()) -> Problem:
+    """Describe the failure of `what`, a GPU. `lost`: the GPUs that no longer respond to the driver."""
+    reports = f"; the driver reports {', '.join(lost)}" if lost else ""
+    hint = next(hint for faults, hint in _HINTS.items() if fault.startswith(faults))
+    return Problem("device-failed", f"{what} failed: {fault}{reports}", hint=hint)

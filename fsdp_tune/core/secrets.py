@@ -1,6 +1,6 @@
 """Recognise secrets by the name of a variable and by the shape of a value, so that they are not written to files or the screen.
 
-No list is complete. So the values of inherited variables are shown only if their names are known (`launch/command/rank_environment.py`),
+No list is complete. So the values of inherited variables are shown only if their names are known (`launch/command/accelerate.py`),
 and files that may contain a secret are readable by their owner only.
 """
 

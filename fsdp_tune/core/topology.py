@@ -1,4 +1,4 @@
-"""The parallel dimensions of a run and the position of each rank in them. Pure arithmetic; `model.shard.mesh` builds the mesh."""
+"""The parallel dimensions of a run and the position of each rank in them. Pure arithmetic; `model.shard.wrap` builds the mesh."""
 
 from __future__ import annotations
 

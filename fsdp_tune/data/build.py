@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.command import Bar
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import (
     data_notices,
     first_problems,
@@ -29,7 +29,7 @@ from fsdp_tune.data.account import (
 )
 from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
-from fsdp_tune.data.read.digests import Stamp
+from fsdp_tune.data.read.file_access import Stamp
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter

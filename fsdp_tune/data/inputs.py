@@ -16,7 +16,7 @@ from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 
 TRAIN = "train"
 MARKED_FORMATS = ("segments", "tokenized")

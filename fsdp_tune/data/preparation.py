@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
-from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, refuse_bad_share, spread_indices
 from fsdp_tune.data.batches import batch_of_step
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
-from fsdp_tune.data.read.digests import FileDigests
+from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -29,10 +29,10 @@ from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
+from fsdp_tune.run.records import Document
 
 UNIT_ROWS = "unit-rows"
 """Folder below `data.cache_dir`: for each set of files of a stream, the numbers of their rows."""

@@ -16,12 +16,25 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from fsdp_tune.check.evaluation.examples import AnswerReader, read_examples, refuse_without_prompt
-from fsdp_tune.check.evaluation.request import ModelToEvaluate, Request, find_model, run_of_model
-from fsdp_tune.check.evaluation.statistics import Comparison, Estimate, Scores, bootstrap, mcnemar, paired_bootstrap, wilson
+from fsdp_tune.check.evaluation.examples import (
+    AnswerReader,
+    Comparison,
+    Estimate,
+    ModelToEvaluate,
+    Request,
+    Scores,
+    bootstrap,
+    find_model,
+    mcnemar,
+    paired_bootstrap,
+    read_examples,
+    refuse_without_prompt,
+    run_of_model,
+    wilson,
+)
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.answer import JsonAnswer
 from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
 from fsdp_tune.core.processes import default_cache_directory
@@ -35,7 +48,7 @@ from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10

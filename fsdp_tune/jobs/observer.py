@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import Notice
-from fsdp_tune.core.progress import Bar
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.results import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.run.directory import RunDir
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fsdp_tune.core.command import Only, Option, ProfiledSteps, Target, declared, parse_profile
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.option import Only, Option, ProfiledSteps, Target, declared, parse_profile
 from fsdp_tune.recipe.read.tools import OptionName
 
 DeviceKind = Literal["auto", "cpu", "cuda"]

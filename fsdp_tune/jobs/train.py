@@ -22,13 +22,12 @@ from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
 from fsdp_tune.jobs.inspection import inspect_model
-from fsdp_tune.jobs.merge import merge_checkpoint
+from fsdp_tune.jobs.merge import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.push import push, target_of
-from fsdp_tune.jobs.results import TrainingInputs, TrainResult
+from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
@@ -42,27 +41,25 @@ from fsdp_tune.launch.command.resume import (
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
-from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
+from fsdp_tune.launch.coordination import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Message, Position
+from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.upload import check_access
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
-from fsdp_tune.planner.predict.totals import total_steps
+from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.findings import as_problem
+from fsdp_tune.recipe.paths import from_run
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.rules.schedule import schedule_of_steps
+from fsdp_tune.recipe.rules.training import schedule_of_steps
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BaseModel, describe_base
-from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.lock import locked
-from fsdp_tune.run.rank_files import Verdict, read_outcome
+from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
+from fsdp_tune.run.launch_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
 
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.answer import JsonAnswer
+from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
-from fsdp_tune.launch.machines.coordination import machines_elsewhere
+from fsdp_tune.launch.coordination import machines_elsewhere
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.events import TRAIN_STARTED
+from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import json_objects
-from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome
 
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""

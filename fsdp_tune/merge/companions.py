@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.config_fields import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.formats.companion_files import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
-from fsdp_tune.merge.source import Selection
-from fsdp_tune.merge.weights import INDEX_NAME
+from fsdp_tune.merge.source import INDEX_NAME, Selection
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
 

@@ -14,9 +14,8 @@ from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, st
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.merge.copy.layout import Layout
-from fsdp_tune.merge.source import Selection
-from fsdp_tune.merge.weights import Format, Weights
+from fsdp_tune.merge.copy.write import Layout
+from fsdp_tune.merge.source import Format, Selection, Weights
 from fsdp_tune.run.directory import enclosing_checkpoint
 
 RECORD_NAME = "merge.json"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fsdp_tune.core.answer import JsonAnswer
+from fsdp_tune.core.command import BaseWeights, JsonAnswer, MergeCheck, MergedDtype, Option
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype, Option
 from fsdp_tune.core.units import parse_bytes
 
 

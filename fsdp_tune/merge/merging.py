@@ -10,28 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
+from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.option import MergeCheck
-from fsdp_tune.core.progress import Bar, OpenBar
-from fsdp_tune.core.tensors.extents import Shape
+from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.copy.as_base import as_base
-from fsdp_tune.merge.copy.layout import Layout, plan_layout
-from fsdp_tune.merge.copy.ties import Tied, find_ties
-from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
-from fsdp_tune.merge.formats.contents import Contents, read_contents
+from fsdp_tune.merge.copy.ties import Tied, as_base, find_ties
+from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Layout, Written, plan_layout, write_tensors
+from fsdp_tune.merge.formats.contents import Contents, read_contents, weights_below
+from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk, check_headers, compare_parameters, load_and_run
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import MergeSettings, settle
-from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
-from fsdp_tune.merge.trees import weights_below
-from fsdp_tune.merge.verify.integrity import ManifestCheck
-from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
-from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
-from fsdp_tune.merge.weights import SINGLE_NAME
+from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.run.base_model import BaseLayout
 
 _SHOWN = 20

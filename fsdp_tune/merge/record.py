@@ -19,8 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
-from fsdp_tune.merge.copy.layout import Layout
-from fsdp_tune.merge.copy.write import Written
+from fsdp_tune.merge.copy.write import Layout, Written
 from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.settings import MergeSettings

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.option import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.source import Selection

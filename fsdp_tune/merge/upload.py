@@ -17,7 +17,7 @@ from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.record import CARD_NAME, without_folders
-from fsdp_tune.merge.weights import INDEX_NAME
+from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.families import BALANCE_WEIGHTS
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.balance import examples_alone
+from fsdp_tune.model.experts import examples_alone
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.sequence_parallel import shared_rows
 

@@ -1,4 +1,9 @@
-"""Sequence parallelism by all-to-all over attention heads (Ulysses, arXiv:2309.14509): several ranks share each row.
+"""Avoid a device synchronisation: transformers checks position ids on the device to find packed rows, in each forward and flash layer.
+
+Each such check waits until the device has finished all queued work, so that the host can never run ahead of a micro-batch. The host
+already has this information.
+
+Sequence parallelism by all-to-all over attention heads (Ulysses, arXiv:2309.14509): several ranks share each row.
 
 Each rank of a sequence group has T / size neighbouring tokens of every row. Only attention looks across tokens, so only attention is
 changed: queries, keys and values go from (all heads, own tokens) to (own heads, all tokens) in one all-to-all, the model's kernel runs
@@ -12,6 +17,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +32,29 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import dropout_fields, heads_by_layer
-from fsdp_tune.model import packed
-from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
+from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, FIND_PACKED_IN_PART, IS_PACKED, SUPPORTS_INTERFACE, attention_of
 from fsdp_tune.recipe.schema import Recipe
+
+
+@contextmanager
+def packing_known(*, is_packed: bool) -> Iterator[None]:
+    """Within the context, models use `is_packed` (whether position ids restart at 0 in some row of the batch) without a check."""
+    with FIND_PACKED.replaced(example_numbers if is_packed else _none), nullcontext() if is_packed else IS_PACKED.replaced(_no):
+        yield
+
+
+def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return, for `position_ids` [batch, tokens], the index of each token's example in its row, from 0, in the same shape."""
+    before_first = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=before_first, dim=-1) != 1).cumsum(-1)
+
+
+def _none(_position_ids: torch.Tensor) -> None:
+    return None
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +109,17 @@ def rows_known(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[N
     """Within the context, which must hold the backward too, `wrapped` computes the rows of `batch`; a sequence group shares them."""
     group = sequence_group_of(wrapped)
     if group is None:
-        with packed.packing_known(is_packed="position_ids" in batch):
+        with packing_known(is_packed="position_ids" in batch):
             yield
         return
     positions, ids = batch.get("position_ids"), batch["input_ids"]
-    examples = None if positions is None else packed.example_numbers(positions)
+    examples = None if positions is None else example_numbers(positions)
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     config: Any = _bare(wrapped).config
     FIND_PACKED_IN_PART.get()
     # transformers must not look for packed examples itself: it would see this rank's tokens only.
-    with packed.packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), attention_of(config)):
+    with packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), attention_of(config)):
         yield
 
 

@@ -13,10 +13,21 @@ import jinja2
 
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.version import __version__
-from fsdp_tune.pages.charts import Chart, charts_of, points_each, step_parts
+from fsdp_tune.pages.charts import (
+    Chart,
+    Table,
+    charts_of,
+    difference_table,
+    events_of,
+    plan_table,
+    points_each,
+    samples_of,
+    source_tables,
+    step_parts,
+    summary_table,
+)
 from fsdp_tune.pages.html_pages import ASSETS, asset
 from fsdp_tune.pages.run_record import RunRecord, differences
-from fsdp_tune.pages.tables import Table, difference_table, events_of, plan_table, samples_of, source_tables, summary_table
 
 MAX_BYTES = 1_000_000
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)

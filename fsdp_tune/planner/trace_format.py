@@ -112,7 +112,7 @@ class Counts:
 
     parameters: int
     active_parameters: int | None
-    """Parameters that one token uses (`core.mfu`); None if the model's configuration does not define them."""
+    """Parameters that one token uses (`core.gpus`); None if the model's configuration does not define them."""
     trained_parameters: int
     parameter_bytes: int
     layers: int

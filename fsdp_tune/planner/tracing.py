@@ -1,7 +1,9 @@
-"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
+"""Cache of plans: replaying the step of a hundred layers takes longer than reading a stored plan.
+
+Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
-(`recipe.schema.effects`), the model's configuration, this package's sources, and the installed packages with their versions.
+(`recipe.schema.kinds`), the model's configuration, this package's sources, and the installed packages with their versions.
 """
 
 from __future__ import annotations
@@ -15,23 +17,62 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.version import PACKAGE
-from fsdp_tune.planner.kept import state_of
+from fsdp_tune.planner.predict.efficiency import Efficiency
+from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
+from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.run.directory import run_of
+
+_OWN = Path(__file__).parent
+_UNSEEN = ("name", "output_dir")
+
+
+def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, trace: str) -> str:
+    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes its sources."""
+    data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
+    for name in _UNSEEN:
+        data.pop(name)
+    parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace, state_of(_OWN)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def state_of(folder: Path) -> str:
+    """Return sizes and modification times of the files in a directory of the package, so that a change invalidates cached plans."""
+    states = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    return "".join(f"{path.name} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
+
+
+def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
+    """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not readable as a plan."""
+    try:
+        found: Any = json.loads((cache / f"{key}.json").read_text(encoding="utf-8"))
+        return replace(Plan(**found), recipe=recipe.name or "recipe")
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep_plan(cache: Path, key: str, plan: Plan) -> None:
+    """Store a plan without alternatives, other trainings and scaling, which depend on the search."""
+    known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "other_trainings", "scaling"}
+    cache.mkdir(parents=True, exist_ok=True)
+    write_json(cache / f"{key}.json", {name: getattr(plan, name) for name in sorted(known)})
+
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
-COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.many")
+COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.trace_recipe")
 
 
 class Tracing:
@@ -167,7 +208,7 @@ def _configuration(recipe: Recipe) -> str:
         path = cached.parent
     files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
-    # Weights decide whether head and embedding are tied (`model.loading.tied_files`).
+    # Weights decide whether head and embedding are tied (`model.loading.stored_tensors`).
     states = [file.stat() for pattern in WEIGHTS for file in sorted(path.glob(pattern))] if path.is_dir() else []
     return " ".join([path.name, *digests, *(f"{state.st_size} {state.st_mtime_ns}" for state in states)])
 

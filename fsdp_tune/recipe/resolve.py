@@ -15,9 +15,8 @@ from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.read.continued_adapter import continue_adapter
-from fsdp_tune.recipe.rules.lora_limits import lora_limits
-from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, slow_bf16
-from fsdp_tune.recipe.rules.trackers import missing
+from fsdp_tune.recipe.rules.launch import missing
+from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

@@ -199,7 +199,7 @@ def _sums_in_16_bits(recipe: Recipe) -> bool:
     """Return whether gradients of micro-batches are added in 16 bits.
 
     DDP and FSDP1 add in the dtype of the weights (FSDP1 without sync in the compute dtype). FSDP2 adds in `reduce_dtype`, except to the
-    gradient of a shard, which `model.optim.accumulation` keeps in fp32.
+    gradient of a shard, which `model.optim.optimizer` keeps in fp32.
     """
     narrow, fsdp = recipe.model.dtype != "fp32", recipe.fsdp
     if not recipe.is_sharded:

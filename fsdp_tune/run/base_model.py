@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_tune.core.units import KIB
-from fsdp_tune.run.document import Document
+from fsdp_tune.run.records import Document
 
 BASE_FILE, LAYOUT_FILE = "base.json", "base_layout.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB

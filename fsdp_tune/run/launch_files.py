@@ -1,17 +1,28 @@
-"""launch.json and resume.json: the launcher's input to its ranks in addition to the recipe and the data."""
+"""Files that launcher and ranks exchange.
+
+launch.json and resume.json: the launcher's input to its ranks in addition to the recipe and the data.
+
+Files in logs/: of each rank a heartbeat while it runs and an outcome when it ends, and the verdict on the launch.
+
+What a command and ranks that start before their run directory exists exchange, in a private temporary directory.
+
+`train` starts the ranks while it still checks its inputs, so that they import the libraries meanwhile. They wait for `opened`, which the
+command writes when the run directory is complete. Nothing of a run that is refused is on the disk afterwards.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.option import ProfiledSteps
+from fsdp_tune.core.command import ProfiledSteps
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.document import Document
+from fsdp_tune.run.records import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +81,183 @@ class ResumeRequest(Document):
     digests_checked: bool = False
     """Whether the launcher has just verified the digest of every file in it."""
     from_run: list[str] = field(default_factory=list[str])
-    """Keys of the recipe whose files are gone (`recipe.read.start_inputs`). The launcher decides, since all ranks must load in one way."""
+    """Keys of the recipe whose files are gone (`recipe.paths`). The launcher decides, since all ranks must load in one way."""
+
+
+STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
+ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
+"""Codes of ranks and machines that only report the failure of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Document):
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    time: float
+    """Wall-clock time of the rank, used only to distinguish one write of the file from the next."""
+    progressed_at: float
+    """Monotonic time of its machine when the rank last made progress."""
+    silent_seconds: float
+    """Seconds since then when the file was written."""
+    collective: dict[str, Any] | None = None
+    """The last collective in the flight recorder, once the rank hangs."""
+    done: int = 0
+    """Finished batches of the phase, where the rank counts them: in an evaluation."""
+    planned: int = 0
+    """Batches of the phase; 0: not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
+
+    rank: int
+    step: int | None = None
+    phase: str | None = None
+    state: str | None = None
+    """Why its process cannot run, or None."""
+    waits_in: str | None = None
+    at: str | None = None
+    collective: Mapping[str, Any] | None = None
+    """Its current or last collective from the flight recorder: name, number, group, ended, entered."""
+
+    def __str__(self) -> str:
+        parts = ["before its first heartbeat" if self.phase is None else f"step {self.step}, `{self.phase}`"]
+        if self.state is not None:
+            parts.append(self.state)
+        if self.at is not None and (self.state is not None or self.waits_in is None):
+            parts.append(f"at {self.at}")
+        return f"rank {self.rank} ({', '.join(parts)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Document):
+    """Exit code and reason of a rank, and the problem that ended it. The last file that a rank writes."""
+
+    IS_PRIVATE: ClassVar[bool] = True
+
+    exit_code: int
+    reason: ExitReason
+    problem: Problem | None = None
+    traceback: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """All other fields of the file: loss, eval_loss, tokens …"""
+    rank: int = 0
+    step: int = 0
+    time: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "rank": self.rank,
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": self.time,
+            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
+            "traceback": self.traceback,
+            **self.facts,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Outcome:
+        facts = dict(raw)
+        rank, code, reason, step, ended_at = (facts.pop(name) for name in ("rank", "exit_code", "exit_reason", "step", "time"))
+        problem = Problem.from_dict(found) if (found := facts.pop("problem", None)) else None
+        trace = facts.pop("traceback", None)
+        return cls(int(code), ExitReason(reason), problem, trace, facts, int(rank), int(step or 0), float(ended_at))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Document):
+    """How a launch ended, as its supervisor judged; killed ranks write no outcome of their own."""
+
+    IS_PRIVATE: ClassVar[bool] = True
+
+    exit_code: ExitCode
+    reason: ExitReason
+    step: int
+    problem: Problem | None = None
+    first_outcome: Outcome | None = None
+    """Outcome of the first rank of this machine, with the loss and counts of the run; not in the file."""
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether a signal or `launch.max_runtime` ended the launch, and nothing failed."""
+        return self.problem is None and self.reason in STOPPED
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": time.time(),
+            "problem": self.problem.as_dict() if self.problem else None,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Verdict:
+        problem = Problem.from_dict(raw["problem"]) if raw.get("problem") else None
+        return cls(ExitCode(raw["exit_code"]), ExitReason(raw["exit_reason"]), int(raw["step"]), problem)
+
+
+def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
+    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version."""
+    try:
+        return Heartbeat.read(run.rank_heartbeat(rank))
+    except FsdpTuneError:
+        return None
+
+
+def read_outcome(run: RunDir, rank: int) -> Outcome | None:
+    """Return the outcome of a rank; None if it has not ended. A file that cannot be read counts as a failure."""
+    path = run.rank_outcome(rank)
+    try:
+        return Outcome.read(path)
+    except FsdpTuneError as error:
+        problem = Problem("outcome-unreadable", f"rank {rank} left an outcome that cannot be read: it {error}", Where(str(path)))
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
+
+
+def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
+    """Delete the files of an earlier launch, so that they are not mistaken for those of this one."""
+    if with_verdict:
+        run.outcome_json.unlink(missing_ok=True)
+    for rank in ranks:
+        run.rank_heartbeat(rank).unlink(missing_ok=True)
+        run.rank_outcome(rank).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStart:
+    path: Path
+
+    @property
+    def accelerate_yaml(self) -> Path:
+        """What RUN/accelerate.yaml will contain."""
+        return self.path / "accelerate.yaml"
+
+    @property
+    def launcher_log(self) -> Path:
+        """The launcher's output. RUN/logs/launcher.log gets a copy."""
+        return self.path / "launcher.log"
+
+    @property
+    def recipe_json(self) -> Path:
+        """The resolved recipe without what a plan decides. The first rank inspects its model."""
+        return self.path / "recipe.json"
+
+    @property
+    def inspection_json(self) -> Path:
+        """The document of `model.loading.inspect`; empty if it could not be made."""
+        return self.path / "inspection.json"
+
+    @property
+    def opened(self) -> Path:
+        """Exists once the run directory is complete."""
+        return self.path / "opened"

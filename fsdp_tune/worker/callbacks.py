@@ -12,16 +12,15 @@ import psutil
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
-from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
-from fsdp_tune.model.parameters import bare_class
+from fsdp_tune.model.kernels.install import CompileClock, expected_graphs
+from fsdp_tune.model.shard.local import bare_class
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
-from fsdp_tune.worker.checkpoint.restore import trainer_state_json
-from fsdp_tune.worker.observe.attached_callback import AttachedCallback
+from fsdp_tune.worker.checkpoint.state import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.readback.fp8 import gathered_difference
+from fsdp_tune.worker.observe.step_progress import AttachedCallback
 from fsdp_tune.worker.readback.isolation import (
     Deviations,
     allowed_deviation,
@@ -32,6 +31,7 @@ from fsdp_tune.worker.readback.isolation import (
     rows_to_check,
 )
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
+from fsdp_tune.worker.readback.trained import gathered_difference
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 

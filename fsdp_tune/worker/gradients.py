@@ -25,7 +25,7 @@ from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 if TYPE_CHECKING:
-    from fsdp_tune.worker.rows.dataset import Batch
+    from fsdp_tune.worker.rows.training_rows import Batch
 
 FP16_SKIPS_IN_A_ROW = 20
 

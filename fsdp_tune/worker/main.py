@@ -13,18 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_tune.core.device_failure import device_failure, device_fault
 from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
+from fsdp_tune.core.library_errors import PEER_LOST, as_os_error, device_failure, device_fault
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.rank_files import Outcome
-from fsdp_tune.worker.observe import flight
-from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.tracker_runs import continue_tracker_runs
+from fsdp_tune.run.launch_files import LaunchRecord, Outcome
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, dump
+from fsdp_tune.worker.observe.trackers import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
 from fsdp_tune.worker.signals import StoppedEarly, StopRequest, end_loader_processes
 
@@ -91,7 +88,7 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
         sys.stderr.write(f"no progress for {recipe.launch.hang_timeout}, at step {heartbeat.step}, `{heartbeat.phase}`\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
-        heartbeat.collective = flight.dump(run, rank.index, recipe.launch.device)
+        heartbeat.collective = dump(run, rank.index, recipe.launch.device)
 
     heartbeat = HeartbeatWriter(run, rank.index, silence_seconds=limit_seconds, on_silence=on_silence)
     return heartbeat

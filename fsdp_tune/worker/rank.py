@@ -21,7 +21,7 @@ from fsdp_tune.recipe.resolve import cpu_way_out
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.worker.observe import flight
+from fsdp_tune.worker.observe import heartbeat
 
 # A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
 COLLECTIVE_MARGIN_SECONDS = 300
@@ -81,7 +81,7 @@ def set_library_environment(recipe: Recipe) -> None:
 def set_environment(recipe: Recipe, run: RunDir) -> None:
     """Set the variables of the libraries and those that name a directory of the run, which must exist."""
     set_library_environment(recipe)
-    os.environ.update(flight.environment(run))
+    os.environ.update(heartbeat.environment(run))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)  # TrainingArguments 5 has no logging_dir
 
 

@@ -29,8 +29,8 @@ from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
+from fsdp_tune.recipe.paths import from_run
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
-from fsdp_tune.recipe.read.start_inputs import from_run
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
 from fsdp_tune.run import events
@@ -40,23 +40,19 @@ from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import CompileReport, RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
-from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
-from fsdp_tune.worker.checkpoint.state import Live
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
+from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_checkpoint
 from fsdp_tune.worker.observe import trackers
-from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.samples import Samples
-from fsdp_tune.worker.observe.shares import StepShares
+from fsdp_tune.worker.observe.shares import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.step_progress import StepProgress
-from fsdp_tune.worker.observe.tracker_runs import keep_id
+from fsdp_tune.worker.observe.trackers import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.rows.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
-from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, TrainingRows
+from fsdp_tune.worker.rows.training_rows import ByTokens, Collator, MicroBatches, PreparedRows, SourceTokens, TrainingRows
 from fsdp_tune.worker.signals import StopRequest
 from fsdp_tune.worker.step_observer import StepObserver
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
@@ -257,7 +253,7 @@ def close(trainer: FsdpTrainer) -> None:
     checkpointer = trainer.checkpointer
     checkpointer.wait()
     if checkpointer.last_step != trainer.state.global_step:
-        from fsdp_tune.worker.checkpoint.restore import trainer_state_json
+        from fsdp_tune.worker.checkpoint.state import trainer_state_json
 
         failures: list[Saved] = []
         checkpointer.report = failures.append
@@ -320,7 +316,7 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "dataloader_pin_memory": recipe.launch.device == "cuda",
     }
     fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
-    # Only `worker.checkpoint.rotation` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
+    # Only `worker.checkpoint.save` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
     fields["save_total_limit"] = None
     own_optimizer = fields.pop("optim") if fields.get("optim") in OWN_VALUES["OptimizerNames"] else None
     arguments = TrainingArguments(**fields)

@@ -31,24 +31,23 @@ from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.checkpoint.restore import (
+from fsdp_tune.worker.checkpoint.save import Checkpointer
+from fsdp_tune.worker.checkpoint.state import (
     restore_model,
     restore_optimizer,
     restore_own,
     restore_rng,
     restore_schedule,
+    seed_for_rank,
     trainer_state_json,
 )
-from fsdp_tune.worker.checkpoint.save import Checkpointer
-from fsdp_tune.worker.checkpoint.state import seed_for_rank
 from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
-from fsdp_tune.worker.observe import nonfinite
+from fsdp_tune.worker.observe import metrics
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
-from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of, why_not_audited
-from fsdp_tune.worker.rows.dataset import Batch, Collator
-from fsdp_tune.worker.rows.training_rows import TrainingRows
+from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
+from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 
@@ -234,7 +233,7 @@ class FsdpTrainer(Trainer):
                 self.parts.metrics.event(events.PRECISION_WARNING, self.state.global_step, message=warning)
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
-        return nonfinite.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
+        return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
 
     def _reduce_between_replicas(self, *, last: bool) -> None:
         """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""

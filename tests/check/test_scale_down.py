@@ -29,8 +29,7 @@ from fsdp_tune.core.families import CHOSEN_EXPERTS
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.preparation import length_with_targets, prepare
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.recipe.catalogue import catalogue
-from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.read.loader import catalogue, load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from tests.architectures.tiny import known

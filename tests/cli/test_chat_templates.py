@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
-from fsdp_tune.data.read.builtin import builtin_tokenizer
+from fsdp_tune.data.read.file_access import builtin_tokenizer
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}

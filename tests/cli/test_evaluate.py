@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fsdp_tune.check.evaluation.request import Request
+from fsdp_tune.check.evaluation.examples import Request
 from fsdp_tune.check.evaluation.score import run
-from fsdp_tune.cli.evaluate import evaluate
-from fsdp_tune.data.read.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
+from fsdp_tune.cli.runs import evaluate
+from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
 from fsdp_tune.recipe.schema import Recipe
 from tests.cli.conftest import Cli, document

@@ -14,7 +14,7 @@ from fsdp_tune.core import devices, environment
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.jobs.planning import budget_of, visible_gpu
+from fsdp_tune.jobs.plan import budget_of, visible_gpu
 from fsdp_tune.planner import tracing
 from tests.cli.conftest import Cli, document
 from tests.cli.test_plan import FakeTracing

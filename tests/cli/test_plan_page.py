@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_tune.cli.plan_page import describe_changes, html_page
+from fsdp_tune.cli.plan_view import describe_changes, html_page
 from fsdp_tune.planner.predict.predict import plan
 from tests.planner.recipes import resolved
 from tests.planner.test_predict import A100, step

@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from fsdp_tune.cli import progress
+from fsdp_tune.cli import terminal
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.recipe.resolve import Resolution
@@ -64,7 +64,7 @@ def test_piped_output_has_lines_only_for_long_work(capsys: pytest.CaptureFixture
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(progress, "PLAIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "PLAIN_INTERVAL_SECONDS", 0.0)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out.startswith("tokenising: 50 of 100 rows (50 %)")
@@ -153,7 +153,7 @@ screen.position(61, 'finished', 0, 0)"""
 
 
 def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
+    with terminal.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
         assert bar.seconds_left() is None
         bar._started -= 5.0

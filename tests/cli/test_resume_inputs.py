@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.read.builtin import CHAT_TEMPLATE
+from fsdp_tune.data.read.file_access import CHAT_TEMPLATE
 from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir

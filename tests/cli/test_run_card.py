@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from fsdp_tune.cli.run_card import card, commands_after
+from fsdp_tune.cli.train_view import card, commands_after
 from fsdp_tune.run.directory import RunDir
 from tests.planner.recipes import resolved
 

@@ -20,8 +20,8 @@ from fsdp_tune.cli.app import app
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core import devices
+from fsdp_tune.core.command import Argument, Only, Option
 from fsdp_tune.core.devices import Device
-from fsdp_tune.core.option import Argument, Only, Option
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import resolve_recipe

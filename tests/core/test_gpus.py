@@ -9,7 +9,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import detect, find_hardware, known_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.recipe.rules.precision import OLDEST_BF16_GPU, OLDEST_FP8_GPU
+from fsdp_tune.recipe.rules.limits import OLDEST_BF16_GPU, OLDEST_FP8_GPU
 
 NAMES = [
     "V100-16GB",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_tune.core.mfu import ModelDimensions, attended_length, flops_per_token, mfu
+from fsdp_tune.core.gpus import ModelDimensions, attended_length, flops_per_token, mfu
 
 
 def test_mfu_follows_palm_formula() -> None:

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_tune.core.tensors.archive import NAMES as TENSOR_NAMES
+from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dcp_metadata import NAMES as METADATA_NAMES
-from fsdp_tune.core.tensors.pickles import AllowedGlobal, Record, Refused, load
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text(max_size=300),

@@ -18,8 +18,8 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of
+from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.run.directory import RunDir
 from tests.cuda.live_memory import STEADY_STEP, VOCABULARY, Recorded, RunRefused, live_memory
 from tests.cuda.memory_step import MemoryStep

@@ -63,7 +63,7 @@ def smaller_slices() -> Iterator[None]:
     """Let the chunked loss take several slices. `install` copies the constant, by which `auto` decides, and keeps the true one."""
     import fsdp_tune.model.kernels.install  # noqa: F401
 
-    with patch("fsdp_tune.model.kernels.linear_loss.SLICE_ELEMENTS", SLICE_TOKENS * VOCABULARY):
+    with patch("fsdp_tune.model.kernels.head.SLICE_ELEMENTS", SLICE_TOKENS * VOCABULARY):
         yield
 
 

@@ -83,7 +83,7 @@ def main(path: str) -> None:
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
     from fsdp_tune.data.read.sources import find_source
     from fsdp_tune.data.stream.row_stream import stream_stamps, stream_units
-    from fsdp_tune.recipe.schema.model_and_data import DataSource
+    from fsdp_tune.recipe.schema.sections import DataSource
 
     units = stream_units(find_source(DataSource(path=path), "data.train[0]", streaming=True), 4)
     context = multiprocessing.get_context("fork")

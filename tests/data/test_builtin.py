@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.read.builtin import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, spelled_out
+from fsdp_tune.data.read.file_access import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, spelled_out
 
 NAME = "builtin:arithmetic"
 

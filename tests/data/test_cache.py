@@ -18,7 +18,7 @@ from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data import cache
 from fsdp_tune.data.preparation import prepare
-from fsdp_tune.data.read import digests
+from fsdp_tune.data.read import file_access
 from fsdp_tune.run.manifest import digest_file
 from tests.data.support import ByteEncoder, prepared, recipe_for, rows_of, write_jsonl
 
@@ -93,13 +93,13 @@ def test_changed_file_gets_new_entry_and_old_one_is_kept(tmp_path: Path, rows: P
 def read_by_digest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from here on, as they are hashed."""
     names: list[str] = []
-    monkeypatch.setattr(digests, "digest_file", lambda path: names.append(path.name) or digest_file(path))
+    monkeypatch.setattr(file_access, "digest_file", lambda path: names.append(path.name) or digest_file(path))
     return names
 
 
 def test_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = read_by_digest(monkeypatch)
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(file_access, "SETTLED_SECONDS", -10.0)
     first = prepared(tmp_path, rows)
     second = prepared(tmp_path, rows)
     assert hashed == ["rows.jsonl"]
@@ -112,7 +112,7 @@ def test_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: 
 def test_change_that_keeps_size_and_modification_time_is_noticed(
     tmp_path: Path, rows: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(file_access, "SETTLED_SECONDS", -10.0)
     first, before = prepared(tmp_path, rows), rows.stat()
     changed = rows.read_text().replace("12", "21")
     if how == "replaced":
@@ -133,7 +133,7 @@ def test_recently_written_file_is_hashed_again(tmp_path: Path, rows: Path, monke
 
 
 def test_damaged_digest_cache_only_costs_rehashing(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(file_access, "SETTLED_SECONDS", -10.0)
     first = prepared(tmp_path, rows)
     (record,) = (tmp_path / "cache" / "digests").iterdir()
     for damaged in ("", "[]", '{"files": {"rows.jsonl": 3}}', '{"files": {"rows.jsonl": [1, 2, 3, 4, 5]}}'):

@@ -22,12 +22,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import readers, remote, sources
+from fsdp_tune.data.read import file_access, readers, sources
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.stream.row_stream import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 from tests.data.hub_of_files import COMMIT
 
 ROWS: list[dict[str, Any]] = [{"text": f"{number} {'zwölf ä€😀' * (number % 7)}"} for number in range(101)]
@@ -271,8 +271,8 @@ class Files(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 700)
+    monkeypatch.setattr(file_access, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(file_access, "FIRST_BLOCK", 700)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name, write in WRITERS.items():
         write(tmp_path / name, ROWS)
@@ -327,7 +327,7 @@ def test_changed_etag_is_found_and_its_absence_reported(server: str) -> None:
 
 
 def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PROTOCOLS", ("memory",))
+    monkeypatch.setattr(file_access, "PROTOCOLS", ("memory",))
     files = fsspec.filesystem("memory")
     files.pipe({"/units/a.jsonl": lines(ROWS[:50]), "/units/b.jsonl": lines(ROWS[50:]), "/units/README.md": b"x"})
     for path in ("memory://units/*.jsonl", "memory://units"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.sets import Cut, Examples, PackedRows, _decreasing, _runs, best_fit, cut, held_out, mixed, one_a_row, wrapped
 from fsdp_tune.data.store import Int64
-from fsdp_tune.recipe.schema.model_and_data import EvalFraction, EvalRows, Mixture
+from fsdp_tune.recipe.schema.sections import EvalFraction, EvalRows, Mixture
 
 
 def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:

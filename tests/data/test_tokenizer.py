@@ -19,12 +19,12 @@ from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
-from fsdp_tune.data.read.builtin import builtin_rows, builtin_tokenizer
+from fsdp_tune.data.read.file_access import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.tokenise.chat import render_chat
 from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer, save_tokenizer
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 
 BUILTIN = "builtin:arithmetic"
 
@@ -92,7 +92,7 @@ import sys
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))

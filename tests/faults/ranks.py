@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.worker.agreement import from_rank0
-from fsdp_tune.worker.checkpoint import restore as resume
 from fsdp_tune.worker.checkpoint import state
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.checkpoint import state as resume
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
@@ -233,7 +232,7 @@ def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.run.manifest import Damage
 
-    unreadable = patch("fsdp_tune.worker.checkpoint.restore.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
+    unreadable = patch("fsdp_tune.worker.checkpoint.state.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
             resume.agreed_checkpoint(str(checkpoint), digests=True)

@@ -21,14 +21,14 @@ def _leave_units_gathered() -> Iterator[None]:
     """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before the update."""
     import torch
 
-    from fsdp_tune.worker.observe import nonfinite
+    from fsdp_tune.worker.observe import metrics
 
     @contextlib.contextmanager
     def gathered(*_: Any) -> Iterator[None]:
         with torch.no_grad():
             yield
 
-    with patch.object(nonfinite, "outside_step", gathered):
+    with patch.object(metrics, "outside_step", gathered):
         yield
 
 

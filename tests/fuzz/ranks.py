@@ -76,7 +76,7 @@ def _record_first_gradient(trainer: Any) -> None:
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        from fsdp_tune.model.parameters import plain_name
+        from fsdp_tune.model.shard.local import plain_name
 
         if isinstance(trainer.wrapped, FullyShardedDataParallel):
             return  # its flat parameters have no gradient by name

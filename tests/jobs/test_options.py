@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import pytest
 
 import fsdp_tune
+from fsdp_tune.core.command import declared
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.option import declared
 from fsdp_tune.jobs import options
 from fsdp_tune.merge.merge_options import MergeOptions
 

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.parent_death import die_with_parent
+from fsdp_tune.core.processes import die_with_parent
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.early_start import EarlyStart
+from fsdp_tune.run.launch_files import EarlyStart
 
 
 class Rank:

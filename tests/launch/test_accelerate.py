@@ -14,8 +14,16 @@ import pytest
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.secrets import MASK
-from fsdp_tune.launch.command.accelerate import FREE, LaunchPlan, check_extra, check_port, launch_plan, manual_commands
-from fsdp_tune.launch.command.rank_environment import clean, relevant_variables
+from fsdp_tune.launch.command.accelerate import (
+    FREE,
+    LaunchPlan,
+    check_extra,
+    check_port,
+    clean,
+    launch_plan,
+    manual_commands,
+    relevant_variables,
+)
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve

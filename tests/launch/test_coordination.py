@@ -12,13 +12,12 @@ import pytest
 
 from fsdp_tune.core import ownership
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch.machines import coordination as machines
-from fsdp_tune.launch.machines.coordination import Machines, combined
+from fsdp_tune.launch import coordination as machines
+from fsdp_tune.launch.coordination import Machines, combined
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.lock import locked
-from fsdp_tune.run.rank_files import RankState, Verdict
+from fsdp_tune.run.directory import RunDir, locked
+from fsdp_tune.run.launch_files import RankState, Verdict
 from tests.launch.conftest import PlanOf
 
 

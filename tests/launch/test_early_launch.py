@@ -16,10 +16,9 @@ import pytest
 
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.process_tree import is_alive
-from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Logged, Supervisor
+from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Logged, Supervisor, start_early
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.launch_files import Verdict
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved
 from tests.launch.test_real_launch import FINISHED
@@ -137,7 +136,7 @@ def test_full_temporary_directory_means_no_early_start(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("fsdp_tune.launch.supervise.early_launch.write_file", refuse)
+    monkeypatch.setattr("fsdp_tune.launch.supervise.supervisor.write_file", refuse)
     recipe = resolved(tmp_path, "launch.num_processes=2")
     before = set(tmp_path.iterdir())
     with start_early(launch_plan(recipe, absent, inherited={**os.environ, "PYTHONPATH": str(repository)}), recipe) as early:

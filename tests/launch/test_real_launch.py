@@ -17,7 +17,7 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.launch_files import Verdict
 from tests.launch.conftest import Parts
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved

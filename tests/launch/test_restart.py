@@ -15,7 +15,7 @@ from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.launch_files import Verdict
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved

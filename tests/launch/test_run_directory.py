@@ -23,12 +23,10 @@ from fsdp_tune.launch.command.resume import Start, check_data, decide, move_asid
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
-from fsdp_tune.run.document import Document
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
-from fsdp_tune.run.records import Environment
+from fsdp_tune.run.records import Document, Environment
 from tests.launch.test_accelerate import BASE, resolved
 
 Written = Callable[..., RunDir]

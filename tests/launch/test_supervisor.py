@@ -24,7 +24,7 @@ from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Message, Position, Supervisor
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Verdict
+from fsdp_tune.run.launch_files import Verdict
 from tests.launch.conftest import PlanOf
 from tests.launch.orphans import children, left_over
 

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch.machines import coordination as machines
-from fsdp_tune.launch.machines import work
-from fsdp_tune.launch.machines.coordination import Machines
-from fsdp_tune.launch.machines.work import CountedBar, WorkCounter, WorkWatch
-from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
-from fsdp_tune.run.lock import locked
+from fsdp_tune.launch import coordination
+from fsdp_tune.launch import coordination as machines
+from fsdp_tune.launch.coordination import CountedBar, Machines, WorkCounter, WorkWatch
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint, locked
+from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
-from fsdp_tune.run.rank_files import Verdict
 
 LIMIT_SECONDS = 0.5
 
@@ -28,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "READ_SECONDS", 0.02)
     monkeypatch.setattr(machines, "DECISION_SECONDS", LIMIT_SECONDS)
     monkeypatch.setattr(machines, "JOIN_SECONDS", LIMIT_SECONDS)
-    monkeypatch.setattr(work, "PUBLISH_SECONDS", 0.05)
+    monkeypatch.setattr(coordination, "PUBLISH_SECONDS", 0.05)
 
 
 @contextmanager

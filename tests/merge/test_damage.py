@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.pickles import Refused
-from fsdp_tune.merge.formats.names import model_names
+from fsdp_tune.core.tensors.archive import Refused
+from fsdp_tune.merge.formats.reader import model_names
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp

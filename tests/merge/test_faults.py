@@ -23,10 +23,10 @@ import torch
 from fsdp_tune.core.atomic import Disk, stage_lock
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import announced, live_owner
+from fsdp_tune.merge import integrity
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
-from fsdp_tune.merge.verify import integrity
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
@@ -361,14 +361,14 @@ def test_signal_leaves_no_partial_model(tmp_path, number):
 CHECKING = """
 import sys, time
 from pathlib import Path
-from fsdp_tune.merge.verify.model_check import Child
+from fsdp_tune.merge.integrity import Child
 with Child("forward", Path(sys.argv[1])):
     print("started", flush=True)
     time.sleep(60)
 """
 SLOW_CHILD = """
 import sys, time
-if "fsdp_tune.merge.verify.loaded" in sys.orig_argv:
+if "fsdp_tune.merge.loaded" in sys.orig_argv:
     time.sleep(60)
 """
 

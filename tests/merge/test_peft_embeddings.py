@@ -19,8 +19,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_tune.check.evaluation.evaluated_model import load_model
-from fsdp_tune.check.evaluation.request import Request, find_model
+from fsdp_tune.check.evaluation.examples import Request, find_model
+from fsdp_tune.check.evaluation.score import load_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint

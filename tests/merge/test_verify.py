@@ -13,9 +13,9 @@ import torch
 
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge import integrity, loaded
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
-from fsdp_tune.merge.verify import loaded, model_check
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
@@ -207,14 +207,14 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, monkeypatch):
-    monkeypatch.setattr(model_check.Child, "answer", lambda _: ANSWERS[kind])
+    monkeypatch.setattr(integrity.Child, "answer", lambda _: ANSWERS[kind])
     with pytest.raises(FsdpTuneError) as caught:
-        model_check.load_and_run(merged_gpt2, allow_nonfinite=False)
+        integrity.load_and_run(merged_gpt2, allow_nonfinite=False)
     assert caught.value.exit_code == 1
 
 
 def test_killed_check_is_reported_with_its_signal(merged_gpt2):
-    with model_check.Child("forward", merged_gpt2) as child:
+    with integrity.Child("forward", merged_gpt2) as child:
         os.kill(child._process.pid, signal.SIGTERM)
         assert child.answer() == "its process was killed by SIGTERM"
 

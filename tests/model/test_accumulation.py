@@ -21,7 +21,7 @@ def sums(ranks: int, optim_args: str | None, **fsdp: Any) -> dict[str, float]:
     from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.loading.construct import build_full
     from fsdp_tune.model.optim.optimizer import build_optimizer
-    from fsdp_tune.model.shard.mesh import make_mesh
+    from fsdp_tune.model.shard.wrap import make_mesh
     from fsdp_tune.model.step import forward_backward
 
     training = {"global_batch_size": ranks * MICRO_BATCHES, **({"optim_args": optim_args} if optim_args else {})}

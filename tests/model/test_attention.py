@@ -19,7 +19,7 @@ from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
-from fsdp_tune.worker.rows.dataset import Collator
+from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.setup import _collator
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
@@ -133,7 +133,7 @@ def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.
 
 
 def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.model.kernels.varlen._OPTIONS", frozenset({"scale", "is_causal"}))
+    monkeypatch.setattr("fsdp_tune.model.kernels.attention._OPTIONS", frozenset({"scale", "is_causal"}))
     found = choice()
     assert found.value == "sdpa"
     assert "variable-length attention without `window_size`" in found.reason

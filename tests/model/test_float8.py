@@ -14,8 +14,8 @@ from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, fp8_notic
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
+from fsdp_tune.model.shard.local import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.model.shard.wrap import wrap
-from fsdp_tune.model.torchao_tensors import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.recipe.schema import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
@@ -77,7 +77,7 @@ def test_model_without_linears_is_refused_before_a_rank_starts() -> None:
 
 
 def test_without_torchao_the_recipe_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.model.torchao_tensors.PACKAGE", "no_such_package")
+    monkeypatch.setattr("fsdp_tune.model.shard.local.PACKAGE", "no_such_package")
     (problem,) = facts(fp8())["problems"]
     assert problem["code"] == "torchao-not-installed"
     assert "precision.mixed_precision: fp8" in problem["message"]

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.kernels import linear_loss
-from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, loss_kernel_of
+from fsdp_tune.model.kernels import head
+from fsdp_tune.model.kernels.head import Logits, OpaqueHead, logits_of, loss_kernel_of
 from fsdp_tune.model.kernels.install import choose_loss, install_kernels
-from fsdp_tune.model.kernels.linear_loss import Logits
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.recipe.schema import Recipe
@@ -54,7 +53,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def loss_and_gradients(model: nn.Module, smoothing: float = 0.0) -> tuple[float, float, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
-    with patch.object(linear_loss, "SLICE_ELEMENTS", 7 * 257):
+    with patch.object(head, "SLICE_ELEMENTS", 7 * 257):
         loss, auxiliary = micro_batch_loss(model, batch(), smoothing, 0.02)
     (loss * 0.02 + auxiliary).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -137,7 +136,7 @@ def test_no_tensor_of_a_step_is_as_large_as_the_logits(family: str) -> None:
     ids = torch.arange(tokens).view(3, 100)
 
     def largest(model: nn.Module) -> int:
-        with Largest() as seen, patch.object(linear_loss, "SLICE_ELEMENTS", tokens * vocabulary // 8):
+        with Largest() as seen, patch.object(head, "SLICE_ELEMENTS", tokens * vocabulary // 8):
             loss, _ = micro_batch_loss(model, {"input_ids": ids, "labels": ids})
             loss.backward()
         return seen.elements
@@ -211,7 +210,7 @@ def test_auto_selects_slices_if_logits_exceed_one_slice() -> None:
         recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": max_length}, kernels=kernels)
         return choose_loss(recipe, build_empty(recipe))
 
-    most = linear_loss.SLICE_ELEMENTS // 257
+    most = head.SLICE_ELEMENTS // 257
     assert choice(most).value == "full"
     assert "one slice" in choice(most).reason
     assert choice(most + 1).value == "chunked"

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.kernels import linear_loss
-from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, slice_tokens, summed_linear_loss
+from fsdp_tune.model.kernels import head
+from fsdp_tune.model.kernels.head import Logits, LossOptions, slice_tokens, summed_linear_loss
 
 TOKENS, WIDTH, VOCABULARY = 40, 16, 53
 OPTIONS = [
@@ -52,7 +52,7 @@ def test_chunked_loss_and_gradients_equal_full_logits(options: LossOptions, toke
     trained = [leaf for leaf in leaves if leaf is not None]
     true = all_at_once(*leaves, targets, options)
     wanted = torch.autograd.grad(true * options.gradient_scale, trained)
-    with patch.object(linear_loss, "SLICE_ELEMENTS", tokens_at_a_time * VOCABULARY):
+    with patch.object(head, "SLICE_ELEMENTS", tokens_at_a_time * VOCABULARY):
         found = summed_linear_loss(*leaves, targets, options)
     gradients = torch.autograd.grad(found * options.gradient_scale, trained)
     assert relative(found.detach(), true.detach()) <= 1e-6
@@ -66,7 +66,7 @@ def test_frozen_inputs_get_no_gradient(frozen: set[int]) -> None:
     *leaves, targets = inputs()
     for index in frozen:
         leaves[index].requires_grad_(False)
-    with patch.object(linear_loss, "SLICE_ELEMENTS", 7 * VOCABULARY):
+    with patch.object(head, "SLICE_ELEMENTS", 7 * VOCABULARY):
         summed_linear_loss(*leaves, targets, LossOptions()).backward()
     assert {index for index, leaf in enumerate(leaves) if leaf.grad is None} == frozen
 
@@ -103,7 +103,7 @@ def of_low_precision(dtype: torch.dtype, options: LossOptions) -> dict[str, tupl
     wanted = torch.autograd.grad(true * options.gradient_scale, exact)
     found: dict[str, tuple[float, list[float]]] = {}
     for name, function in (("full", all_at_once), ("slices", summed_linear_loss)):
-        with patch.object(linear_loss, "SLICE_ELEMENTS", 4 * VOCABULARY):
+        with patch.object(head, "SLICE_ELEMENTS", 4 * VOCABULARY):
             loss = function(*leaves, targets, options)
         assert loss.dtype == torch.float32
         gradients = torch.autograd.grad(loss * options.gradient_scale, leaves)
@@ -128,7 +128,7 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded() -> None:
 def test_autocast_decides_the_dtype_of_the_products() -> None:
     """Plain DDP keeps fp32 weights and multiplies in bf16; the gradient of the weight is then summed and handed on in fp32."""
     *leaves, targets = inputs()
-    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(linear_loss, "SLICE_ELEMENTS", 4 * VOCABULARY):
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(head, "SLICE_ELEMENTS", 4 * VOCABULARY):
         loss = summed_linear_loss(*leaves, targets, LossOptions())
     gradients = torch.autograd.grad(loss, leaves)
     rounded = [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves]

@@ -15,10 +15,10 @@ from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
-from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.sequence_parallel import packing_known
 from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
-from fsdp_tune.worker.rows.dataset import Batch, Collator
+from fsdp_tune.worker.rows.training_rows import Batch, Collator
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.parameters import decayed_names, decays
+from fsdp_tune.model.shard.local import decayed_names, decays
 from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -13,14 +13,13 @@ from transformers import AutoConfig
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.generate import generate
-from fsdp_tune.model.kernels import varlen
+from fsdp_tune.model.kernels import attention
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
-from fsdp_tune.model.packed import packing_known
-from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
+from fsdp_tune.model.sequence_parallel import packing_known, rows_known, set_sequence_group
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
-from fsdp_tune.worker.rows.dataset import Collator
+from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.model.test_recompute import Operators
@@ -88,9 +87,9 @@ def test_key_heads_are_repeated_for_a_torch_without_grouped_queries(store: Path,
         assert "enable_gqa" not in options
         return kernel(query, key, *rest, **options)
 
-    kernel = varlen.varlen_attn
-    monkeypatch.setattr(varlen, "varlen_attn", without_groups)
-    monkeypatch.setattr(varlen, "_OPTIONS", varlen._OPTIONS - {"enable_gqa"})
+    kernel = attention.varlen_attn
+    monkeypatch.setattr(attention, "varlen_attn", without_groups)
+    monkeypatch.setattr(attention, "_OPTIONS", attention._OPTIONS - {"enable_gqa"})
     loss, gradient = loss_and_gradients(model, batch)
     assert shapes
     assert all(query == key for query, key in shapes)
@@ -111,7 +110,7 @@ def test_key_heads_are_repeated_for_a_torch_without_grouped_queries(store: Path,
 def test_unsupported_arguments_are_refused(given: dict[str, Any], name: str) -> None:
     states = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ValueError, match=name):
-        varlen.torch_varlen_attention(None, *states, given.pop("attention_mask", None), **given)
+        attention.torch_varlen_attention(None, *states, given.pop("attention_mask", None), **given)
 
 
 @pytest.mark.parametrize(("way", "runs"), [("none", 2), ("full", 4), ("selective", 2)])
@@ -183,7 +182,7 @@ def test_rows_shared_by_a_sequence_group_have_the_gradients_of_complete_rows(poo
 def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_tune.model.kernels import compiled
+    from fsdp_tune.model.kernels import install
 
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -196,8 +195,8 @@ def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
     batches = [Collator(0, width, variable_lengths=True)([stored[row] for row in each]).tensors for each in rows]
     assert len({len(batch["cu_seq_lens"]) for batch in batches}) > 1
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled, "BACKEND", counter)
-        compiled.compile_layers(recipe_of("llama", kernels={"compile": True}), model)
+        patched.setattr(install, "BACKEND", counter)
+        install.compile_layers(recipe_of("llama", kernels={"compile": True}), model)
     for batch in batches:
         loss, gradient = loss_and_gradients(model, batch)
         expected_loss, expected = loss_and_gradients(eager, batch)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.pages.charts import events_of, plan_table, samples_of, source_tables, summary_table
 from fsdp_tune.pages.run_record import RunRecord, read_run
-from fsdp_tune.pages.tables import events_of, plan_table, samples_of, source_tables, summary_table
 from tests.pages.written import training_line, written
 
 

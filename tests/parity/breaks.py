@@ -79,7 +79,7 @@ def drop_position_ids() -> Iterator[None]:
     def without_positions(*arguments: Any, **options: Any) -> Any:
         return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}
 
-    with patch("fsdp_tune.worker.rows.dataset.collate", without_positions):
+    with patch("fsdp_tune.worker.rows.training_rows.collate", without_positions):
         yield
 
 
@@ -339,8 +339,8 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients summed in bf16": reduce_gradients_in_bf16,
     "loss computed in bf16": compute_loss_in_bf16,
     "replicas not synchronised": skip_replica_reduction,
-    "weight decay on norms": _replaced("fsdp_tune.model.parameters.decays", lambda name, parameter: True),
-    "no weight decay": _replaced("fsdp_tune.model.parameters.decays", lambda name, parameter: False),
+    "weight decay on norms": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: True),
+    "no weight decay": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: False),
     "no clipping": _replaced("fsdp_tune.worker.gradients.clip_factor", _no_clipping),
     "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
     "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),

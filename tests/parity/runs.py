@@ -123,8 +123,8 @@ def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]
     import fsdp_tune.model.kernels.install  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one
 
     torch._dynamo.reset()  # ranks live on from case to case, and with them what was compiled
-    slices = patch("fsdp_tune.model.kernels.linear_loss.SLICE_ELEMENTS", 13 * VOCABULARY)
-    with slices, patch("fsdp_tune.model.kernels.compiled.BACKEND", backend):
+    slices = patch("fsdp_tune.model.kernels.head.SLICE_ELEMENTS", 13 * VOCABULARY)
+    with slices, patch("fsdp_tune.model.kernels.install.BACKEND", backend):
         return run_worker(path)
 
 

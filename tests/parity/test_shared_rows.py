@@ -15,7 +15,7 @@ from fsdp_tune.data.store import IGNORE_INDEX, Row
 from fsdp_tune.model.sequence_parallel import require_shareable_rows, set_sequence_group
 from fsdp_tune.model.step import forward_backward
 from fsdp_tune.worker.readback.isolation import deviations, not_shareable
-from fsdp_tune.worker.rows.dataset import Collator
+from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.recipes import recipe_of
 from tests.parity import runs
 from tests.parity.bench import Bench, bits

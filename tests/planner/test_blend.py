@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdp_tune.planner.predict.blend import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
+from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
 

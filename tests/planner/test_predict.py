@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.core.mfu import ModelDimensions, mfu
+from fsdp_tune.core.gpus import ModelDimensions, find_hardware, mfu
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.fits import fit_into
+from fsdp_tune.planner.predict.memory import fit_into
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand

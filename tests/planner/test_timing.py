@@ -8,9 +8,8 @@ import pytest
 
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.collectives import Group, collective_seconds
 from fsdp_tune.planner.predict.efficiency import Efficiency
-from fsdp_tune.planner.predict.timing import StepTime, UnknownFigure, step_time
+from fsdp_tune.planner.predict.timing import Group, StepTime, UnknownFigure, collective_seconds, step_time
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
 

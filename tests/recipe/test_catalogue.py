@@ -9,8 +9,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.recipe.catalogue import architecture, catalogue, find_recipe, headline
-from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.read.loader import architecture, catalogue, find_recipe, headline, load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 
@@ -97,7 +96,7 @@ def test_architecture_facts_give_the_known_number_of_parameters(name: str) -> No
 
 
 def test_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
-    from fsdp_tune.data.read.builtin import builtin_tokenizer
+    from fsdp_tune.data.read.file_access import builtin_tokenizer
 
     config = resolved("gpt2_smoke", tmp_path).model.from_config
     assert isinstance(config, dict)

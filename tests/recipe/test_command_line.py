@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.recipe.read.foreign.command_line import command_in, parse_command
+from fsdp_tune.recipe.read.foreign.foreign_file import command_in, parse_command
 
 
 def parsed(script: str) -> tuple[dict[str, Any], str | None]:

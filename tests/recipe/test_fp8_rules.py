@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.rules.precision import gathers_in_fp8
+from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from tests.recipe.loading import MINIMAL, load, load_with
 
 FP8 = "precision: {mixed_precision: fp8}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.rules.schedule import schedule_of_steps
+from fsdp_tune.recipe.rules.training import schedule_of_steps
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 RUN = "training: {learning_rate: 2.0e-5, max_steps: 6, "

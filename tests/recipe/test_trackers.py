@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from fsdp_tune.recipe.rules.trackers import TRACKERS, missing
+from fsdp_tune.recipe.rules.launch import TRACKERS, missing
 
 AVAILABLE = {
     "azure_ml": "is_azureml_available",

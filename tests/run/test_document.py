@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.document import Document
-from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
-from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.records import Environment, Prediction, ReadBack
+from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, ResumeRequest, Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.records import Document, Environment, Prediction, ReadBack
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")
 DOCUMENTS = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.run.follow import Follower
+from fsdp_tune.run.metrics_file import Follower
 
 
 def steps(lines: list[dict[str, object]]) -> list[object]:

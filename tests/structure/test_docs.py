@@ -26,8 +26,7 @@ import yaml
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
-from fsdp_tune.recipe.catalogue import find_recipe
-from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.read.loader import find_recipe, load_recipe
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 
@@ -174,7 +173,7 @@ def test_every_field_of_a_training_line_is_documented() -> None:
         dictionary_keys("worker/observe/metrics.py", "facts", "memory")
         | dictionary_keys("worker/observe/shares.py", "facts")
         | dictionary_keys("worker/gradients.py", "facts")
-        | dictionary_keys("worker/observe/expert_loads.py", "facts")
+        | dictionary_keys("worker/observe/shares.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time", "source_<label>_loss"}  # whose name is not a constant
     )

@@ -131,8 +131,7 @@ def module_name(path: Path, repository: Path) -> str:
 
 WORLD_SIZE_CALLERS = {
     "worker/agreement.py": "values of every rank",
-    "worker/checkpoint/restore.py": "each rank has a file of its own, and verifies its share of all files",
-    "worker/checkpoint/state.py": "a message",
+    "worker/checkpoint/state.py": "a message; and each rank has a file of its own, and verifies its share of all files",
     "worker/observe/step_progress.py": "compares all ranks",
     "worker/readback/report.py": "reads the live number of ranks",
     "worker/readback/witness.py": "compares all ranks",
@@ -183,7 +182,7 @@ def test_no_todo_or_stub_is_left(repository: Path) -> None:
 
 def test_only_cli_prints(repository: Path) -> None:
     """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were given."""
-    allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/verify/loaded.py"}
+    allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/loaded.py"}
     found = {
         str(path.relative_to(repository))
         for path in modules(repository)

@@ -46,7 +46,7 @@ def test_differing_ranks_are_named_with_versions(pool: RankPool, tmp_path: Path)
 def read_on_after(path: str, number: int) -> list[int]:
     """Reads batches by a loader's process, which gets a signal in the middle."""
     from fsdp_tune.data.store import RowStore
-    from fsdp_tune.worker.rows.dataset import Collator, MicroBatches, loader
+    from fsdp_tune.worker.rows.training_rows import Collator, MicroBatches, loader
 
     store = RowStore(path)
     import numpy as np

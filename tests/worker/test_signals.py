@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.launch_files import Outcome
 from fsdp_tune.worker import callbacks, signals
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
@@ -195,7 +195,7 @@ def test_failed_rank_with_full_log_writes_outcome_and_exits(tmp_path: Path) -> N
 RANK_WITHOUT_OUTCOME = """
 import sys, types
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.launch_files import Outcome
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.worker import __main__ as entry, main, rank
 

@@ -20,7 +20,7 @@ from fsdp_tune.check.parity.plain_loop import LoopSettings, train
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.parameters import TORCH_DTYPE
+from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir

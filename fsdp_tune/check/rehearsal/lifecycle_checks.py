@@ -1,4 +1,6 @@
-"""The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
+"""Child processes of a rehearsal: `fsdp-tune` itself, and the two scripts in `check/parity/` that need torch.
+
+The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
 
 Torch-free: the checks run commands as a user would, and read the files that these write.
 """
@@ -7,22 +9,90 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
-from fsdp_tune.check.rehearsal.commands import ChildResult, finish, run_fsdp_tune, run_torch_script, start_training
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
+from fsdp_tune.run.launch_files import read_heartbeat
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.run.rank_files import read_heartbeat
+
+CHILD_SECONDS = 900.0
+FSDP_TUNE = (sys.executable, "-P", "-m", "fsdp_tune")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildResult:
+    """The result of a child that prints one JSON document."""
+
+    exit_code: int
+    document: dict[str, Any]
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The exit code with the first error of the document, or the last line of stderr if the document has none."""
+        errors: list[dict[str, str]] = self.document.get("errors") or []
+        lines = self.stderr.strip().splitlines() or ["no output"]
+        return f"exit code {self.exit_code}: {errors[0]['message'] if errors else lines[-1]}"
+
+
+def run_fsdp_tune(*arguments: str) -> ChildResult:
+    return run_child((*FSDP_TUNE, *arguments, "--json"))
+
+
+def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
+    """Run `python -m fsdp_tune.check.parity.MODULE` with the request on its stdin."""
+    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.check.parity.{module}"), json.dumps(request))
+
+
+def run_child(argv: Sequence[str], text: str = "") -> ChildResult:
+    return finish(_start(argv, subprocess.PIPE), text)
+
+
+def start_training(recipe: Path, output: Path, options: Sequence[str]) -> subprocess.Popen[str]:
+    command = (*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", *options, "--json")
+    return _start(command, subprocess.DEVNULL)
+
+
+def _start(argv: Sequence[str], stdin: int) -> subprocess.Popen[str]:
+    return children.start(argv, environment(), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(child: subprocess.Popen[str], text: str | None = None) -> ChildResult:
+    """Wait for a child. The child is killed on a timeout, and if the rehearsal is interrupted."""
+    try:
+        stdout, stderr = child.communicate(text, timeout=CHILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ChildResult(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
+    finally:
+        children.end(child)
+    return ChildResult(child.returncode, _document(stdout), stderr)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of children: offline, because everything they need was downloaded before."""
+    return os.environ | {"HF_HUB_OFFLINE": "1"}
+
+
+def _document(text: str) -> dict[str, Any]:
+    try:
+        document: Any = json.loads(text)
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+
 
 POLL_SECONDS = 0.002
 WAIT_SECONDS = 600.0

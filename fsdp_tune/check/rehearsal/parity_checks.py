@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.check.rehearsal.commands import run_fsdp_tune, run_torch_script
-from fsdp_tune.check.rehearsal.lifecycle_checks import Check
+from fsdp_tune.check.rehearsal.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
 from fsdp_tune.check.rehearsal.scale_down import ROWS, ScaledRecipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics

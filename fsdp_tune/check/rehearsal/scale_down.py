@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.check.rehearsal.commands import run_torch_script
+from fsdp_tune.check.rehearsal.lifecycle_checks import run_torch_script
 from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error

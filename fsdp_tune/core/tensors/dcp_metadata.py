@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from fsdp_tune.core.tensors.dtypes import DTYPES, DType
-from fsdp_tune.core.tensors.extents import Shape
-from fsdp_tune.core.tensors.pickles import AllowedGlobal, Record, Refused, load
+from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
+from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices

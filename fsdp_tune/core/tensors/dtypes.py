@@ -1,7 +1,13 @@
-"""The element types of checkpoints: torch's name, safetensors' name, bytes, and the numpy type that holds them."""
+"""The element types of stored tensors, and where their elements are in a file.
+
+The element types of checkpoints: torch's name, safetensors' name, bytes, and the numpy type that holds them.
+
+Where the elements of a stored tensor are in a file.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -90,3 +96,37 @@ NF4_VALUES = (
 """In fp32, by code (bitsandbytes 0.50, `functional.get_4bit_type`). A weight gets the nearest one, the lower one between two."""
 NF4_SMALLEST_SCALE = 1e-38
 """Bound of a scale in the division, so that a block of zeros is not divided by zero."""
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements: the first at byte `first_byte` of `file`, the others by `strides` (in elements).
+
+    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken over.
+    """
+
+    file: str
+    first_byte: int
+    strides: Shape
+    storage_start: int
+    storage_bytes: int
+    crc32: int | None = None
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(sizes: Shape, strides: Shape) -> bool:
+    """Return whether elements are contiguous in row-major order. Strides of dimensions of size 1 are ignored."""
+    return math.prod(sizes) == 0 or all(
+        size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
+    )

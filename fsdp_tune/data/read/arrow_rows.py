@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.read.file_access import RemoteFile, UrlError
 from fsdp_tune.data.read.json_rows import NumberedRow, Part
-from fsdp_tune.data.read.remote import RemoteFile, UrlError
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20

@@ -17,14 +17,12 @@ from typing import Any, cast
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import cache_only, causes_of, first_line, hub_is_reachable, unreachable
 from fsdp_tune.data.read.arrow_rows import dataset_rows
-from fsdp_tune.data.read.builtin import builtin_rows, is_builtin
-from fsdp_tune.data.read.digests import Stamp, stamp
+from fsdp_tune.data.read.file_access import Stamp, UrlError, builtin_rows, check_protocol, find_urls, is_builtin, is_url, stamp, url_path
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.read.readers import read_rows
-from fsdp_tune.data.read.remote import UrlError, check_protocol, find_urls, is_url, url_path
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.paths import can_only_be_a_path
-from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
+from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
 
 KIND_OF_SUFFIX = {

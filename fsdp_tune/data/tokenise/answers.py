@@ -17,8 +17,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.conversations import Message
-from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.format.row_tools import tool_calls
+from fsdp_tune.data.format.formats import Chat, tool_calls
 from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
 

@@ -16,12 +16,12 @@ from typing import Any
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import is_abandoned, read_owner
-from fsdp_tune.launch.machines.work import WorkWatch
+from fsdp_tune.launch.coordination import WorkWatch
 from fsdp_tune.launch.process_tree import is_rank_of
-from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
+from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
-from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
+from fsdp_tune.recipe.schema.kinds import OnResume
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import (
     Checkpoint,
@@ -29,13 +29,14 @@ from fsdp_tune.run.directory import (
     checkpoint_step,
     complete_checkpoints,
     enclosing_checkpoint,
+    in_use,
     inspect_checkpoint,
     latest_checkpoint,
+    locked,
+    refuse_when_held,
 )
-from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.lock import in_use, locked, refuse_when_held
+from fsdp_tune.run.launch_files import read_heartbeat, read_outcome, train_command
 from fsdp_tune.run.manifest import Progress
-from fsdp_tune.run.rank_files import read_heartbeat, read_outcome
 
 AUTO = "auto"
 # Keys that set the length of a run. If they are unchanged, a finished run stays finished.

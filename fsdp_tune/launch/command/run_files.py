@@ -13,21 +13,18 @@ from pathlib import Path
 import yaml
 
 from fsdp_tune.core.atomic import DISK, needs_filling, staged_directory, stages_inside, undo_fill, write_file
+from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.option import ProfiledSteps
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.document import Document
+from fsdp_tune.run.directory import RunDir, locked
 from fsdp_tune.run.events import RECIPE_CHANGED
-from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
-from fsdp_tune.run.lock import locked
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear
 from fsdp_tune.run.metrics_file import append_event
-from fsdp_tune.run.rank_files import clear
-from fsdp_tune.run.records import Environment
+from fsdp_tune.run.records import Document, Environment
 
 
 @dataclass(frozen=True, slots=True)

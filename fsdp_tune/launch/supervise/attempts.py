@@ -17,17 +17,14 @@ from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import is_for
-from fsdp_tune.launch.machines.coordination import Machines
-from fsdp_tune.launch.machines.work import WorkCounter
-from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
-from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
-from fsdp_tune.recipe.read.start_inputs import missing_start_inputs
+from fsdp_tune.launch.coordination import Machines, WorkCounter
+from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
+from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.events import RESTARTED
-from fsdp_tune.run.launch_files import ResumeRequest
+from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
 from fsdp_tune.run.metrics_file import append_event
-from fsdp_tune.run.rank_files import ECHO_CODES, Verdict
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""

@@ -14,10 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from fsdp_tune.merge.copy.boxes import Box, boxes
-from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.copy.values import Array
-from fsdp_tune.merge.formats.tensors import LowRank, LowRankOfExperts, SourceTensor
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, Box, TensorReader, boxes
+from fsdp_tune.merge.formats.reader import LowRank, LowRankOfExperts, SourceTensor
 
 HELD_BYTES = 64 << 20
 # More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as long.

@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import Notice, usage_error
 from fsdp_tune.core.families import is_router
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.adapters.lora_targets import is_stack
+from fsdp_tune.model.adapters.lora import is_stack
 from fsdp_tune.model.adapters.nf4 import PACKED, count_elements, dequantise, elements, quantise
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import local_part

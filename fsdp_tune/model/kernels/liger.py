@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.model.kernels.head import LossOptions
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.model.kernels.linear_loss import LossOptions
 from fsdp_tune.recipe.schema import Recipe
 
 PACKAGE = "liger_kernel"

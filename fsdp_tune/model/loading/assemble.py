@@ -17,24 +17,18 @@ from fsdp_tune.core.units import KIB
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.experts import active_parameters
-from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, require_gpu
-from fsdp_tune.model.kernels.install import install_kernels
+from fsdp_tune.model.kernels.install import compile_layers, install_kernels
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.adapter_files import start_adapters
-from fsdp_tune.model.loading.bitsandbytes_files import refuse_unread
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
-from fsdp_tune.model.loading.tied_files import untie
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
-from fsdp_tune.model.parameters import decayed_names
+from fsdp_tune.model.loading.stored_tensors import untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices, refuse_unread
 from fsdp_tune.model.sequence_parallel import set_sequence_group
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
-from fsdp_tune.model.shard.local import copy_part
-from fsdp_tune.model.shard.mesh import make_mesh, make_sequence_group
+from fsdp_tune.model.shard.local import copy_part, decayed_names, refresh_scales
 from fsdp_tune.model.shard.recompute import recompute_activations
-from fsdp_tune.model.shard.untimed_group import destroy_group, untimed_group
-from fsdp_tune.model.shard.wrap import wrap
-from fsdp_tune.model.torchao_tensors import refresh_scales
+from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, make_sequence_group, untimed_group, wrap
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
 

@@ -29,10 +29,10 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_layout
-    from fsdp_tune.model.loading.weight_checks import check_weight_files
-    from fsdp_tune.model.optim.torchao_adamw import require_optimizer
-    from fsdp_tune.model.positions import positions_of_run
+    from fsdp_tune.model.loading.stored_tensors import check_weight_files
+    from fsdp_tune.model.optim.adamw import require_optimizer
 
     problems = check_weight_files(recipe)
     notices: list[Notice] = []
@@ -86,7 +86,7 @@ def _embeddings(model: Any) -> dict[str, Any]:
 
 def _exported(recipe: Recipe, config: Any, *, packaged: bool) -> dict[str, Any]:
     from fsdp_tune.model.loading.construct import config_changes, generation_config
-    from fsdp_tune.model.loading.exported_config import base_folder, exported_config, exported_generation_config
+    from fsdp_tune.model.loading.saved_layout import base_folder, exported_config, exported_generation_config
 
     changes: dict[str, Any] = {} if packaged else config_changes(recipe)
     folder = base_folder(recipe)
@@ -126,8 +126,7 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
-    from fsdp_tune.model.loading.rotary import fixed_rotary
-    from fsdp_tune.model.positions import beyond_table_of_positions
+    from fsdp_tune.model.loading.positions import beyond_table_of_positions, fixed_rotary
 
     problems: list[Problem] = []
     notices: list[Notice] = [] if found["packaged"] else tie_notices(recipe)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_tune.model.optim.lean_adamw import restore_moments
+from fsdp_tune.model.optim.adamw import restore_moments
 from fsdp_tune.model.shard.local import Sharding, local_part, sharding_of
 from fsdp_tune.model.step import sum_of_squares
 

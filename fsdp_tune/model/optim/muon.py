@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
-from fsdp_tune.model.parameters import plain_name
-from fsdp_tune.model.shard.local import compute_device, local_part, sharding_of
+from fsdp_tune.model.shard.local import compute_device, local_part, plain_name, sharding_of
 
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters."""

@@ -3,27 +3,33 @@
 Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation,
 size of a copy (over machines), decoder layers as units (if the recipe has coarser ones), and, for some targets, the ranks that share a row
 and the slices of the MLP vary.
+
+Plan recipes from their traces. Every layout is traced once, at a micro-batch from which all others are derived.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import Hardware
-from fsdp_tune.planner.predict.totals import DTYPE_BYTES
-from fsdp_tune.planner.trace_format import Counts
+from fsdp_tune.planner.predict.depth import at_micro_batch, full_depth, prime_for
+from fsdp_tune.planner.predict.efficiency import Efficiency
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, DTYPE_BYTES
+from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.trace_format import Counts, Trace
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
 from fsdp_tune.recipe.rules import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.not_yet import refused, value_of
-from fsdp_tune.recipe.schema.optimizers import state_bytes
-from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.reference import refused, value_of
+from fsdp_tune.recipe.schema.training_fields import state_bytes
 
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
@@ -165,3 +171,90 @@ def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
     """Return the ranks per machine for layouts on other numbers of GPUs: the recipe's, or, on one machine, at least the vendor's."""
     own = recipe.local_world_size
     return own if recipe.launch.num_machines > 1 else max(own, devices_of_machine(hardware))
+
+
+class Tracer(Protocol):
+    """Trace recipes in parallel in other processes, and yield the traces in order; None for a recipe that cannot be traced."""
+
+    def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRecipe:
+    """A recipe with its plan."""
+
+    recipe: Recipe
+    plan: Plan
+
+
+@dataclass(slots=True)
+class Search:
+    """Inputs of a search besides the recipe."""
+
+    hardware: Hardware
+    trace: Tracer
+    efficiency: Efficiency | None = None
+    rows: int | None = None
+    progress: Callable[[str], None] = lambda _text: None
+
+    def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> PlannedRecipe:
+        changes = differences(base, recipe)
+        made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
+        return PlannedRecipe(recipe, replace(made, memory=None))
+
+    def layouts(self, base: Recipe, trace: Trace, wanted: Iterable[Changes]) -> list[PlannedRecipe]:
+        """Plan each wanted layout that could fit, at every micro-batch up to the first that does not; `trace` is of `base`'s model."""
+        batches = micro_batches(base)
+        counts, prime = trace.counts, prime_for(trace)
+        possible: list[Changes] = []
+        traced: list[Recipe] = []
+        for changes in wanted:
+            lean = changed(base, changes | batch_changes(*batches[0]))
+            # With accumulation if any of the batches accumulates.
+            family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
+            if lean is None or family is None:
+                continue
+            if least_state_bytes(lean, counts) + CONTEXT_BYTES <= self.hardware.usable_bytes:
+                possible.append(changes)
+                traced.append(family)
+        found: list[PlannedRecipe] = []
+        for changes, at_prime in zip(possible, self.trace(traced), strict=True):
+            self.progress(describe(changes))
+            if at_prime is not None:
+                found += self._layout(base, changes, full_depth(at_prime), batches)
+        return found
+
+    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[PlannedRecipe]:
+        found: list[PlannedRecipe] = []
+        in_slices = base.kernels.loss == "auto" and at_prime.facts.get("slice_tokens")
+        for micro, accumulation in batches:
+            recipe = changed(base, changes | batch_changes(micro, accumulation))
+            if recipe is None or (in_slices and micro * base.data.max_length <= in_slices):
+                continue
+            found.append(self.price(recipe, at_micro_batch(at_prime, micro, accumulation), base))
+            if found[-1].plan.fits == "no":
+                break
+        return found
+
+
+def describe(changes: Changes) -> str:
+    words = {
+        key: key.split(".")[1] if value is True else str(value)
+        for key, value in changes.items()
+        if value is not False and value is not None
+    }
+    return ", ".join(word for key, word in words.items() if key != "fsdp.auto_wrap_policy")
+
+
+def any_fits(found: Sequence[PlannedRecipe]) -> bool:
+    return any(each.plan.fits == "yes" for each in found)
+
+
+def rank(found: PlannedRecipe) -> tuple[int, float, float]:
+    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory."""
+    made = found.plan
+    order = ("yes", "tight", "no").index(made.fits)
+    if order == 2:
+        return order, made.device_gib, 0.0
+    seconds = made.step_seconds / made.tokens_per_step if made.step_seconds is not None else float("inf")
+    return order, seconds, made.device_gib

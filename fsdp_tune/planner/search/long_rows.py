@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.fits import CONTEXT_BYTES
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.search.candidates import (
     BATCH,
     CHECKPOINTING,
@@ -18,15 +18,19 @@ from fsdp_tune.planner.search.candidates import (
     SEQUENCE,
     SLICES,
     Changes,
+    PlannedRecipe,
+    Search,
+    any_fits,
     batch_changes,
     changed,
+    describe,
     differences,
     layout,
     least_state_bytes,
+    rank,
     sequence_sizes,
     with_shared_rows,
 )
-from fsdp_tune.planner.search.pricing import PlannedRecipe, Search, any_fits, describe, rank
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 

@@ -239,7 +239,7 @@ def install() -> library.Library:
 def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None) -> float:
     """Return the FLOPs of a flash kernel, given those of all pairs of tokens.
 
-    It is a multiple of the micro-batch, which `planner.predict.blend` replaces: a whole number for each sequence, of 32 bits and zeros, so
+    It is a multiple of the micro-batch, which `planner.predict.depth` replaces: a whole number for each sequence, of 32 bits and zeros, so
     that the product is exact.
     """
     of_sequence = square / micro_batch * flash_share(tokens, window)

@@ -2,22 +2,29 @@
 
 It uses torch's PrivateUse1 slot with a Python backend: autograd, FSDP2 and autocast take their accelerator paths (streams,
 events, fused dropout), unlike on `cpu`, and also in a build of torch without CUDA. Streams and events only record waits.
+
+Autocast on the fake device. torch leaves the list of operations to each backend; this is CUDA's (`autocast_mode.h`).
+
+Plain DDP computes in half precision by autocast: matrices are cast, a weight once for each forward (autocast's own cache),
+and norms and sums run in fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import library
 
 from fsdp_tune.model.internals.torch_internals import BACKEND_MODULE, REGISTER_BACKEND
 
 DEVICE = "gpu"
 # FSDP2 creates its streams in this order, in the first forward (`FSDPCommContext.lazy_init`). A stream with an explicit priority of 0
-# is that of the host copies (`model/shard/host_copies.py`).
+# is that of the host copies (`model/shard/recompute.py`).
 STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "host copies")
 
 
@@ -141,3 +148,79 @@ def install() -> None:
     """Register the device with torch, once per process; it cannot be undone."""
     if not hasattr(torch, DEVICE):
         REGISTER_BACKEND.get()(DEVICE, type("DeviceModule", (_Module, BACKEND_MODULE.get()), {})())
+
+
+# AT_FORALL_LOWER_PRECISION_FP, those that language models use; `cuda_kernels` handles attention.
+_LOWER = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "conv1d", "prelu")
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE.
+_FP32 = (
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "rms_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "nll_loss",
+    "cross_entropy_loss",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "exp",
+    "log",
+    "log1p",
+    "expm1",
+    "rsqrt",
+    "reciprocal",
+    "softplus",
+    "logsumexp",
+    "sum",
+    "sum.dim_IntList",
+    "cumsum",
+    "cumprod",
+    "prod",
+)
+_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+@functools.cache
+def install_autocast() -> list[library.Library]:
+    """Install autocast for the fake device, once per process; the returned objects must stay alive."""
+    fallback = library.Library("_", "IMPL", "AutocastPrivateUse1")
+    fallback.fallback(library.fallthrough_kernel)
+    casts = library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for name in _LOWER:
+        casts.impl(name, functools.partial(_run, _overload(name), None))
+    for name in _FP32:
+        casts.impl(name, functools.partial(_run, _overload(name), torch.float32))
+    return [fallback, casts]
+
+
+def forget_weights() -> None:
+    """Empty the cache of cast weights, as leaving an autocast context does."""
+    _weights.clear()
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _run(operation: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    wanted = dtype or torch.get_autocast_dtype(DEVICE)
+    torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
+    try:
+        return operation(*_cast(args, wanted), **{name: _cast(value, wanted) for name, value in kwargs.items()})
+    finally:
+        torch.set_autocast_enabled(DEVICE, True)
+
+
+def _cast(leaf: Any, wanted: torch.dtype) -> Any:
+    if isinstance(leaf, list | tuple):
+        return [_cast(each, wanted) for each in leaf]
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype in (wanted, torch.float64):
+        return leaf
+    if wanted == torch.float32 or not (leaf.is_leaf and leaf.requires_grad and leaf.dtype == torch.float32):
+        return leaf.to(wanted)
+    if id(leaf) not in _weights:
+        _weights[id(leaf)] = (leaf, leaf.to(wanted))
+    return _weights[id(leaf)][1]

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.internals import torch_internals as internals
-from fsdp_tune.model.torchao_tensors import plain
-from fsdp_tune.planner.predict.blend import slice_for
+from fsdp_tune.model.shard.local import plain
+from fsdp_tune.planner.predict.depth import slice_for
 from fsdp_tune.planner.predict.fusion import Call
 from fsdp_tune.planner.trace import cuda_kernels as kernels
 from fsdp_tune.planner.trace.device import DEVICE, Clock

@@ -2,6 +2,13 @@
 
 Hooks are torch's global ones: they run before a module's own, and therefore before FSDP's, so a layer's gathering and
 resharding count as the layer's. In the backward a layer begins where the gradient of its output arrives.
+
+DDP under fake tensors. Its C++ reducer reads values in two places, and uses a single bucket in the first step.
+
+The chunked loss in a trace at a micro-batch that represents any other (`blend.at_micro_batch`).
+
+The number of slices depends on the micro-batch, so a single slice of a prime number of tokens is run and its records are marked. All
+slices do the same work, and each frees its memory before the next begins.
 """
 
 from __future__ import annotations
@@ -12,12 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.internals.torch_internals import VERIFY_SHAPES
+from fsdp_tune.model.kernels import head
+from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
+from fsdp_tune.planner.trace.substitute import nothing, replaced
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -105,3 +118,81 @@ class _Tracker:
             place.layer, place.module, place.in_head = layer, name, in_head
 
         chosen.register_hook(arrived)
+
+
+COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
+
+
+def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names) -> Loaded:
+    """Wrap the model in DDP and record the sum of each gradient over the ranks as it becomes ready. Call while the recorder records.
+
+    DDP allocates gradients in buckets when it wraps and never frees them. A bucket spans layers, so its memory and its sum are recorded
+    for each parameter: the bytes are the same, and `planner.predict.timing` forms the buckets of later steps at any depth.
+    """
+    with VERIFY_SHAPES.replaced(nothing), recorder.hidden():  # it reads values
+        loaded = wrap_whole(recipe, model, None, where)
+    wrapped: Any = loaded.wrapped
+    wrapped.register_comm_hook(recorder, _all_is_ready)
+    wrapped.reducer = _Reducer(wrapped.reducer)
+
+    def ready(parameter: torch.Tensor) -> None:
+        if wrapped.require_backward_grad_sync:
+            recorder.clock.wait(ALL_REDUCE, COMPUTE, recorder.clock.now)
+            with recorder.on_stream(ALL_REDUCE):
+                dist.all_reduce(parameter.grad)
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            recorder.hold(parameter.numel() * parameter.element_size(), "gradients", bare.layer_of(name))
+            parameter.register_post_accumulate_grad_hook(ready)
+    return loaded
+
+
+class _Reducer:
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _all_is_ready(recorder: Recorder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Communication hook in place of the single bucket's sum. As in a run, the optimizer's stream waits for all sums."""
+    recorder.clock.wait(COMPUTE, ALL_REDUCE, recorder.clock.now)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# DDP compares the objects, and this module's annotations are strings.
+_all_is_ready.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+ENDLESS_TOKENS = 1 << 40
+
+
+def most_tokens(vocabulary: int) -> int:
+    """Return the largest number of tokens in a slice."""
+    return head.slice_tokens(ENDLESS_TOKENS, vocabulary)
+
+
+@contextlib.contextmanager
+def one_slice(recorder: Recorder) -> Iterator[None]:
+    """Run only the first slice, of `recorder.slice_tokens` tokens; if that is 0, leave the slices as they are."""
+    if not recorder.slice_tokens:
+        yield
+        return
+
+    def first(start: int, _stop: int, _step: int) -> Iterator[int]:
+        recorder.in_slice = True
+        yield start
+        recorder.in_slice = False
+
+    with (
+        replaced(head, "slice_tokens", lambda *_: recorder.slice_tokens),
+        replaced(head, "range", first),
+    ):
+        yield

@@ -15,18 +15,18 @@ from fsdp_tune.core.families import HIDDEN_SIZE, mean_heads
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.kernels.float8 import plan_fp8
-from fsdp_tune.model.parameters import TORCH_DTYPE
-from fsdp_tune.model.positions import positions_of_run
+from fsdp_tune.model.loading.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.planner.predict.fusion import fuse
 from fsdp_tune.planner.trace.device import STREAMS
-from fsdp_tune.planner.trace.loss_slices import most_tokens
 from fsdp_tune.planner.trace.recorder import Recorder
+from fsdp_tune.planner.trace.scopes import most_tokens
 from fsdp_tune.planner.trace.traced_step import STEPS, Run
 from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
-from fsdp_tune.recipe.rules.precision import gathers_in_fp8
+from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 

@@ -22,19 +22,17 @@ from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
 from fsdp_tune.model.kernels.float8 import convert_to_fp8
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
+from fsdp_tune.model.optim.adamw import parts_of
 from fsdp_tune.model.optim.optimizer import build_optimizer
-from fsdp_tune.model.optim.torchao_adamw import parts_of
-from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
-from fsdp_tune.model.shard.mesh import make_mesh, make_sequence_group
+from fsdp_tune.model.shard.local import plain_name
+from fsdp_tune.model.shard.wrap import make_mesh, make_sequence_group
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, scale_gradients, total_norm
-from fsdp_tune.planner.trace import autocast, device
+from fsdp_tune.planner.trace import device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
-from fsdp_tune.planner.trace.ddp import wrap_traceable
 from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
-from fsdp_tune.planner.trace.loss_slices import one_slice
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
-from fsdp_tune.planner.trace.scopes import Names, scopes
+from fsdp_tune.planner.trace.scopes import Names, one_slice, scopes, wrap_traceable
 from fsdp_tune.planner.trace.substitute import nothing, values_of_host
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema import Recipe
@@ -176,7 +174,7 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
     with torch.no_grad(), rows_known(loaded.wrapped, batch), compute_context(recipe, device.DEVICE):
         loss, auxiliary = micro_batch_loss(loaded.wrapped, batch)
     del loss, auxiliary, batch
-    autocast.forget_weights()
+    device.forget_weights()
 
 
 def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
@@ -198,7 +196,7 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
         smoothing = training_value(recipe.training, "label_smoothing_factor")
         loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
     del loss, loss_sum, batch
-    autocast.forget_weights()
+    device.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
     for parameter in wrapped.parameters():
         if parameter.grad is not None:

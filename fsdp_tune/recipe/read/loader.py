@@ -1,18 +1,22 @@
-"""Read a recipe file and `--set` into a checked recipe; the only reader of recipes. Collects every error before raising."""
+"""The recipes that are installed with the package, and the config fields of the models that they name.
+
+Read a recipe file and `--set` into a checked recipe; the only reader of recipes. Collects every error before raising.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
@@ -24,10 +28,57 @@ from fsdp_tune.recipe.rules import REMARKS, RULES
 from fsdp_tune.recipe.rules.inactive import inactive_keys
 from fsdp_tune.recipe.scalars import printable
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.keys import dotted, field_at, sections_in
+from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
-from fsdp_tune.recipe.schema.not_yet import refused
+from fsdp_tune.recipe.schema.reference import refused
 from fsdp_tune.recipe.world import WORLD_RULES, World
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def catalogue_directory() -> Path:
+    """Return `fsdp_tune/configs` of an installed wheel, or `configs/` of a checkout."""
+    package = Path(str(resources.files("fsdp_tune")))
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def catalogue() -> dict[str, Path]:
+    """Return the file of each recipe by name, sorted by name."""
+    return {path.stem: path for path in sorted(catalogue_directory().glob("*.yaml"))}
+
+
+def find_recipe(source: str) -> Path:
+    """Return the path of a recipe, given as a path or as a catalogue name; an existing file takes precedence. The loader opens it later."""
+    path, recipes = Path(source), catalogue()
+    looks_like_path = path.suffix in SUFFIXES or "/" in source
+    if source in recipes and not path.is_file():
+        return recipes[source]
+    if looks_like_path or path.exists() or path.is_symlink():
+        if not (path.exists() or path.is_symlink()) and path.stem in recipes:
+            hint = f"the catalogue has a recipe of this name: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
+            raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
+        return path
+    near = closest(source, list(recipes))
+    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; for a file give its path"
+    raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
+
+
+def headline(path: Path) -> str:
+    """Return the first comment line of a recipe, which states its purpose."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.lstrip("# ").strip()
+        if line.startswith("#") and text and not text.startswith("yaml-language-server"):
+            return text
+    return ""
+
+
+def architecture(name: str) -> dict[str, Any] | None:
+    """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
+    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+    facts = raw.get(name)
+    return dict(facts) if facts is not None else None
+
 
 KeyPath = tuple[str | int, ...]
 

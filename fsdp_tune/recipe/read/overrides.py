@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.recipe.read.legacy import translate
-from fsdp_tune.recipe.read.translation import Translation
+from fsdp_tune.recipe.read.legacy import Translation, translate
 from fsdp_tune.recipe.read.yaml_text import check_characters
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, Node, ScalarNode, compose, entries_of
 from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, shown

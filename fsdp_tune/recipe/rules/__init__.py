@@ -12,19 +12,13 @@ from collections.abc import Iterator, Sequence
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
-from fsdp_tune.recipe.rules.lora_limits import ADAPTER_RULES
-from fsdp_tune.recipe.rules.optimizer import OPTIMIZER_RULES, rounds_stochastically
-from fsdp_tune.recipe.rules.precision import FP8_RULES
-from fsdp_tune.recipe.rules.schedule import SCHEDULE_RULES
-from fsdp_tune.recipe.rules.sequence import SEQUENCE_RULES
-from fsdp_tune.recipe.rules.streaming import STREAMING_RULES
-from fsdp_tune.recipe.rules.training import TRAINING_RULES
+from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
+from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, SCHEDULE_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import closest
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, needs_cuda
-from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
-from fsdp_tune.recipe.schema.strategies import STRATEGIES
+from fsdp_tune.recipe.schema.kinds import STRATEGIES, TORCH_VARLEN, needs_cuda
+from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})
 """Codes of findings about inputs that a run needs and a plan does not."""

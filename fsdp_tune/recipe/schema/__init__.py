@@ -13,11 +13,20 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import (
+    DATA,
+    FREE,
+    MEMORY,
+    NOTHING,
+    NUMBERS,
+    REFUSED,
+    STRATEGIES,
+    TIME,
+    TRAJECTORY,
     Auto,
     DataFormat,
     Device,
+    Effect,
     Fraction,
     FsdpVersion,
     LossOn,
@@ -27,13 +36,27 @@ from fsdp_tune.recipe.schema.kinds import (
     RegularExpression,
     RunName,
     Section,
+    ShardingStrategy,
     Text,
     Whole,
     WholeOrZero,
 )
-from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Lora, Mixture, Model, Quantization, Tokens
-from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Extensions, Kernels, Launch, Merge
-from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.sections import (
+    CheckpointSection,
+    Data,
+    DataSource,
+    EvalFraction,
+    EvalRows,
+    Extensions,
+    Kernels,
+    Launch,
+    Lora,
+    Merge,
+    Mixture,
+    Model,
+    Quantization,
+    Tokens,
+)
 
 __all__ = [
     "CheckpointSection",

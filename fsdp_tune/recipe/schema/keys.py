@@ -13,8 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.effects import UNDECLARED, Effect
-from fsdp_tune.recipe.schema.kinds import Description, Section
+from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import synonym_hint
 

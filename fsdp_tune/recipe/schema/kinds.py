@@ -1,15 +1,61 @@
-"""The kinds of values that recipe keys take: pydantic types, each with a description (`Description`)."""
+"""The effects of a recipe key, and whether a resumed run may change it. Each key declares both next to its type (`Effect`).
+
+A declaration holds for a resolved recipe and covers the direct effects of the key: `training.global_batch_size` affects memory
+only through `training.gradient_accumulation_steps`, which declares that effect itself. The name of a cached trace and the
+classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without one affects everything and
+cannot change on resume.
+
+The kinds of values that recipe keys take: pydantic types, each with a description (`Description`).
+
+The sharding strategies and their properties. Every other list of their names is derived from this one.
+
+The exception is `recipe.fsdp_arguments`, which defines the expected state of a live run independently, so that a mistake here is found.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Flag, StrEnum, auto
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fsdp_tune.core.units import parse_bytes, parse_seconds
-from fsdp_tune.recipe.schema.effects import Effect
+
+
+class Affects(Flag):
+    NOTHING = 0
+    DATA = auto()
+    """The rows that are trained on or evaluated, and their order."""
+    MEMORY = auto()
+    """Device or host memory of a run."""
+    TIME = auto()
+    """Seconds of a training step."""
+    NUMBERS = auto()
+    """Losses and weights computed from the same rows, beyond rounding."""
+
+
+class OnResume(StrEnum):
+    FREE = "free"
+    """May change: how the run is executed and observed."""
+    TRAJECTORY = "trajectory"
+    """May change and is reported: what the next steps compute."""
+    REFUSED = "refused"
+    """May not change: the completed steps depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Metadata of a recipe field: `key: Annotated[Whole, Effect(MEMORY | TIME, FREE)]`."""
+
+    affects: Affects
+    on_resume: OnResume
+
+
+NOTHING, DATA, MEMORY, TIME, NUMBERS = Affects.NOTHING, Affects.DATA, Affects.MEMORY, Affects.TIME, Affects.NUMBERS
+FREE, TRAJECTORY, REFUSED = OnResume.FREE, OnResume.TRAJECTORY, OnResume.REFUSED
+UNDECLARED = Effect(~NOTHING, REFUSED)
 
 
 class Section(BaseModel):
@@ -91,3 +137,28 @@ Device = Literal["auto", "cuda", "xpu", "npu", "mps", "cpu"]
 DataFormat = Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "segments", "tokenized"]
 LossOn = Literal["auto", "all", "completion", "assistant", "last_assistant"]
 ChatRole = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
+
+
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    number: int
+    """torch.distributed.fsdp.ShardingStrategy, as `accelerate config` numbers them."""
+    is_sharded: bool
+    """False: every rank holds the full model (plain DDP)."""
+    is_hybrid: bool
+    """Sharded within each of several copies. The search tries it over several machines, where copies avoid traffic on slow links."""
+    reshards: bool
+    """Whether a unit frees its gathered parameters after its forward, and gathers them again for its backward (ZeRO-3)."""
+
+
+STRATEGIES: dict[ShardingStrategy, Strategy] = {
+    "FULL_SHARD": Strategy(1, is_sharded=True, is_hybrid=False, reshards=True),
+    "SHARD_GRAD_OP": Strategy(2, is_sharded=True, is_hybrid=False, reshards=False),
+    "HYBRID_SHARD": Strategy(4, is_sharded=True, is_hybrid=True, reshards=True),
+    "HYBRID_SHARD_ZERO2": Strategy(5, is_sharded=True, is_hybrid=True, reshards=False),
+    "NO_SHARD": Strategy(3, is_sharded=False, is_hybrid=False, reshards=False),
+}
+"""In the order in which the search tries them."""

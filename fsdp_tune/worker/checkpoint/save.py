@@ -1,4 +1,12 @@
-"""Save checkpoints: staged, hashed while written, published by rank 0 when all have finished, optionally in the background.
+"""Delete old checkpoints and the leftovers of crashed saves.
+
+The contents of one checkpoint, and their copy in host memory, which training does not change.
+
+The copy is what training waits for. It goes into one arena, which is allocated at the first save and used again by each later one: fresh
+memory costs a page fault every 4 KiB, and pageable memory a second copy by the driver. On a GPU the arena is page-locked by
+`cudaHostRegister`, since torch's allocator of pinned memory would round a block of 17 GiB up to 32.
+
+Save checkpoints: staged, hashed while written, published by rank 0 when all have finished, optionally in the background.
 
 Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
 manifest and renames. Until the rename there is no `checkpoint-N`.
@@ -6,32 +14,185 @@ manifest and renames. Until the rename there is no `checkpoint-N`.
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.version import __version__
-from fsdp_tune.model.shard.untimed_group import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
+from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
+from fsdp_tune.model.shard.local import wraps_others
+from fsdp_tune.model.shard.wrap import untimed_group
+from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
-from fsdp_tune.worker.checkpoint.rotation import rotate
-from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+
+
+def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
+    """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no directory without a manifest.
+
+    A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read to check it.
+
+    Each is first renamed to a hidden name, so that a partly deleted directory is never visible. Directories that an earlier
+    rotation could not delete are deleted again.
+    """
+    if keep is None:
+        return []
+    for hidden in run.path.glob(f".checkpoint-*.old{STAGE_MARK}*"):
+        DISK.rmtree(hidden)
+    complete, _ = complete_checkpoints(run)
+    gone: list[Path] = []
+    for old in complete[max(keep, 1) :]:
+        if old.step in protected:
+            continue
+        hidden = old.path.with_name(f".{old.path.name}.old{STAGE_MARK}{os.getpid()}")
+        DISK.rename(old.path, hidden)
+        DISK.fsync_dir(run.path)
+        DISK.rmtree(hidden)
+        gone.append(old.path)
+    return gone
+
+
+def remove_leftovers(run: RunDir) -> list[Path]:
+    """Delete stage directories of earlier processes of this run. The caller holds the run's lock, so none of them lives."""
+    gone: list[Path] = []
+    for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
+        shutil.rmtree(path, ignore_errors=True)
+        gone.append(path)
+    return gone
+
+
+ALIGNMENT_BYTES = 256
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: page-locked for all devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rank: dict[str, Any]
+    """This rank's own state: generators and sums."""
+    trainer: str
+    """trainer_state.json"""
+    facts: dict[str, Any]
+    best_step: int | None = None
+    """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this one is written."""
+
+
+class HostArena:
+    """Host memory for one snapshot at a time."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._unpin: weakref.finalize[..., Any] | None = None
+        self._used_bytes = 0
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """Return a copy of a snapshot, independent of the live tensors. The copy returned before is overwritten."""
+        tensors = [*_tensors(snapshot.model), *_tensors(snapshot.optimizer)]
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        self._reserve(sum(_aligned(tensor) for tensor in tensors), pinned=on_device)
+        self._used_bytes = 0
+        copied = replace(snapshot, model=self._copy(snapshot.model), optimizer=self._copy(snapshot.optimizer))
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        if size_bytes <= self._memory.nbytes and pinned == (self._unpin is not None):
+            return
+        if self._unpin is not None:
+            self._unpin()
+        # Released before the larger one is allocated: a host may not have room for both.
+        self._memory, self._unpin = np.empty(0, np.uint8), None
+        self._memory = np.empty(size_bytes, np.uint8)
+        if pinned and size_bytes:
+            address = self._memory.ctypes.data
+            pin_memory(address, size_bytes)
+            # With the arena at the latest: memory that is freed while CUDA has it locked is taken for pinned when it is used again.
+            self._unpin = weakref.finalize(self, unpin_memory, address)
+            self._unpin.atexit = False
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._copy(inner) for key, inner in value.items()}
+        if isinstance(value, DTensor):
+            mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
+            return DTensor.from_local(self._copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
+        if wraps_others(type(value)):
+            names, rest = value.__tensor_flatten__()
+            inner = {name: self._copy(getattr(value, name)) for name in names}
+            return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
+        return self._copy_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        size_bytes = tensor.numel() * tensor.element_size()
+        # By numpy, so that the storage ends with the tensor: DCP copies tensors whose storage is larger before it writes them.
+        part = torch.from_numpy(self._memory[self._used_bytes : self._used_bytes + size_bytes]).view(tensor.dtype).view(tensor.shape)
+        self._used_bytes += _aligned(tensor)
+        return part.copy_(tensor.detach(), non_blocking=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in nested dictionaries: the local ones of DTensors, those inside of torchao's."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, DTensor):
+        yield from _tensors(value.to_local())
+    elif wraps_others(type(value)):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def pin_memory(address: int, size_bytes: int) -> None:
+    """Page-lock memory for copies from a GPU. Raises: CudaError, a RuntimeError."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE)))
+
+
+def unpin_memory(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, rounded up so that the next one begins where any dtype may."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@functools.cache
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the same mesh for tensors in host memory. It only describes the layout, without process groups, which would create
+    communicators on the devices during training."""
+    if mesh.device_type == "cpu":
+        return mesh
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
+
 
 TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"

@@ -6,6 +6,13 @@ in which this rank waits for others from the time in which it works.
 
 Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
 reads and writes. What the heartbeat thread itself reads and writes is never progress.
+
+PyTorch's flight recorder: its settings, and its dump when a rank has made no progress.
+
+torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
+is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
+writes them when TORCH_NCCL_DUMP_ON_TIMEOUT is set. That watchdog speaks only after its own time-out, so a rank that
+stands still writes first. `torchfrtrace RUN/logs/flight-recorder` compares the files of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from typing import Any
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Heartbeat
+from fsdp_tune.run.launch_files import Heartbeat
 
 INTERVAL_SECONDS = 1.0
 SAMPLE_SECONDS = 0.1
@@ -230,3 +237,46 @@ def is_waiting(frame: FrameType) -> bool:
             return True
         below = below.f_back
     return False
+
+
+ENTRIES = 2000
+FILE_PREFIX = "rank_"  # torchfrtrace reads the rank after the underscore
+
+
+def environment(run: RunDir) -> dict[str, str]:
+    """Read by torch when the first process group is made. Makes the directory, since torch's writer does not."""
+    run.flight_recorder.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.flight_recorder / FILE_PREFIX),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
+    """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
+
+    `name`, `number` in its `group`, whether it has `ended`, and the last number `entered` in each group. None where torch
+    has no recorder (a device without one) or nothing was recorded.
+    """
+    from fsdp_tune.model.internals.torch_internals import FLIGHT_RECORDS
+
+    records = FLIGHT_RECORDS.get(device_type)
+    whole, as_json = (record.get() for record in records) if records is not None else (None, None)
+    if whole is None or as_json is None:
+        return None
+    (run.flight_recorder / f"{FILE_PREFIX}{rank}").write_bytes(whole())
+    entries: list[dict[str, Any]] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
+    if not entries:
+        return None
+    unfinished = [entry for entry in entries if not entry["retired"]]
+    shown = (unfinished or entries)[-1]
+    entered: dict[str, int] = {}
+    for entry in entries:
+        entered[_group(entry)] = int(entry["collective_seq_id"])
+    number, name = int(shown["collective_seq_id"]), str(shown["profiling_name"])
+    return {"name": name, "number": number, "group": _group(shown), "ended": not unfinished, "entered": entered}
+
+
+def _group(entry: dict[str, Any]) -> str:
+    return str(entry["process_group"][0])

@@ -13,12 +13,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import end_ids_of, generate
-from fsdp_tune.model.shard.gathering import outside_step
+from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.observe.attached_callback import AttachedCallback
+from fsdp_tune.worker.observe.step_progress import AttachedCallback
 
 
 class Samples(AttachedCallback):

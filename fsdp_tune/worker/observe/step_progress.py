@@ -1,4 +1,7 @@
-"""Records in the heartbeat which part of a step a rank is in, and in metrics.jsonl which rank the others wait for."""
+"""The base of callbacks that need the trainer.
+
+Records in the heartbeat which part of a step a rank is in, and in metrics.jsonl which rank the others wait for.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,16 @@ from fsdp_tune.worker.step_observer import StepObserver
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+class AttachedCallback(StepObserver, TrainerCallback):
+    """An observer of steps that follows the Trainer's events and keeps the trainer."""
+
+    trainer: FsdpTrainer
+
+    def attach(self, trainer: FsdpTrainer) -> None:
+        self.trainer = trainer
+
 
 WINDOW_SECONDS = 2.0
 """Shorter spans hold too few samples of `HeartbeatWriter.waited_seconds`."""

@@ -22,26 +22,24 @@ from fsdp_tune.core.units import MIB
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import choose_attention, stands_for
-from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.head import loss_kernel_of
+from fsdp_tune.model.kernels.install import is_compiled
 from fsdp_tune.model.kernels.liger import modules_of_liger
 from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
+from fsdp_tune.model.optim.adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.optim.muon import ORTHOGONAL
-from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
-from fsdp_tune.model.parameters import plain_name
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
+from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
-from fsdp_tune.worker.readback.fp8 import fp8_differences, read_fp8
-from fsdp_tune.worker.readback.trained import read_trained, training_differences
+from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained, training_differences
 
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB

@@ -24,15 +24,14 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
-from fsdp_tune.model.optim.accumulation import sums_need_fp32
-from fsdp_tune.model.parameters import plain_name
-from fsdp_tune.model.shard.gathering import gathered_units, units_of
-from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
+from fsdp_tune.model.optim.optimizer import sums_need_fp32
+from fsdp_tune.model.shard.local import local_part, plain_name
+from fsdp_tune.model.shard.wrap import gathered_units, units_of
+from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run import events
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.observe.attached_callback import AttachedCallback
+from fsdp_tune.worker.observe.step_progress import AttachedCallback
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 

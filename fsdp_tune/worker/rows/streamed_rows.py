@@ -20,8 +20,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
-from fsdp_tune.worker.rows.training_rows import described
+from fsdp_tune.worker.rows.training_rows import Batch, Collator, described, loader_died
 from fsdp_tune.worker.signals import ignore_stop_signals
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_tune.check.evaluation.evaluated_model import load_model
-from fsdp_tune.check.evaluation.request import Request, find_model
+from fsdp_tune.check.evaluation.examples import Request, find_model
+from fsdp_tune.check.evaluation.score import load_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fsdp_tune.check.evaluation.statistics import Scores, bootstrap, mcnemar, paired_bootstrap, wilson
+from fsdp_tune.check.evaluation.examples import Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 
 
 @pytest.mark.parametrize(("matches", "rows", "low", "high"), [(0, 20, 0.0, 0.1611), (10, 20, 0.2993, 0.7007), (20, 20, 0.8389, 1.0)])

@@ -12,7 +12,7 @@ from fsdp_tune.model.loading.construct import build_empty, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.memory import peak_memory
-from fsdp_tune.planner.trace.traced_layers import container_of, layer_signatures, shallow_recipe, without_dropped
+from fsdp_tune.planner.trace.fake_model import container_of, layer_signatures, shallow_recipe, without_dropped
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES

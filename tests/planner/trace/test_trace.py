@@ -13,15 +13,13 @@ import pytest
 
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.allocator import rounded
-from fsdp_tune.planner.predict.blend import alike, at_micro_batch, prime_for
-from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.depth import alike, at_micro_batch, full_depth, prime_for
 from fsdp_tune.planner.predict.efficiency import Efficiency
-from fsdp_tune.planner.predict.memory import peak_memory
+from fsdp_tune.planner.predict.memory import disk, peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
-from fsdp_tune.planner.predict.totals import disk
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizers import state_bytes
+from fsdp_tune.recipe.schema.training_fields import state_bytes
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import alive, before, trace_of
@@ -257,9 +255,9 @@ def test_mlp_in_slices_has_a_lower_peak_and_follows_from_one_trace_at_a_prime() 
 
 def short_slices() -> None:
     """So that a few sequences make several slices."""
-    from fsdp_tune.model.kernels import linear_loss
+    from fsdp_tune.model.kernels import head
 
-    linear_loss.SLICE_ELEMENTS = 1 << 15
+    head.SLICE_ELEMENTS = 1 << 15
 
 
 def test_loss_in_slices_at_every_micro_batch_follows_from_one_slice() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_tune.run.directory import CHECKPOINT_KIND
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest
-from fsdp_tune.worker.checkpoint import restore as resume
+from fsdp_tune.worker.checkpoint import state as resume
 from fsdp_tune.worker.checkpoint.state import rank_file
 from tests.merge.ranks import run_ranks
 

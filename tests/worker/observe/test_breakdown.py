@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.option import ProfiledSteps, parse_profile
+from fsdp_tune.core.command import ProfiledSteps, parse_profile
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.worker.observe.breakdown import Share, breakdown, difference, intersection, length, union
+from fsdp_tune.worker.observe.profiling import Share, breakdown, difference, intersection, length, union
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

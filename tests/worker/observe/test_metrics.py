@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from fsdp_tune.core.mfu import ModelDimensions
+from fsdp_tune.core.gpus import ModelDimensions
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile

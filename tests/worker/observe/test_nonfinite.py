@@ -9,8 +9,8 @@ from torch import nn
 
 from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.worker.observe.nonfinite import first_bad_module
-from fsdp_tune.worker.rows.dataset import Batch
+from fsdp_tune.worker.observe.metrics import first_bad_module
+from fsdp_tune.worker.rows.training_rows import Batch
 from tests.model.recipes import recipe_of
 
 

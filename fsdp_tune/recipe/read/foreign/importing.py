@@ -1,30 +1,184 @@
-"""From the file of another tool to a recipe: read, settle every key, complete, and check by the reader of recipes itself."""
+"""Write a recipe from the settings of an import: sections in the order of the schema, and the origin of each value beside it.
+
+From the file of another tool to a recipe: read, settle every key, complete, and check by the reader of recipes itself.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, cast
+
+import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, hf_scripts, llama_factory, swift, torchtune
-from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, completion, llama_factory, swift, torchtune
 from fsdp_tune.recipe.read.foreign.completion import complete
-from fsdp_tune.recipe.read.foreign.foreign_file import ForeignFile, read_foreign, read_mapping
+from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
-from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path
-from fsdp_tune.recipe.read.foreign.recipe_text import recipe_text
+from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted
 
+DECIDE = "# DECIDE: "
+_WIDTH = 100
+
+
+def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
+    """Return the text of the recipe. Each question is a comment in the section that it is about, those about none are at the end."""
+    lines = [f"# Imported from {printable(found.path.name)} ({found.tool}) by `fsdp-tune import`.", *_comment(found.above.get((), []))]
+    questions = _questions(ledger)
+    order = [field.alias or name for name, field in Recipe.model_fields.items()]
+    tree = _tree(ledger)
+    comments = _Comments(ledger, found)
+    for name in order:
+        if name in tree:
+            lines += comments.entry((name,), tree[name], 0)
+        asked = questions.pop(name, [])
+        if asked and name not in tree:
+            lines.append(f"# {name}:")
+        lines += [f"  {DECIDE}{words}" for words in asked]
+    lines += [f"{DECIDE}{words}" for words in questions.pop("", [])]
+    lines += _comment(comments.left())
+    return "\n".join(lines) + "\n"
+
+
+def _questions(ledger: Ledger) -> dict[str, list[str]]:
+    """Return the questions by the section that they are about; "" for none."""
+    found: dict[str, list[str]] = {}
+    for row in ledger.rows:
+        if row.fate is Fate.QUESTION:
+            section = str(row.targets[0][0]) if row.targets else ""
+            found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.value)}`: {printable(row.reason)}")
+    for target, words in ledger.decisions:
+        found.setdefault(str(target[0]), []).append(f"`{dotted(target)}`: {printable(words)}")
+    return found
+
+
+def _shortened(value: object) -> str:
+    text = printable(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("...\n").strip())
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+def _comment(words: list[str]) -> list[str]:
+    return [f"# {printable(line)}" if line else "#" for line in words]
+
+
+def _tree(ledger: Ledger) -> dict[str, Any]:
+    """Return the settings as mappings and lists, with a `Setting` for each value."""
+    tree: dict[str, Any] = {}
+    for target in sorted(ledger.settings, key=len):
+        setting = ledger.settings[target]
+        if setting.value == {} and any(other[: len(target)] == target for other in ledger.settings if other != target):
+            continue
+        holder: Any = tree
+        for part, following in zip(target, (*target[1:], None), strict=True):
+            default: Any = setting if following is None else [] if isinstance(following, int) else {}
+            holder = _child(holder, part, default)
+    return tree
+
+
+def _child(holder: Any, part: str | int, default: Any) -> Any:
+    if isinstance(part, str):
+        return cast("dict[str, Any]", holder).setdefault(part, default)
+    items = cast("list[Any]", holder)
+    while len(items) <= part:
+        items.append({})
+    return items[part]
+
+
+class _Comments:
+    """Writes the entries of a recipe with their origins, and hands out each comment of the source once."""
+
+    def __init__(self, ledger: Ledger, found: ForeignFile) -> None:
+        self._rows = ledger.rows
+        self._above = {path: words for path, words in found.above.items() if path}
+        self._beside = dict(found.beside)
+        self._explained: set[int] = set()
+        """Rows whose reason stands beside another value already."""
+
+    def entry(self, target: Path, node: Any, indent: int) -> Iterator[str]:
+        space, key = "  " * indent, _key(str(target[-1]))
+        if isinstance(node, Setting):
+            above, beside = self._of(node)
+            yield from (f"{space}# {printable(words)}" for words in above)
+            yield f"{space}{key}: {scalar(node.value)}  # {beside}"
+        elif isinstance(node, dict):
+            yield f"{space}{key}:"
+            for name, inner in cast("dict[str, Any]", node).items():
+                yield from self.entry((*target, name), inner, indent + 1)
+        else:
+            yield f"{space}{key}:"
+            for index, item in enumerate(cast("list[Any]", node)):
+                yield from self._item((*target, index), cast("Mapping[str, Any]", item), indent)
+
+    def _item(self, target: Path, item: Mapping[str, Any], indent: int) -> Iterator[str]:
+        """An entry of a list: its first key has the dash."""
+        lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
+        space = "  " * (indent + 1)
+        first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
+        yield from (f"{space}{line.lstrip()}" for line in lines[:first])
+        yield f"{space}- {lines[first].lstrip()}"
+        yield from lines[first + 1 :]
+
+    def _of(self, setting: Setting) -> tuple[list[str], str]:
+        """Return the comments above the source's keys, and the origin with the comments beside them."""
+        above: list[str] = []
+        beside: list[str] = []
+        reasons: list[str] = []
+        for row in setting.rows:
+            for path in [path for path in self._above if path[: len(row.path)] == row.path]:
+                above += self._above.pop(path)
+            for path in [path for path in self._beside if path[: len(row.path)] == row.path]:
+                beside.append(self._beside.pop(path))
+            reasons += [row.reason] if row.reason and row.reason not in setting.origins and id(row) not in self._explained else []
+            self._explained.add(id(row))
+        origins = ", ".join(dict.fromkeys(setting.origins))
+        is_key = bool(setting.rows) and setting.origins[0] in {row.key for row in setting.rows}
+        words = [f"from {origins}" if is_key else origins, *dict.fromkeys(reasons), *beside]
+        return above, printable("; ".join(each for each in words if each))
+
+    def left(self) -> list[str]:
+        """Return the comments of the source that belong to keys without a value here, and those at its end."""
+        return [line for words in self._above.values() for line in words]
+
+
+def _key(name: str) -> str:
+    return scalar(name)
+
+
+def scalar(value: Any) -> str:
+    """Return a value on one line of YAML, which reads back as the same value by the rules of a recipe."""
+    if isinstance(value, str):
+        text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+        try:
+            is_same = text.startswith(('"', "'")) or (parse_plain(text) == (value, None))
+        except ScalarError:
+            is_same = False
+        return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
+    if isinstance(value, list):
+        return f"[{', '.join(_inner(item) for item in cast('list[Any]', value))}]"
+    text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()
+    return text.removesuffix("...").strip()
+
+
+def _inner(value: Any) -> str:
+    """Return an entry of a list in brackets, where a comma or a bracket needs quotes."""
+    text = scalar(value)
+    is_plain = isinstance(value, str) and not text.startswith(('"', "'"))
+    return json.dumps(value, ensure_ascii=False) if is_plain and any(character in text for character in ",[]{}") else text
+
+
 RULES: dict[str, Rules] = {
     AXOLOTL: axolotl.RULES,
-    TRL: hf_scripts.TRL_RULES,
-    EXAMPLES: hf_scripts.EXAMPLE_RULES,
+    TRL: completion.TRL_RULES,
+    EXAMPLES: completion.EXAMPLE_RULES,
     LLAMA_FACTORY: llama_factory.RULES,
     SWIFT: swift.RULES,
     TORCHTUNE: torchtune.RULES,
@@ -81,7 +235,7 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
 def _refuse_other_training(found: ForeignFile) -> None:
     """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
     values = found.values
-    kinds = {AXOLOTL: axolotl.UNSUPPORTED, SWIFT: swift.UNSUPPORTED, TORCHTUNE: torchtune.UNSUPPORTED, TRL: hf_scripts.UNSUPPORTED}.get(
+    kinds = {AXOLOTL: axolotl.UNSUPPORTED, SWIFT: swift.UNSUPPORTED, TORCHTUNE: torchtune.UNSUPPORTED, TRL: completion.UNSUPPORTED}.get(
         found.tool, {}
     )
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]

@@ -1,0 +1,240 @@
+"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`.
+
+`status`: the status of a run, from its files alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import fsdp_tune
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import Overrides, given, verb
+from fsdp_tune.core.command import Argument, Option
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
+from fsdp_tune.merge.merge_options import MergeOptions
+
+if TYPE_CHECKING:
+    from fsdp_tune.jobs.evaluate import Evaluation, SetResult
+    from fsdp_tune.jobs.run_report import RunReport
+    from fsdp_tune.launch.run_status import RunStatus
+    from fsdp_tune.merge.merging import MergeResult
+
+
+@verb
+def status(screen: Screen, run: Annotated[Path, Argument("A run directory.", metavar="RUN")]) -> None:
+    """Show the status of a run: step, age of the last line, live ranks, newest complete checkpoint, logs.
+
+    Reads files only; the run is not affected.
+
+    \b
+    Example:
+        fsdp-tune status runs/gpt2_smoke
+    """
+    from fsdp_tune.launch.run_status import run_status
+    from fsdp_tune.run.directory import existing_run
+
+    facts = run_status(existing_run(run))
+    screen.document(facts)
+    show_status(screen, facts)
+
+
+def show_status(screen: Screen, facts: RunStatus) -> None:
+    screen.message(f"{facts.run_dir}: {facts.state}" + (f" ({facts.owner})" if facts.owner else ""))
+    step, total = facts.step, facts.total_steps
+    age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
+    screen.message(
+        f"step {step if step is not None else 0}{f' of {total}' if total else ''}, {age}"
+        + (f", loss {facts.loss:.4f}" if facts.loss is not None else "")
+    )
+    rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
+    if rows:
+        screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
+    screen.message(f"newest complete checkpoint: {facts.checkpoint or 'none'}")
+    for bad in facts.rejected_checkpoints:
+        screen.message(f"not complete: {bad.path}: {bad.reason}")
+    if facts.merged:
+        screen.message(f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: {facts.merged}")
+    if facts.problem:
+        screen.message(f"ended with: {facts.problem}")
+    for way in facts.ways_on:
+        screen.message(f"  {way}")
+    screen.message(f"logs: {facts.logs}")
+
+
+@verb
+def report(
+    screen: Screen,
+    runs: Annotated[list[Path], Argument("Run directories; several are drawn on the same axes.", metavar="RUN…")],
+    output: Annotated[Path, Option("The page; an existing one is replaced.", flags=("--output", "-o"), metavar="FILE")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, and how the runs differ.
+
+    The page is a single file that opens from disk, without network. Reads files only; a run that is training is not affected.
+
+    \b
+    Examples:
+        fsdp-tune report runs/gpt2_smoke
+        fsdp-tune report runs/one runs/two --output comparison.html
+    """
+    done = fsdp_tune.report(runs, output=output)
+    screen.document(done.as_dict())
+    show_report(screen, done)
+
+
+def show_report(screen: Screen, done: RunReport) -> None:
+    rows = [
+        [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
+        for each in (run.summary() for run in done.runs)
+    ]
+    screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], rows)
+    if changed := done.differences.recipe:
+        screen.table(
+            "recipes", ["key", *(run.label for run in done.runs)], [[key, *(value or "" for value in row)] for key, row in changed.items()]
+        )
+    screen.message(f"the page is {done.page}")
+
+
+def _last(ends: dict[str, Any] | None) -> str:
+    return "" if ends is None else "not finite" if ends["last"] is None else f"{ends['last']:.4f}"
+
+
+@verb
+def evaluate(
+    screen: Screen,
+    model: Annotated[str, Argument("A model directory, a run (its merged model), RUN/adapter, or a hub id.", metavar="MODEL")],
+    *,
+    config: Annotated[
+        str | None,
+        Option(
+            "Take data format, chat template and eval sets from this recipe: a YAML file or a name of the catalogue "
+            "[default: those of the run that wrote the model].",
+            flags=("--config", "-c"),
+            metavar="RECIPE",
+        ),
+    ] = None,
+    overrides: Overrides = (),
+    options: EvaluateOptions,
+) -> None:
+    """Evaluate a model on rows that are formatted as in training, with a confidence interval.
+
+    Format, template and eval sets come from the recipe of `--config`, else from the run that wrote the model.
+
+    \b
+    Examples:
+        fsdp-tune evaluate runs/llama7b --base meta-llama/Llama-2-7b-hf
+        fsdp-tune evaluate runs/llama7b --data test.jsonl --metric exact_match --answer '#### (.*)'
+    """
+    if overrides and config is None:
+        hint = "add `--config RECIPE`; `--ignore-column NAME` ignores columns of `--data` without one"
+        raise usage_error("no-recipe", "`--set` changes a recipe, and none is given", hint=hint)
+    loaded = None if config is None else fsdp_tune.load_recipe(config, overrides)
+    found = fsdp_tune.evaluate(model, options, recipe=loaded, observer=screen)
+    screen.document(found)
+    show_evaluation(screen, found)
+
+
+def show_evaluation(screen: Screen, found: Evaluation) -> None:
+    """Print a line for each set and model, and the comparison."""
+    rows: list[list[Any]] = []
+    for label, result in found.sets.items():
+        for name, estimate in ((found.model, result.metric), (found.base, result.base)):
+            if estimate is not None:
+                rows.append([label, name, f"{result.rows:,}", f"{result.tokens:,}", f"{estimate.value:.4f}", _span(estimate)])
+    screen.table("", ["set", "model", "rows", "tokens", found.metric, f"interval ({found.interval})"], rows)
+    for label, result in found.sets.items():
+        for line in _notes(found, result):
+            screen.message(f"{label}: {line}")
+    screen.message(f"evaluated in {format_seconds(found.seconds)} on {found.device}")
+
+
+def _notes(found: Evaluation, result: SetResult) -> list[str]:
+    lines: list[str] = []
+    if result.cut_rows:
+        left = ", and left out" if found.metric == "exact_match" else ""
+        lines.append(f"{result.cut_rows:,} rows are cut at `data.max_length`{left}")
+    if result.loss is not None:
+        lines.append(f"loss {result.loss.value:.4f} {_span(result.loss)} nats a token")
+    if (compared := result.comparison) is not None:
+        what = "loss" if result.loss is not None else found.metric
+        span = f"[{compared.low:+.4f}, {compared.high:+.4f}]"
+        lines.append(f"{what} {compared.difference:+.4f} {span} against {found.base}, p = {compared.p:.2g} ({found.test})")
+    return lines
+
+
+def _span(estimate: Any) -> str:
+    return f"[{estimate.low:.4f}, {estimate.high:.4f}]"
+
+
+@verb
+def merge_checkpoint(
+    screen: Screen,
+    source: Annotated[
+        Path,
+        Argument("A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.", metavar="SRC"),
+    ],
+    options: MergeOptions,
+    push_to_hub: Annotated[
+        str | None, Option("Upload the result to a private repository; `fsdp-tune push` has more options.", metavar="OWNER/NAME")
+    ] = None,
+) -> None:
+    """Merge a sharded checkpoint into an ordinary Hugging Face model directory.
+
+    It streams at the speed of the disk in constant memory, runs no code from the checkpoint, and leaves a complete
+    output or none.
+
+    \b
+    Examples:
+        fsdp-tune merge-checkpoint runs/llama7b
+        fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
+    """
+    from fsdp_tune.jobs.answers import PushedMergeAnswer
+
+    # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
+    _show(screen, result)
+    if push_to_hub is not None:
+        pushed = fsdp_tune.push(result.output, to=push_to_hub, observer=screen)
+        screen.document(PushedMergeAnswer(**result.as_dict(), pushed=pushed.url))
+        screen.message(f"pushed: {pushed.url}")
+
+
+def _show(screen: Screen, result: MergeResult) -> None:
+    """Print what was merged, the reason for the choice, where it is, and the speed."""
+    screen.document(result.as_dict())
+    rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
+    screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
+    screen.message(
+        f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, {format_bytes(result.size_bytes)} "
+        f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: {result.verified}"
+    )
+    screen.message(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")
+
+
+@verb
+def push(
+    screen: Screen,
+    source: Annotated[Path, Argument("A run with a merged model, or a directory that a merge wrote.", metavar="RUN")],
+    options: PushOptions,
+) -> None:
+    """Upload the merged model or the adapter of a run to the Hugging Face hub, private by default.
+
+    A push that was interrupted goes on where it stopped.
+
+    \b
+    Examples:
+        fsdp-tune push runs/llama7b
+        fsdp-tune push runs/llama7b --to my-org/llama7b-gsm8k --adapter
+    """
+    from fsdp_tune.jobs.answers import PushAnswer
+
+    pushed = fsdp_tune.push(source, **given(options), observer=screen)
+    screen.document(PushAnswer(pushed.url))
+    screen.message(f"pushed: {pushed.url}")

@@ -1,0 +1,453 @@
+"""The sections of a recipe but for `training:`: model, data, kernels, checkpoint, launch, merge.
+
+The sections `model:`, `data:`, `lora:` and `quantization:` of a recipe.
+
+The sections `kernels:`, `checkpoint:`, `launch:` and `merge:` of a recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
+from fsdp_tune.recipe.schema.kinds import (
+    DATA,
+    FREE,
+    MEMORY,
+    NOTHING,
+    NUMBERS,
+    REFUSED,
+    TIME,
+    TRAJECTORY,
+    AboveOne,
+    Auto,
+    ChatRole,
+    DataFormat,
+    Description,
+    Device,
+    Duration,
+    Effect,
+    Fraction,
+    LossOn,
+    Port,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Size,
+    Text,
+    Whole,
+    WholeOrZero,
+)
+
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
+
+class Tokens(Section):
+    default_effect = Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)
+
+    pad: Text | None = None
+    """Padding token; null = the tokenizer's, else one is chosen and reported. Never trained."""
+    eos: Text | None = None
+    """End-of-sequence token; null = the tokenizer's. Also written to generation_config."""
+    add: list[Text] = []
+    """Special tokens to add, for the chat template or the rows; resizes the embedding."""
+
+
+_ROPE_FIELDS = {
+    "linear": (),
+    "dynamic": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
+"""The optional fields of each `rope_type`, as in transformers' `modeling_rope_utils.py`."""
+
+
+class RopeScaling(Section):
+    """Fields of transformers' `rope_parameters`, by the same names."""
+
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    """Formula of the stretched frequencies, as in transformers."""
+    factor: AboveOne
+    """Longest row after scaling, as a multiple of `original_max_position_embeddings`."""
+    original_max_position_embeddings: Whole | None = None
+    """Positions before scaling; null = those of the model's configuration."""
+    attention_factor: Positive | None = None
+    """yarn: scale of the rotary embeddings; null = 0.1 · ln(factor) + 1."""
+    beta_fast: Positive | None = None
+    """yarn: frequencies with more rotations than this are kept; null = 32."""
+    beta_slow: Positive | None = None
+    """yarn: frequencies with fewer rotations than this are divided by `factor`; null = 1."""
+    mscale: Positive | None = None
+    """yarn: `attention_factor` is computed from it together with `mscale_all_dim` (DeepSeek)."""
+    mscale_all_dim: Positive | None = None
+    """yarn: see `mscale`."""
+    truncate: bool | None = None
+    """yarn: round the range between `beta_fast` and `beta_slow` to whole dimensions; null = true."""
+    low_freq_factor: Positive | None = None
+    """llama3: wavelengths above original / low_freq_factor are stretched by `factor`; null = 1."""
+    high_freq_factor: Positive | None = None
+    """llama3: wavelengths below original / high_freq_factor are kept; null = 4."""
+    layer_types: list[Text] | None = None
+    """Types of layers to scale, for models with frequencies by type (gemma3); null = full_attention."""
+    replace_existing: bool = False
+    """true: replace a scaling that the model's configuration has; false: another scaling there is an error."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the fields that are set and that `rope_type` does not read."""
+        fields = {name for names in _ROPE_FIELDS.values() for name in names} - set(_ROPE_FIELDS[self.rope_type])
+        return sorted(name for name in fields if getattr(self, name) is not None)
+
+    def parameters(self, original: int) -> dict[str, Any]:
+        """Return the fields for `rope_parameters`. `original` is the number of positions before scaling."""
+        fields: dict[str, Any] = {"rope_type": self.rope_type, "factor": self.factor}
+        if self.rope_type in ("yarn", "llama3"):
+            fields["original_max_position_embeddings"] = original
+        if self.rope_type == "llama3":
+            fields |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        return fields | {name: value for name in _ROPE_FIELDS[self.rope_type] if (value := getattr(self, name)) is not None}
+
+
+class Model(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    name_or_path: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
+    revision: Annotated[Text, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = "main"
+    """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
+    tokenizer: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Hub id, directory or `builtin:NAME`; null = `name_or_path`."""
+    tokenizer_revision: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """null = `revision` when the repository is the same, else main."""
+    from_config: Text | dict[str, Any] | None = None
+    """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
+    config_overrides: dict[str, Any] = {}
+    """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch the rotary positions (`{rope_type: yarn, factor: 4.0}`), by transformers' names; also written to the merged config.json."""
+    trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
+    """Run Python code from the model's repository. Takes effect only together with `--trust-remote-code`."""
+    resize_embeddings: bool = False
+    """true: grow the embedding to a larger tokenizer; false: a larger tokenizer is an error."""
+    attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
+    """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …), or torch_varlen: torch's own for packed rows."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
+    frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
+    freeze: list[Text] = []
+    """Name patterns of parameters that are not trained."""
+    tokens: Tokens = Tokens()
+
+    @property
+    def grows_embedding(self) -> bool:
+        """Whether a tokenizer larger than the embedding grows it."""
+        return self.resize_embeddings or bool(self.tokens.add)
+
+
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")
+"""Builders of `datasets` for files of one kind; `data_files` names the files."""
+
+
+class DataSource(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    path: Text
+    """Local if it exists on disk; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
+    name: Text | None = None
+    """Configuration of a hub data set (`main`, `en`)."""
+    data_dir: Text | None = None
+    """Directory inside the data set's repository."""
+    data_files: Text | list[Text] | None = None
+    """Files, globs or URLs."""
+    split: Text = "train"
+    """Split to read."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set."""
+    columns: list[Text] | None = None
+    """Columns to keep, as in TRL; null = all."""
+    rename_columns: dict[str, Text] = {}
+    """{old: new}, as in datasets."""
+    format: DataFormat | None = None
+    """null = `data.format`."""
+    loss_on: LossOn | None = None
+    """null = `data.loss_on`."""
+    chat_template: Text | None = None
+    """null = `data.chat_template`."""
+    weight: Positive | None = None
+    """Share of this source in `data.mixture.weight_by`; null = by size."""
+    max_rows: Whole | None = None
+    """Number of rows to read from the beginning; null = all."""
+    repeats: Whole | None = None
+    """Largest number of passes over this source; null = as many as `training.max_steps` needs. Streaming only."""
+    label: Text | None = None
+    """Name of the set in reports and in `eval_<label>_loss`."""
+    loader: Text | None = None
+    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Allowed only together with `--allow-extensions`."""
+    loader_options: dict[str, Any] = {}
+    """Options for `loader`."""
+
+    @property
+    def stem(self) -> str:
+        """The last part of the path, without endings: `code` of `data/code.jsonl.gz`."""
+        return self.path.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition(".")[0]
+
+
+class EvalFraction(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
+    fraction: Fraction
+    """Share of the training rows held out, chosen by row hash, before packing."""
+
+
+class EvalRows(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
+    rows: Whole
+    """Rows held out, chosen by row hash, before packing."""
+
+
+EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
+
+
+def eval_kind(value: object) -> str:
+    """Return the tag of the form of `data.eval`, one of three. Tags start with `<`, which no key does."""
+    if isinstance(value, list) or (isinstance(value, dict) and "path" in value):  # one source, where a list of sources belongs
+        return "<list>"
+    if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
+        return "<rows>"
+    return "<fraction>"
+
+
+EvalSets = Annotated[
+    Annotated[EvalFraction, Tag("<fraction>")] | Annotated[EvalRows, Tag("<rows>")] | Annotated[list[DataSource], Tag("<list>")],
+    Discriminator(eval_kind),
+]
+
+
+class Mixture(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    temperature: Positive = 1.0
+    """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by `weight_by`)."""
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When a weighted mixture ends, as in datasets."""
+    weight_by: Literal["rows", "tokens"] = "rows"
+    """Unit of `weight` and `temperature`; tokens are counted after truncation to max_length."""
+
+
+class Stage(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    until_step: Whole
+    """First step that no longer belongs to this stage; stages are in the order of their steps."""
+    weights: list[PositiveOrZero]
+    """Share of each entry of `data.train`, in their order; 0 leaves one out."""
+
+
+class Data(Section):
+    train: Annotated[list[DataSource], Effect(DATA, REFUSED)] = []
+    """Sources of the training rows; several are mixed."""
+    eval: Annotated[EvalSets | None, Effect(DATA | MEMORY, REFUSED)] = None
+    """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
+    format: Annotated[DataFormat, Effect(DATA, REFUSED)] = "auto"
+    """Format of the rows; auto detects it from the columns, and it is an error if two formats match."""
+    loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
+    """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for chats."""
+    chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
+    """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | hub id; chats without a template are an error."""
+    ignore_columns: Annotated[list[Text], Effect(DATA, REFUSED)] = []
+    """Keys of the rows to ignore, with their names in the files; in messages `messages.rating`. Others that no format reads are errors."""
+    roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
+    """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
+    max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
+    """Tokens of one row; longer rows follow `overlong`."""
+    overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
+    """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
+    packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
+    """Join examples into rows of `max_length`; no token attends across examples."""
+    packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
+    """bfd = best fit, keeps documents whole; wrapped cuts documents and fills every row."""
+    eval_packing: Annotated[bool | None, Effect(DATA | MEMORY, FREE)] = None
+    """null = `packing`."""
+    separator: Annotated[str, Effect(DATA, REFUSED)] = ""
+    """Text between prompt and completion."""
+    append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
+    """Append a trained end-of-sequence token to each example; auto = in all formats but segments and tokenized. Never doubled."""
+    special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
+    """Encoding of `<|im_end|>` in the rows: text, or control tokens; auto = text in chats and alpaca rows, except `model.tokens.add`."""
+    streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
+    """Read, tokenise and pack rows while training; needs training.max_steps."""
+    stream_lanes: Annotated[Whole | Auto, Effect(DATA | MEMORY, REFUSED)] = "auto"
+    """Parts of a stream that are read side by side, however many ranks there are; a multiple of the ranks; auto = 16 or more."""
+    curriculum: Annotated[list[Stage], Effect(DATA, REFUSED)] = []
+    """[{until_step, weights}]: shares of the sources by step; after the last stage each source's `weight` holds. Streaming only."""
+    shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
+    """Shuffle the training rows each epoch; the order depends on the seed and the epoch alone."""
+    shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
+    """Rows that are shuffled among themselves, over all lanes; streaming only."""
+    mixture: Mixture = Mixture()
+    pad_to_multiple_of: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 8
+    """Tokens; rows are padded to the longest of the batch, rounded up to this."""
+    on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
+    """skip counts bad rows and writes them to a file."""
+    max_bad_share: Annotated[float, Field(ge=0.0, le=1.0), Description("a number from 0 to 1"), Effect(NOTHING, FREE)] = 0.01
+    """Largest share of bad rows to skip; more is an error. Fewer than 1,000 rows count as 1,000."""
+    num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
+    """Processes that tokenise; auto = min(16, cores)."""
+    cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
+
+    @property
+    def eval_labels(self) -> list[str]:
+        """Return the label of each eval set. Held-out rows are a set for each training source, since each has a loss of its own."""
+        if isinstance(self.eval, list):
+            return [each.label or (f"eval{index}" if len(self.eval) > 1 else "eval") for index, each in enumerate(self.eval, start=1)]
+        if self.eval is None or len(self.train) < 2:
+            return [] if self.eval is None else ["held_out"]
+        labels = [source.label or source.stem for source in self.train]
+        is_clear = len(set(labels)) == len(labels) and "train" not in labels
+        return labels if is_clear else [f"source{index}" for index in range(1, len(labels) + 1)]
+
+    @property
+    def train_names(self) -> list[str]:
+        """Return the name of each training source in metrics: its label, or its number."""
+        return [source.label or str(index) for index, source in enumerate(self.train)]
+
+    @property
+    def sources(self) -> list[tuple[str, DataSource]]:
+        """Return every source with its key (`data.train[0]`), training first; held-out training rows are not a source."""
+        evals = self.eval if isinstance(self.eval, list) else []
+        groups = (("data.train", self.train), ("data.eval", evals))
+        return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]
+
+
+Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")]
+
+
+class Quantization(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    load: Literal["nf4"] = "nf4"
+    """4-bit NormalFloat in blocks of 64, as in QLoRA and bitsandbytes. The weights are quantised as they are read."""
+    scales: Literal["fp32", "bf16"] = "fp32"
+    """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
+
+
+class Lora(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    r: Whole = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[Positive, Effect(NUMBERS, REFUSED)] = 32.0
+    """Scale: an adapter adds lora_alpha / r times B·A to its weight. `alpha` is accepted too."""
+    lora_dropout: Rate = 0.0
+    """Dropout of an adapter's input. `dropout` is accepted too."""
+    target_modules: Text | list[Text] = "all-linear"
+    """all-linear = every linear layer except the head | names of modules, by their last parts | a regular expression for full names."""
+    target_parameters: list[Text] = []
+    """Names of parameters that stack the matrices of experts, by their last parts, such as `mlp.experts.gate_up_proj`."""
+    layers_to_transform: list[WholeOrZero] | None = None
+    """Indexes of the decoder layers that get adapters; null = all."""
+    rank_pattern: dict[str, Whole] = {}
+    """{pattern of module names: rank} for modules whose rank is not `r`, as in PEFT."""
+    alpha_pattern: Annotated[dict[str, Positive], Effect(NUMBERS, REFUSED)] = {}
+    """{pattern of module names: lora_alpha}, as in PEFT."""
+    modules_to_save: list[Text] = []
+    """Names of modules that are trained in full and saved with the adapter, such as `lm_head`."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained: none, all of the model, or those of the adapted layers."""
+    use_rslora: Annotated[bool, Effect(NUMBERS, REFUSED)] = False
+    """Scale by lora_alpha / √r (rank-stabilised LoRA, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
+    init_lora_weights: Annotated[bool | Text, Effect(NUMBERS, REFUSED)] = True
+    """true: A uniform as a linear layer's, B zero | gaussian: A normal, B zero | false: B as A, so that the model starts changed."""
+    lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
+    """Learning rate of B over that of A (LoRA+, arXiv:2402.12354)."""
+    adapter: Annotated[Text | None, Effect(NUMBERS, REFUSED)] = None
+    """Directory of a PEFT adapter, or RUN, whose training continues and whose values unset keys of `lora:` take; null = new adapters."""
+
+
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
+
+class Kernels(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
+    loss: Literal["auto", "full", "chunked", "liger"] = "auto"
+    """full holds the logits, tokens × vocabulary; chunked and liger do not; auto = chunked where they exceed 512 MiB in fp32."""
+    liger: bool | Auto = "auto"
+    """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
+    compile: bool = False
+    """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
+    mlp_slice_tokens: Whole | None = None
+    """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations are small; null = all."""
+
+
+class Extensions(Section):
+    callbacks: Annotated[list[Text], Effect(NUMBERS, TRAJECTORY)] = []
+    """Entry points of the group `fsdp_tune.callbacks`, called by the Trainer on every rank. Only together with `--allow-extensions`."""
+    metrics: Annotated[list[Text], Effect(MEMORY, FREE)] = []
+    """Entry points of the group `fsdp_tune.metrics`, computed with each evaluation. Only together with `--allow-extensions`."""
+
+
+class CheckpointSection(Section):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    async_: Annotated[bool, Effect(MEMORY | TIME, FREE)] = Field(default=True, alias="async")
+    """Continue training while the checkpoint is written."""
+    verify: Annotated[Literal["digest", "size"], Effect(NOTHING, FREE)] = "digest"
+    """How a checkpoint's files are checked before they are used: by digest, or by size alone."""
+    probe: Annotated[bool, Effect(MEMORY, FREE)] = True
+    """Save a complete checkpoint after step 1, read it back and remove it."""
+    save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
+    """Effect of a failed save: the run warns and continues, or stops."""
+    mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """Second directory that checkpoints are copied to."""
+
+
+class Launch(Section):
+    num_machines: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
+    """Machines (nodes)."""
+    num_processes: Annotated[Whole | Auto, Effect(MEMORY | TIME, FREE)] = "auto"
+    """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
+    device: Annotated[Device, Effect(MEMORY | TIME, FREE)] = "auto"
+    """cuda | xpu | npu | mps | cpu; auto never selects cpu, which must be written. xpu and npu are tested with simulated devices only."""
+    num_cpu_threads_per_process: Annotated[Whole | Auto, Effect(TIME, FREE)] = "auto"
+    """auto = cores / local ranks."""
+    enable_cpu_affinity: Annotated[bool, Effect(TIME, FREE)] = False
+    """Bind each rank to the cores nearest to its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
+    main_process_ip: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """Address of machine 0; null = the address from Slurm or Kubernetes."""
+    main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
+    """auto = a free port; 29500 for several machines, which must agree on one."""
+    env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
+    max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
+    """Restarts after a failure."""
+    max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None
+    """Time limit from the start of the launcher, saving included (11h30m)."""
+    hang_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "30m"
+    """Time without progress after which the run ends."""
+
+
+class Merge(Section):
+    default_effect = Effect(NOTHING, FREE)
+
+    at_end: bool = True
+    """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
+    dtype: Auto | MergedDtype = "auto"
+    """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
+    max_shard_size: Size = "5GB"
+    """Largest safetensors file."""
+    adapter: Literal["merged", "adapter", "both"] = "both"
+    """Output of a LoRA run: merged weights, the adapter, or both."""
+    base: BaseWeights = "trained"
+    """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
+    verify: MergeCheck = "quick"
+    """How the merged directory is checked."""
