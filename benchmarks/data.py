@@ -27,7 +27,7 @@ from step_inputs import SIZES, learn_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from fsdp_tune.data.preparation import Prepared
-    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.recipe.schema.recipe import Recipe
 
 MICRO_BATCH, RANKS = 8, 2
 PARTS = ("fill", "budget", "budget-wall", "tokenise", "wait")
@@ -56,7 +56,7 @@ def recipe_of(folder: Path, rows: Path, **data: Any) -> dict[str, Any]:
 def resolved(folder: Path, rows: Path, **data: Any) -> Recipe:
     from fsdp_tune.core.devices import Machine
     from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.recipe.schema.recipe import Recipe
 
     recipe = Recipe.model_validate(recipe_of(folder, rows, **data))
     return resolve(recipe, Machine("cpu", 0, os.cpu_count() or 1, None), cwd=folder).recipe

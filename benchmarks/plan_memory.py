@@ -41,7 +41,7 @@ from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, NCCL_BYTES, Memory, 
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.planner.tracing import trace_key
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
 PROGRAMS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from fsdp_tune.planner.predict.predict import model_size
 from fsdp_tune.planner.predict.timing import step_time
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
 CONSTANTS_FITTED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")

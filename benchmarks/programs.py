@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 Change = Callable[[Recipe], None]
 

@@ -80,7 +80,7 @@ class Contender:
 def start_ours(size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]) -> Contender:
     from fsdp_tune.core.processes import ends_with_parent
     from fsdp_tune.launch.command.accelerate import launch_plan
-    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.recipe.schema.recipe import Recipe
     from fsdp_tune.run.directory import RunDir
 
     file, run = folder / "ours.json", RunDir(folder / "ours")

@@ -258,7 +258,7 @@ def _leave_world(environment: dict[str, str], handlers: dict[signal.Signals, Any
 
 
 if __name__ == "__main__":
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
     from tests import ranks  # the module that others import: `Leaves` must be one class
 
     die_with_parent(int(sys.argv[2]))

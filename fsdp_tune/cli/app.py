@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fsdp_tune.cli.cache import cache
-from fsdp_tune.cli.env import env
+from fsdp_tune.cli.env import cache, env
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import import_config, recipes, templates

@@ -241,7 +241,7 @@ def _list(screen: Screen, tokenizer: str | None) -> None:
     columns = ["name", "for", *PARTS, "tokens"]
     if tokenizer is not None:
         from fsdp_tune.data.tokenise.tokenizer import load_encoder
-        from fsdp_tune.recipe.schema import Recipe
+        from fsdp_tune.recipe.schema.recipe import Recipe
 
         encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
         fitting = fitting_templates(encoder.encode)

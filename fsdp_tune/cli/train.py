@@ -99,7 +99,7 @@ def plan(
     """
     from fsdp_tune.cli.plan_view import html_page, show_errors
     from fsdp_tune.core.atomic import write_file
-    from fsdp_tune.recipe.rules import INPUTS
+    from fsdp_tune.recipe.rules.contradictions import INPUTS
 
     made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)

@@ -37,7 +37,7 @@ from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 
 if TYPE_CHECKING:
-    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 Line = dict[str, Any]

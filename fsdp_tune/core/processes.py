@@ -1,19 +1,8 @@
-"""Child processes of a command, and what binds them to it.
-
-Bind a process to its parent, so that no launcher or rank outlives its command (Linux).
-
-    python -m fsdp_tune.core.parent_death PARENT_PID COMMAND…
-
-requests from the kernel to kill this process when its parent dies, then executes COMMAND; the request survives exec. This is
-a separate program because `preexec_fn` is not safe in a process with threads. Ranks call `die_with_parent` first of all.
-
-Child processes of a command, which end when the command ends, even if it is killed; and the directory that compilers use in them.
-"""
+"""Child processes of a command, which end when the command ends, even if it is killed; and the directory that compilers use in them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -27,34 +16,7 @@ from types import FrameType
 from typing import Any
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Let the kernel send SIGKILL to this process when the THREAD that started it ends; that thread must stay alive.
-
-    `parent_pid`, if known, covers the time between fork and this call: for a parent that has already ended, no signal is sent.
-    On other systems than Linux this does nothing, and only the supervisor ends the ranks.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent_pid is not None and os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def ends_with_parent(command: list[str], python: str = sys.executable) -> list[str]:
-    """Return `command`, bound to the calling process. `-I -S` and no import of the package: the overhead is 15 ms."""
-    return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib: this program imports as little as possible
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    os.execv(sys.argv[2], sys.argv[2:])
-
+from fsdp_tune.core.parent_death import ends_with_parent
 
 _STARTING = threading.Lock()
 

@@ -17,7 +17,7 @@ from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples, PackedRows
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.data.store import IGNORE_INDEX, Int32, Int64, Row, RowStore, UInt64
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 # ---- The training order of rows: a function of seed, epoch and rows, independent of ranks, workers and numpy's version.
 #

@@ -36,7 +36,7 @@ from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.recipe.resolve import MOST_PROCESSES
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 BAD_ROWS_NAME = "bad_rows.jsonl"
 

@@ -18,7 +18,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.merge.merge_options import MergeAnswer
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import Checkpoint, RunDir
 

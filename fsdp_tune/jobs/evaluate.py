@@ -47,7 +47,7 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"

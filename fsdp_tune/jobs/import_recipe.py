@@ -10,7 +10,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.tools import OPTION_NAMES
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.rules import INPUTS
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.rules.contradictions import INPUTS
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import value_of
 from fsdp_tune.recipe.world import World
 from fsdp_tune.run.directory import RunDir

@@ -55,7 +55,7 @@ from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.training import schedule_of_steps
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BaseModel, describe_base
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked

@@ -30,7 +30,7 @@ from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

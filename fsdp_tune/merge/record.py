@@ -24,7 +24,7 @@ from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.settings import MergeSettings
 from fsdp_tune.merge.source import Selection
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment

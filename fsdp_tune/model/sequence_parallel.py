@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, FIND_PACKED_IN_PART, IS_PACKED, SUPPORTS_INTERFACE, attention_of
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from fsdp_tune.model.internals.torch_internals import FOREACH_MUL, FOREACH_NORM
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.local import TORCH_DTYPE, plain_name
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 NORM_PIECE = 1 << 14
 

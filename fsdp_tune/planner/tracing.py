@@ -30,9 +30,9 @@ from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import Affects
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
 _OWN = Path(__file__).parent

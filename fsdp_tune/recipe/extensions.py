@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, Self
 
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 Kind = Literal["callbacks", "loaders", "metrics"]
 

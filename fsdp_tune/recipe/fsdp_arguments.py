@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_tune.core.processes import compiler_variables
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import state_bits, state_dtype
 
 # transformers and Accelerate read variables with these prefixes on their own; each rank removes all that are inherited.

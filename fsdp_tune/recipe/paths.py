@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.recipe.findings import Finding
-from fsdp_tune.recipe.rules import OUTPUT_FIELDS
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from fsdp_tune.recipe.read.continued_adapter import continue_adapter
 from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes, readers_of_rows
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 Schedule = Callable[[int], float]

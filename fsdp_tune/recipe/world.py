@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.recipe.findings import Finding
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 MESH_KEYS = ("parallelism.dp_replicate_size", "parallelism.dp_shard_size", "fsdp.sharding_strategy", "launch.num_processes")
 BATCH_KEYS = (

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.processes import die_with_parent, open_standard_streams
+from fsdp_tune.core.parent_death import die_with_parent
+from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.launch.command.accelerate import EARLY
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.launch_files import EarlyStart
 from fsdp_tune.worker import rank as ranks
 

@@ -18,7 +18,7 @@ from fsdp_tune.model.loss import micro_batch_loss, model_inputs, shift_labels
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.rows.training_rows import Collator, eval_batches, loader
 
 

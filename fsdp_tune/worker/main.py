@@ -17,7 +17,7 @@ from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import PEER_LOST, as_os_error, device_failure, device_fault
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord, Outcome
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, dump

@@ -31,7 +31,7 @@ from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.paths import from_run
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of

@@ -31,7 +31,7 @@ from fsdp_tune.data.preparation import length_with_targets, prepare
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.read.loader import catalogue, load_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.architectures.tiny import known
 from tests.model.families import FAMILIES
 

@@ -22,7 +22,7 @@ from fsdp_tune.check.evaluation.score import run
 from fsdp_tune.cli.runs import evaluate
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.cli.conftest import Cli, document
 
 app = typer.Typer()

@@ -14,7 +14,7 @@ from fsdp_tune.cli.app import app
 from fsdp_tune.planner import tracing
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.test_search import AdapterTracer, ModelTracer
 
 STATE_GIB = 80

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE
 from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Done, document
 from tests.cli.test_lora_run import losses, make_base

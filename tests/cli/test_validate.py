@@ -40,7 +40,7 @@ def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0
     text = document if isinstance(document, str) else json.dumps(document)
     script = tmp_path / "inspect_model.py"
     script.write_text(
-        f"import sys\nfrom fsdp_tune.recipe.schema import Recipe\nRecipe.model_validate_json(sys.stdin.buffer.read())\n"
+        f"import sys\nfrom fsdp_tune.recipe.schema.recipe import Recipe\nRecipe.model_validate_json(sys.stdin.buffer.read())\n"
         f"print({text!r})\nsys.stderr.write('last words\\n')\nsys.exit({exit_code})\n"
     )
     return (sys.executable, str(script))

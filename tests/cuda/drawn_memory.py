@@ -17,9 +17,9 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.cuda.live_memory import STEADY_STEP, VOCABULARY, Recorded, RunRefused, live_memory
 from tests.cuda.memory_step import MemoryStep

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.memory import peak_memory, place
 from fsdp_tune.planner.trace_format import KINDS
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.cuda.live_memory import smaller_slices
 from tests.cuda.memory_step import MemoryChange, MemoryStep
 from tests.planner.trace.tracing import trace_of

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fsdp_tune.data.preparation import Prepared, prepare
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.data.tokenise.encoder import SpecialToken
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -16,7 +16,7 @@ from fsdp_tune.core.ownership import owned
 from fsdp_tune.data import cache
 from fsdp_tune.data.cache import alone
 from fsdp_tune.data.preparation import Prepared, prepare
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import ByteEncoder, recipe_for, rows_of, write_jsonl
 
 

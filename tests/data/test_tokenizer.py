@@ -23,7 +23,7 @@ from fsdp_tune.data.read.file_access import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.tokenise.chat import render_chat
 from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer, save_tokenizer
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 
 BUILTIN = "builtin:arithmetic"
@@ -91,7 +91,7 @@ def test_loading_the_builtin_tokenizer_and_preparing_imports_no_torch(tmp_path: 
 import sys
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.data.preparation import prepare
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})

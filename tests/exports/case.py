@@ -18,7 +18,7 @@ from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loading.model_files import save_model_files
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.exports import older
 from tests.merge.checkpoints import make_run
 from tests.model.recipes import recipe_of

@@ -151,7 +151,7 @@ def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int) 
 
     import torch.distributed as dist
 
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
     from tests.ranks import Leaves
 
     die_with_parent(server)
@@ -201,7 +201,7 @@ def _end(place: Path, rank: int, code: int, stuck: bool) -> End:
 
 
 if __name__ == "__main__":
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
     from tests.faults import forks
 
     die_with_parent(int(sys.argv[2]))

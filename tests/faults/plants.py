@@ -35,14 +35,14 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "ranks choose a checkpoint independently",
-        "worker.checkpoint.restore:agreed_checkpoint",
+        "worker.checkpoint.state:agreed_checkpoint",
         replace("gather", "lambda mine: [mine]"),
         rows="F078",
     ),
-    plant("rotation deletes in place", "worker.checkpoint.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
+    plant("rotation deletes in place", "worker.checkpoint.save:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
     plant(
         "every hidden file removed as a leftover",
-        "worker.checkpoint.rotation:remove_leftovers",
+        "worker.checkpoint.save:remove_leftovers",
         replace("run.path.glob", "lambda _: run.path.glob('.*')"),
         rows="F089",
     ),
@@ -64,7 +64,7 @@ PLANTS: tuple[Plant, ...] = (
     # resume
     plant(
         "random generators not restored",
-        "worker.checkpoint.restore:restore_rng",
+        "worker.checkpoint.state:restore_rng",
         drop("set_rng_state"),
         rows="F091 F042 F092 F094 F095 F097 F100 F043 F064 F141",
         by=(
@@ -77,16 +77,16 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_during_a_save_stops_after_it[60]",
         ),
     ),
-    plant("optimizer state not restored", "worker.checkpoint.restore:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
+    plant("optimizer state not restored", "worker.checkpoint.state:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
     plant(
         "schedule not restored",
-        "worker.checkpoint.restore:restore_schedule",
+        "worker.checkpoint.state:restore_schedule",
         statement("scheduler.base_lrs", "step = 0; _"),
         rows="F098 F091",
     ),
     plant(
         "every rank restores all metric sums",
-        "worker.checkpoint.restore:restore_own",
+        "worker.checkpoint.state:restore_own",
         statement("return sums", "return {**all_own[0], 'sums': sums}"),
         rows="F093",
     ),
@@ -99,7 +99,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "evaluation advances the training generator",
-        "model.shard.gathering:outside_step",
+        "model.shard.wrap:outside_step",
         replace("torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"),  # one draw, not restored
         rows="F091 F064",
         by=(
@@ -182,7 +182,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("data changed during reading accepted", "data.build:build_store", drop("data-changing"), rows="F028"),
     plant("too few rows accepted", "data.preparation:_refuse_few_rows", condition("rows wanted", "rows < 1"), rows="F019"),
     # launch
-    plant("variables of another job kept", "launch.command.rank_environment:clean", result("dict(environment), removed"), rows="F034"),
+    plant("variables of another job kept", "launch.command.accelerate:clean", result("dict(environment), removed"), rows="F034"),
     plant("symbolic link accepted as a lock", "core.ownership", replace("os.O_NOFOLLOW", "0"), rows="F123"),
     plant("lock not exclusive", "core.ownership:_claim", replace("fcntl.LOCK_EX", "fcntl.LOCK_SH"), rows="F038 F079"),
     plant("duplicate device accepted", "core.devices:select", never("chosen"), rows="F035"),
@@ -195,7 +195,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "rank states unpickled without restriction",
-        "worker.checkpoint.restore:restore_rng",
+        "worker.checkpoint.state:restore_rng",
         value("weights_only", "False"),
         rows="F114",
         by=("faults/test_worlds.py::pickled_code_in_rank_state_is_not_run",),
@@ -206,7 +206,7 @@ PLANTS: tuple[Plant, ...] = (
     # merge
     plant(
         "merge checks only files next to the manifest",
-        "merge.verify.integrity:_expected_files",
+        "merge.integrity:_expected_files",
         condition("path.is_relative_to", "path.parent == checkpoint"),
         rows="F104",
     ),
@@ -214,20 +214,20 @@ PLANTS: tuple[Plant, ...] = (
     plant("free space not checked before a merge", "merge.destination:check_space", never("free_bytes"), rows="F103"),
     plant(
         "NaN and infinity merged",
-        "merge.copy.values:all_finite",
+        "merge.copy.gather:all_finite",
         statement("return _LARGEST_FINITE_BITS", "return True"),
         rows="F106",
     ),
     plant(
         "values truncated instead of rounded",
-        "merge.copy.values:convert",
+        "merge.copy.gather:convert",
         statement("values.dtype", "values = np.trunc(values * 64) / 64; _"),
         rows="F113",
     ),
     plant("existing output replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
     plant("differing ranks accepted", "worker.agreement:check_same", never("first"), rows="F032"),
-    plant("loader processes handle stop signals", "worker.rows.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
+    plant("loader processes handle stop signals", "worker.rows.training_rows:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
         "launch.supervise.attempts:is_transient",
@@ -304,10 +304,10 @@ PLANTS: tuple[Plant, ...] = (
         ),
         rows="F119",
     ),
-    plant("missing machines not named", "launch.machines.coordination:Machines.gather", always("present"), rows="F031"),
+    plant("missing machines not named", "launch.coordination:Machines.gather", always("present"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
-        "launch.supervise.verdict:first_exception",
+        "launch.supervise.rank_watch:first_exception",
         replace("text.find", "text.rfind"),
         rows="F036",
     ),
@@ -317,7 +317,7 @@ PLANTS: tuple[Plant, ...] = (
         value("rank", "min(range(len(working_seconds)), key=working_seconds.__getitem__)"),
         rows="F045",
     ),
-    plant("unreadable row not named", "worker.rows.dataset:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
+    plant("unreadable row not named", "worker.rows.training_rows:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
     plant(
         "metrics write error reported only at the end", "worker.callbacks:RunCallback.on_step_end", always("metrics.failure"), rows="F054"
     ),
@@ -331,13 +331,13 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "rank files found by a directory listing",
-        "worker.checkpoint.restore:_rank_files",
+        "worker.checkpoint.state:_rank_files",
         result("sorted(path.name for path in Path(checkpoint).glob(live_state.RANK_FILES))"),
         rows="F081",
     ),
     plant(
         "shard folder not found",
-        "merge.weights:find_weights",
+        "merge.source:find_weights",
         condition("shards.is_dir SHARD_FOLDER", "place.name == SHARD_FOLDER"),
         rows="F105",
     ),
@@ -355,7 +355,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
     plant("contents of the base not in its digest", "run.base_model:digest_of_weights", drop("file.read"), rows="F128"),
     plant("method of an adapter not checked", "model.loading.adapter_files:_refuse_other_kinds", never("peft_type"), rows="F129"),
-    plant("target that hits nothing ignored", "model.adapters.lora_targets:_chosen", never("found"), rows="F130"),
+    plant("target that hits nothing ignored", "model.adapters.lora:_chosen", never("found"), rows="F130"),
     plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),
     plant(
         "scale of adapters not compared",
@@ -382,7 +382,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("temporary directories of killed commands stay", "core.ownership:_remove_abandoned", never("is_ours read_owner"), rows="F136"),
     plant("unusable cache not refused", "jobs.session:_reason_unusable", catch("KeyError"), rows="F137"),
     plant("CPU time of containers ignored", "core.devices:_cpu_time", value("words", "['max']"), rows="F138"),
-    plant("full temporary directory ends the command", "launch.supervise.early_launch:start_early", catch("KeyError"), rows="F139"),
+    plant("full temporary directory ends the command", "launch.supervise.supervisor:start_early", catch("KeyError"), rows="F139"),
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
     plant("used port not noticed", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F140"),
     # devices
@@ -390,7 +390,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(
         "message of the watchdog ignored",
-        "launch.supervise.verdict:native_end",
+        "launch.supervise.rank_watch:native_end",
         result("None"),
         rows="F144",
         by=("launch/test_verdict.py::rank_that_the_watchdog_ended_has_its_message",),
@@ -409,5 +409,5 @@ PLANTS: tuple[Plant, ...] = (
         rows="F146",
         by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),
     ),
-    plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
+    plant("rank does not wait for late files", "worker.checkpoint.state:_wait_until_visible", never("deadline"), rows="F081"),
 )

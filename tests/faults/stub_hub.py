@@ -56,7 +56,7 @@ def main(names: list[str]) -> None:
     from fsdp_tune.data.format.templates import resolve_template
     from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
     from fsdp_tune.merge.companions import fetch_model
-    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.recipe.schema.recipe import Recipe
 
     doors: dict[str, Callable[[str], object]] = {
         "tokenizer": lambda name: open_tokenizer(Recipe.model_validate({"model": {"tokenizer": name}})),

@@ -13,7 +13,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import Start, decide
 from fsdp_tune.launch.command.run_files import write_run
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from fsdp_tune.worker.checkpoint.save import remove_leftovers, rotate

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.conftest import REPOSITORY
 
 SECRET = "hf_" + "s3cret" * 6

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.processes import die_with_parent
+from fsdp_tune.core.parent_death import die_with_parent
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import EarlyStart
 

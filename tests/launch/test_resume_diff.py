@@ -9,9 +9,9 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import check, compare
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.kinds import OnResume
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names
 
 BASE = """

@@ -22,7 +22,7 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued, wait_for_run
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file

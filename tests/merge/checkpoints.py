@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from tests.merge.ranks import run_ranks

@@ -88,7 +88,7 @@ def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
 
 
 def test_model_card_names_data_recipe_and_last_values(tmp_path):
-    from fsdp_tune.recipe.schema import Data, DataSource, Launch, Model, Recipe
+    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Launch, Model, Recipe
 
     recipe = Recipe(
         model=Model(name_or_path="org/base-7b"),
@@ -120,7 +120,7 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
 
 
 def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
-    from fsdp_tune.recipe.schema import Data, DataSource, Recipe
+    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Recipe
 
     names = ("<img src=x onerror=alert(1)>.jsonl", "[free](https://example.org/a|b).jsonl")
     recipe = Recipe(data=Data(train=[DataSource(path=name) for name in names]))
@@ -131,7 +131,7 @@ def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
 
 
 def test_card_names_files_without_their_folders(tmp_path):
-    from fsdp_tune.recipe.schema import Data, DataSource, Model, Recipe
+    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Model, Recipe
 
     data = Data(
         train=[DataSource(path="/home/alice/secret project/rows.jsonl"), DataSource(path="/home/alice", data_files=["/home/alice/b"])]

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 
 

@@ -18,7 +18,7 @@ from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.adapter_files import check_base
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model

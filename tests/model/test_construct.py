@@ -13,7 +13,7 @@ import torch
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, build_full, embedding_rows, generation_config, model_config
 from fsdp_tune.recipe.read.loader import architecture
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model

@@ -16,7 +16,7 @@ from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.model.shard.wrap import wrap
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
 

@@ -21,7 +21,7 @@ from fsdp_tune.model.kernels.head import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.model.kernels.install import choose_kernels, choose_loss
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import lora_recipe, recipe_of
 
 INTERPRETED = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from fsdp_tune.model.adapters.lora import (
     stacks_without_adapters,
 )
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
-from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 from tests.parity.architectures import make_model

@@ -16,7 +16,7 @@ from fsdp_tune.model.kernels.install import choose_kernels, install_kernels
 from fsdp_tune.model.kernels.mlp_slices import find_mlps, mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.cuda.devices import require
 from tests.model.dropout_slices import check_masks
 from tests.model.families import FAMILIES

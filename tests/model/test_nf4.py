@@ -18,7 +18,7 @@ from fsdp_tune.model.adapters.nf4 import count_elements, dequantise, in_one_form
 from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, describe_nf4, layers_in_4_bits, nf4_notices, plan_nf4
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 from tests.ranks import RankPool

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.loading.construct import build_full, build_with_buffers, model_config
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 

@@ -22,7 +22,7 @@ from fsdp_tune.model.internals.internal import Attribute, Name, NoFallback
 from fsdp_tune.model.optim.adamw import LeanAdamW
 from fsdp_tune.model.shard import recompute
 from fsdp_tune.model.step import scale_gradients
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe import heartbeat
 from fsdp_tune.worker.observe.shares import ExpertLoads
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited

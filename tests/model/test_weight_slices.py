@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.model.loading import weight_slices as slices
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, fits, read_slices
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
 from tests.ranks import RankPool

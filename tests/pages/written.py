@@ -13,7 +13,7 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Environment
 

@@ -17,7 +17,7 @@ from fsdp_tune.check.parity.reload import checkpoint_tensors
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY

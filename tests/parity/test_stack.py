@@ -17,7 +17,7 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import parse_recipe
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.parity import runs, stock
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

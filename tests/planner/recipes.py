@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def resolved(*, gpus: int = 8, machines: int = 1, micro_batch: int = 1, global_batch: int = 64, **sections: Any) -> Recipe:

@@ -10,7 +10,7 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import DepthError
 from fsdp_tune.planner.search.search import KEY, MemoryBudget, decide
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.recipes import resolved
 from tests.planner.test_search import ModelTracer
 

@@ -14,7 +14,7 @@ from fsdp_tune.planner.search.candidates import MLP_SLICES, Search
 from fsdp_tune.planner.search.scaling import scaling_table
 from fsdp_tune.planner.search.search import Ranking, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
 

@@ -11,7 +11,7 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import architecture, catalogue, find_recipe, headline, load_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 BARE = Machine(None, 0, 8, None)
 GIB = 2**30

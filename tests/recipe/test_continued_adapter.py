@@ -12,7 +12,7 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.recipe.resolve import Resolution, resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 7, "lora_dropout": 0.25, "target_modules": ["q_proj"], "bias": "none"}
 

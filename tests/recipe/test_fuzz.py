@@ -14,8 +14,8 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import all_keys
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 MACHINE = Machine("cuda", 8, 16, None)
 KEYS = [*(key.name for key in all_keys()), "training.max_steps", "training.bf16", "fsdp.cpu_offload", "training.fsdp", "fsdp_config", "zzz"]

@@ -10,7 +10,7 @@ import fsdp_tune
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Resolution, resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import value_of
 from fsdp_tune.recipe.schema.training_fields import training_value
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem

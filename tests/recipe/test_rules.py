@@ -11,10 +11,10 @@ import pytest
 
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.read import loader
-from fsdp_tune.recipe.rules import RULES
+from fsdp_tune.recipe.rules.contradictions import RULES
 from fsdp_tune.recipe.rules.inactive import INACTIVE
 from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import NOT_YET
 from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, TRAINING_FIELDS
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with

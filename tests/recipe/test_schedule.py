@@ -10,7 +10,7 @@ import torch
 from transformers.optimization import get_scheduler
 
 from fsdp_tune.recipe.schedule import nominal_steps, rate_line, rates, schedule_of, warmup_steps
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 RATE = 3e-4
 ARGUMENTS = {

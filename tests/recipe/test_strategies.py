@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from fsdp_tune.recipe import fsdp_arguments as fsdp
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def test_each_name_that_a_recipe_takes_has_its_row() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.rules import RULES
+from fsdp_tune.recipe.rules.contradictions import RULES
 from fsdp_tune.recipe.world import batch_arithmetic
 from tests.recipe.loading import load_with, one_problem, problems_with
 

@@ -27,7 +27,7 @@ import yaml
 from fsdp_tune.cli.app import app
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
 from fsdp_tune.recipe.read.loader import find_recipe, load_recipe
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, offload_policy, untimed_group
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import gradients
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state

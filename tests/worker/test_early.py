@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fsdp_tune.jobs.inspection import INSPECT
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.launch_files import EarlyStart
 from tests.model.recipes import recipe_of
 

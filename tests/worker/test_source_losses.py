@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.data.batches import order_of
 from fsdp_tune.data.store import IGNORE_INDEX, STORE_KIND, RowStore
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from tests.parity import runs

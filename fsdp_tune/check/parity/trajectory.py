@@ -21,7 +21,7 @@ from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.local import TORCH_DTYPE
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
 

@@ -19,8 +19,8 @@ from fsdp_tune.check.rehearsal.lifecycle_checks import run_torch_script
 from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.kinds import needs_cuda
+from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 
 LAYERS = 2
 HEADS = 4

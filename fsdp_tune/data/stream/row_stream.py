@@ -21,7 +21,7 @@ from fsdp_tune.data.read.sources import RowSource, SourceFile
 from fsdp_tune.data.store import UInt64
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 STATE_VERSION = 3
 """Incremented when the same `LaneState` would be followed by other rows."""

@@ -23,7 +23,7 @@ from fsdp_tune.data.format.templates import bundled_text, fitting_templates, sug
 from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.answers import FIRST_NUMBER, Answer, Rendering, common_length
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 TEMPLATE_SECONDS = 5.0
 """Limit of CPU time for all renderings of one row; a real conversation takes milliseconds."""

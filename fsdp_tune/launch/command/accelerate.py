@@ -39,7 +39,7 @@ from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
 from fsdp_tune.recipe.rules.launch import is_plain_setting, variables_to_allow
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import EarlyStart
 

@@ -19,9 +19,9 @@ from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.launch.coordination import WorkWatch
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.recipe.paths import missing_start_inputs
-from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import OnResume
+from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import (
     Checkpoint,

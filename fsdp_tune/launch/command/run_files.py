@@ -19,7 +19,7 @@ from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, locked
 from fsdp_tune.run.events import RECIPE_CHANGED
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear

@@ -20,7 +20,7 @@ from fsdp_tune.launch.command.resume import is_for
 from fsdp_tune.launch.coordination import Machines, WorkCounter
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.paths import missing_start_inputs
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.events import RESTARTED
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict

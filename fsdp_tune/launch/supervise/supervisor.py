@@ -40,7 +40,7 @@ from fsdp_tune.launch.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, judge
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear

@@ -29,7 +29,7 @@ from fsdp_tune.core.tensors.peft_fields import PREFIX, pattern_matches, tensor_n
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import copy_part, local_part
-from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.run.directory import run_of
 
 ALL_LINEAR = "all-linear"

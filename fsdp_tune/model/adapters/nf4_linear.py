@@ -18,7 +18,7 @@ from fsdp_tune.model.adapters.lora import is_stack
 from fsdp_tune.model.adapters.nf4 import PACKED, count_elements, dequantise, elements, quantise
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "quantization.load"
 SCALE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}

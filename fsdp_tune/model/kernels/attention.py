@@ -31,8 +31,8 @@ from fsdp_tune.model.internals.transformers_internals import (
     attention_of,
 )
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, is_flash_kernel
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 _AMPERE = (8, 0)
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)

@@ -21,7 +21,7 @@ from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import is_fp8, require_torchao
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, fp8_gpu_problem, gathers_in_fp8
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "precision.mixed_precision"
 _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")

@@ -28,7 +28,7 @@ from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summe
 from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, install_mlp_slices
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 BACKEND = "inductor"
 

@@ -22,7 +22,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.kernels.head import LossOptions
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 PACKAGE = "liger_kernel"
 _INSTALL = "pip install liger-kernel"

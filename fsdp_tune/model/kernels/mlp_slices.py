@@ -23,7 +23,7 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 _KEY = "kernels.mlp_slice_tokens"
 _WIDE = 64

@@ -29,7 +29,7 @@ from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_m
 from fsdp_tune.model.shard.local import copy_part, decayed_names, refresh_scales
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, make_sequence_group, untimed_group, wrap
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
 

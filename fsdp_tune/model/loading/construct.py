@@ -29,7 +29,7 @@ from fsdp_tune.model.loading.stored_tensors import untie
 from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.read.loader import architecture
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
 

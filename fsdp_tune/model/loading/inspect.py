@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:

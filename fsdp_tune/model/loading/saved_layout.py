@@ -31,7 +31,7 @@ from fsdp_tune.core.config_fields import changed_fields, old_names, with_changes
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 from fsdp_tune.run.directory import run_of
 

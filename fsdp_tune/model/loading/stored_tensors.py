@@ -36,7 +36,7 @@ from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candida
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.tensors.safetensors_header import MAX_HEADER_BYTES, DamagedHeader, read_header
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
 DTYPES = {

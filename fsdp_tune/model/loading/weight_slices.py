@@ -37,7 +37,7 @@ from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_elements, read_whole, tensors_of
 from fsdp_tune.model.shard.local import offset_of
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 _STATE = ".quant_state.bitsandbytes__"
 _IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"

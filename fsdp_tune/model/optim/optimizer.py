@@ -26,7 +26,7 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE, refresh_scales
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
-from fsdp_tune.recipe.schema import Recipe, Training
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import (
     BLOCK,
     DEFAULT_BLOCK,

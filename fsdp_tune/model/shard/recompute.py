@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class, plain_name
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import state_bits
 
 

@@ -13,7 +13,7 @@ from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.planner.predict.efficiency import Efficiency, efficiency_of
 from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment

@@ -16,7 +16,7 @@ from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, d
 from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import batch_arithmetic
 
 

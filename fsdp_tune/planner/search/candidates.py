@@ -24,10 +24,10 @@ from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, DTYPE_BYTES
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.trace_format import Counts, Trace
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
-from fsdp_tune.recipe.rules import INPUTS, RULES
+from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import refused, value_of
 from fsdp_tune.recipe.schema.training_fields import state_bytes
 

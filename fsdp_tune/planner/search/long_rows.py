@@ -32,7 +32,7 @@ from fsdp_tune.planner.search.candidates import (
     with_shared_rows,
 )
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:

@@ -11,8 +11,8 @@ from fsdp_tune.planner.predict.depth import alike, at_shards, full_depth
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import Search, batch_changes, changed, ranks_of_machine
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import STRATEGIES
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks
 
 SIZES = tuple(1 << power for power in range(11))

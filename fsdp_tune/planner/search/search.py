@@ -32,7 +32,7 @@ from fsdp_tune.planner.search.candidates import (
 from fsdp_tune.planner.search.long_rows import less_recomputed, longest
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "fsdp.activation_checkpointing"
 

@@ -25,7 +25,7 @@ from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_name
 from fsdp_tune.model.shard.recompute import checkpointed_layers
 from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:

@@ -31,7 +31,7 @@ from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
 from fsdp_tune.planner.trace.substitute import nothing, replaced
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from fsdp_tune.planner.trace.scopes import most_tokens
 from fsdp_tune.planner.trace.traced_step import STEPS, Run
 from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def assemble(

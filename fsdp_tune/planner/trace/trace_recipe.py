@@ -50,7 +50,7 @@ from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
 from fsdp_tune.planner.trace.traced_step import run_step
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None = None) -> Trace:

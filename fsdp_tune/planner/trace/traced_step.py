@@ -35,7 +35,7 @@ from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, one_slice, scopes, wrap_traceable
 from fsdp_tune.planner.trace.substitute import nothing, values_of_host
 from fsdp_tune.planner.trace_format import GROUPS
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 STEPS = 2

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.recipe.findings import Finding, given
-from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 
 KEY = "lora.adapter"
 # Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves out.

@@ -20,7 +20,7 @@ from typing import Any, cast
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.scalars import shown
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")

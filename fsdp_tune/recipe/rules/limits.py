@@ -1,12 +1,12 @@
 """Where features work: precisions, sequence parallelism, streams, LoRA and 4 bits.
 
-Where fp8 and bf16 work. `FP8_RULES` are part of `rules.RULES`; the limits of the model itself are in `model.kernels.float8`.
+Where fp8 and bf16 work. `FP8_RULES` are part of `rules.contradictions.RULES`; the limits of the model itself are in `model.kernels.float8`.
 
-Where `parallelism.sp_size` works. Part of `rules.RULES`; `recipe.world` checks the ranks, `model.sequence_limits` the model.
+Where `parallelism.sp_size` works. Part of `rules.contradictions.RULES`; `recipe.world` checks the ranks, `model.sequence_limits` the model.
 
-Rules of `data.streaming`. Part of `rules.RULES`.
+Rules of `data.streaming`. Part of `rules.contradictions.RULES`.
 
-Where `lora:` and `quantization:` work. Part of `rules.RULES`; the limits of the model itself are in `model.adapters.lora`.
+Where `lora:` and `quantization:` work. Part of `rules.contradictions.RULES`; the limits of the model itself are in `model.adapters.lora`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
-from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 FP8_MULTIPLE = 16

@@ -1,8 +1,8 @@
 """Schedules of the learning rate: their arguments, and the rates that they give over the run.
 
-Arguments of optimizers, and where each optimizer works. Part of `rules.RULES`.
+Arguments of optimizers, and where each optimizer works. Part of `rules.contradictions.RULES`.
 
-Contradictions inside `training:`, and between it and `data.eval`. Part of `rules.RULES`.
+Contradictions inside `training:`, and between it and `data.eval`. Part of `rules.contradictions.RULES`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.rules.launch import TRACKERS
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schedule import Rates, nominal_steps, rates, schedule_arguments
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import closest
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import (
     OPTIMIZERS,
     STATE_DTYPE,
@@ -167,7 +167,7 @@ def _lower(arguments: Mapping[str, Any] | None) -> str:
 
 
 SCHEDULE_RULES: tuple[Rule, ...] = (*(warmup_ends, schedule_has_its_arguments, schedule_arguments_are_numbers, schedule_keeps_to_the_rate),)
-"""Part of `rules.RULES`."""
+"""Part of `rules.contradictions.RULES`."""
 
 
 _KEY = "training.optim_args"

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fsdp_tune.recipe.scalars import enumerated
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import synonym_hint
 

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fsdp_tune.recipe.scalars import enumerated
-from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.schema.keys import Key, all_keys, field_words
 from fsdp_tune.recipe.schema.kinds import Section
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import (
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,

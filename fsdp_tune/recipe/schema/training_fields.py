@@ -21,8 +21,8 @@ from importlib import resources
 from typing import Any
 
 from fsdp_tune.recipe.scalars import enumerated
-from fsdp_tune.recipe.schema import ParameterGroup, Training
 from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.recipe import ParameterGroup, Training
 
 
 @dataclass(frozen=True, slots=True)

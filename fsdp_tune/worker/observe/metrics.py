@@ -25,7 +25,7 @@ from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows

@@ -22,7 +22,7 @@ from fsdp_tune.core.library_errors import (
 )
 from fsdp_tune.core.units import GIB, KIB, MIB, format_bytes
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.observe.step_progress import AttachedCallback

@@ -32,7 +32,7 @@ from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.rules.training import rounds_stochastically
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.rows.training_rows import Collator
 
 # Operator name → its part of the step. Only operators that determine numerics are listed; the rest is elementwise.

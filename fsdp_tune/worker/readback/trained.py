@@ -27,7 +27,7 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.shard.local import TORCH_DTYPE, gathered_in_fp8, is_fp8, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 
 # By hand, of torchao's recipes: one scale for a row and a column of the operands, or one for each operand.
 _SCALES = {"rowwise": "axiswise", "tensorwise": "tensorwise"}

@@ -20,7 +20,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import facts
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
 from tests.model.recipes import recipe_of
 from tests.parity.peft_adapters import make_adapter

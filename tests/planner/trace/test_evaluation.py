@@ -13,7 +13,7 @@ from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.planner.predict.depth import at_micro_batch, full_depth, prime_for
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.trace_format import EVALUATION
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import trace_of

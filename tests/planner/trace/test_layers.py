@@ -14,7 +14,7 @@ from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layer
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.trace.fake_model import container_of, layer_signatures, shallow_recipe, without_dropped
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import trace_of

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.model.optim.adamw import parts_of
 from fsdp_tune.planner.trace_format import PHASES
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

@@ -18,7 +18,7 @@ from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import disk, peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, KINDS, PHASES, Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import state_bytes
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

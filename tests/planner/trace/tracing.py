@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_tune.planner.trace_format import KINDS, PHASES, Records, Trace
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] | None = None) -> Trace:

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.recipe import resolve as resolving
 from fsdp_tune.recipe.fsdp_arguments import expected
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import recipe_of
 from tests.parity import runs
 from tests.parity.bench import Bench

@@ -23,8 +23,8 @@ from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path,
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable
-from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 DECIDE = "# DECIDE: "
 _WIDTH = 100
