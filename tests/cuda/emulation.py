@@ -8,6 +8,7 @@ import collections
 import itertools
 import json
 import os
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -15,6 +16,10 @@ from pathlib import Path
 import torch
 
 PREFIX = "EMULATED_CUDA_"
+HIP = os.environ.get(PREFIX + "HIP")
+"""The version of ROCm for a GPU of AMD."""
+ABORT = "Memory access fault by GPU node-{} (Agent handle: 0x55fea5592860) on address 0x7fc133800000. Reason: Page not present.\n"
+"""What ROCm's runtime prints before it ends the process."""
 
 
 def install(native, kernels):
@@ -49,13 +54,13 @@ def _properties():
         is_integrated=0,
         is_multi_gpu_board=0,
         max_threads_per_multi_processor=2048,
-        warp_size=32,
+        warp_size=64 if HIP else 32,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=232448,
         shared_memory_per_multiprocessor=233472,
         L2_cache_size=50 * 2**20,
-        gcnArchName="",
+        gcnArchName="gfx942:sramecc+:xnack-" if HIP else "",
         uuid="00000000-0000-0000-0000-000000000001",
         pci_bus_id=1,
     )
@@ -81,7 +86,7 @@ def _devices(native):
         _cuda_isInBadFork=lambda: False,
         _cuda_getCompiledVersion=lambda: 13000,
         _cuda_getDriverVersion=lambda: 13000,
-        _cuda_getArchFlags=lambda: "sm_75 sm_80 sm_86 sm_90 sm_100",
+        _cuda_getArchFlags=lambda: "gfx90a gfx942" if HIP else "sm_75 sm_80 sm_86 sm_90 sm_100",
         _cuda_synchronize=lambda: native.synchronize(native.current_device()),
         _cuda_ipc_collect=lambda: None,
         _cuda_sleep=lambda cycles: None,
@@ -98,7 +103,7 @@ def _devices(native):
     cuda._cudart = Runtime(native)
     cuda.is_current_stream_capturing = lambda: False
     cuda.nccl.version = lambda: (2, 28, 9)
-    torch.version.cuda = "13.0"
+    torch.version.cuda, torch.version.hip = (None, HIP) if HIP else ("13.0", None)
     torch.backends.cuda.is_built = lambda: True
     torch.backends.cudnn.version = lambda: 91000
     cuda.default_generators = generators
@@ -277,7 +282,13 @@ def _process_groups(native):
     c10d._NCCL_AVAILABLE = True
     for holder in (module, c10d, dist):
         holder.ProcessGroupNCCL = native.ProcessGroupNCCL
+    module._dump_nccl_trace = lambda *_, **__: pickle.dumps(_flight_recorder(native))
+    module._dump_nccl_trace_json = lambda *_, **__: json.dumps(_flight_recorder(native)).encode()
     module._DEFAULT_PG_NCCL_TIMEOUT = c10d.default_pg_nccl_timeout = module._DEFAULT_PG_TIMEOUT
+
+
+def _flight_recorder(native):
+    return {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": native.collectives()}
 
 
 def _compiler():
@@ -295,7 +306,8 @@ def _compiler():
 
 
 def _fail(native, device, step, how):
-    """Let a device fail in the first forward after so many steps of an optimizer: with an error of CUDA by its number, or it `hangs`."""
+    """Let a device fail in the first forward after so many steps of an optimizer: with an error of CUDA by its number, or it `hangs` or
+    `aborts`."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -312,6 +324,9 @@ def _fail(native, device, step, how):
             armed.pop().remove()
             if path := os.environ.get(PREFIX + "LOST"):
                 Path(path).write_text(device)
+            if how == "aborts":
+                os.write(2, ABORT.format(device).encode())
+                os.abort()
             native.fail_device(-1 if how == "hangs" else int(how))
 
     register_optimizer_step_post_hook(stepped)

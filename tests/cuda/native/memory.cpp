@@ -14,6 +14,8 @@
 #include <set>
 #include <sstream>
 
+#include "failure.hpp"
+
 namespace emulated {
 namespace {
 using Guard = std::lock_guard<std::recursive_mutex>;
@@ -143,7 +145,7 @@ void release_cached(int device) {
   auto all = memory_of_a_device();
   auto reserved = total(device, &Stats::reserved), allocated = total(device, &Stats::allocated);
   std::ostringstream text;
-  text << "CUDA out of memory. Tried to allocate " << amount(wanted) << ". GPU " << device << " has a total capacity of " << amount(all) << " of which "
+  text << runtime() << " out of memory. Tried to allocate " << amount(wanted) << ". GPU " << device << " has a total capacity of " << amount(all) << " of which "
        << amount(std::max<int64_t>(0, all - reserved)) << " is free. Of the allocated memory " << amount(allocated) << " is allocated by PyTorch, and "
        << amount(reserved - allocated) << " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
        << "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
@@ -293,7 +295,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_pinned, c10::Device(c10::DeviceType::CPU)};
     // Not torch's own allocator: the text of cudaErrorMemoryAllocation, for memory of the host.
-    TORCH_CHECK(can_pin(bytes), "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call");
+    TORCH_CHECK(can_pin(bytes), runtime(), " error: out of memory\n", runtime(), " kernel errors might be asynchronously reported at some other API call");
     auto size = static_cast<size_t>(rounded(static_cast<int64_t>(bytes), 512));
     void* pointer = std::aligned_alloc(512, size);
     std::memset(pointer, fresh_byte(), size);
@@ -318,7 +320,7 @@ std::function<void(int, uintptr_t, int64_t, int64_t)> on_change;
 
 int current_device() { return current; }
 void set_current_device(int index) {
-  TORCH_CHECK(index < devices, "CUDA error: invalid device ordinal");
+  TORCH_CHECK(index < devices, runtime(), " error: invalid device ordinal");
   if (index >= 0) current = index;
 }
 int64_t memory_of_a_device() {

@@ -7,8 +7,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <cctype>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <mutex>
 
 #include "operators.hpp"
 
@@ -71,6 +74,50 @@ Tensors all_moved(const Tensors& tensors) {
   return out;
 }
 
+// The flight recorder, as torch/csrc/distributed/c10d/FlightRecorder.hpp keeps the last TORCH_FR_BUFFER_SIZE collectives.
+struct Recorded {
+  uint64_t id, sequence;
+  std::string name, group, description;
+  bool is_p2p, retired;
+};
+class Recorder {
+ public:
+  uint64_t add(OpType type, uint64_t sequence, const std::string& group, const std::string& description) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    bool is_p2p = type == OpType::SEND || type == OpType::RECV;
+    entries_.push_back({next_, sequence, name_of(type), group, description, is_p2p, false});
+    if (entries_.size() > most_) entries_.pop_front();
+    return next_++;
+  }
+  void retire(uint64_t id) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (!entries_.empty() && id >= entries_.front().id) entries_[id - entries_.front().id].retired = true;
+  }
+  std::deque<Recorded> entries() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return entries_;
+  }
+
+ private:
+  static std::string name_of(OpType type) {
+    switch (type) {
+      case OpType::ALLREDUCE: return "nccl:all_reduce";
+      case OpType::ALLGATHER: return "nccl:all_gather";
+      case OpType::_ALLGATHER_BASE: return "nccl:_all_gather_base";
+      case OpType::BARRIER: return "nccl:all_reduce_barrier";
+      default: break;
+    }
+    auto name = "nccl:" + c10d::opTypeToString(type);
+    for (auto& letter : name) letter = static_cast<char>(std::tolower(letter));
+    return name;
+  }
+  std::mutex mutex_;
+  std::deque<Recorded> entries_;
+  uint64_t next_ = 0;
+  const size_t most_ = std::getenv("TORCH_FR_BUFFER_SIZE") == nullptr ? 2000 : std::strtoul(std::getenv("TORCH_FR_BUFFER_SIZE"), nullptr, 10);
+};
+Recorder recorder;
+
 struct Nccl final : c10d::Backend {
   Nccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, c10::intrusive_ptr<Options> options)
       : c10d::Backend(rank, size), gloo_(std::move(gloo)), options_(std::move(options)) {}
@@ -107,7 +154,7 @@ struct Nccl final : c10d::Backend {
     Kernel kernel(stream);
     for (const auto& each : inputs) kernel.reads(each);
     for (const auto& each : outputs) kernel.writes(each);
-    ++sequence_;
+    auto id = recorder.add(type, ++sequence_, getGroupUid(), getGroupDesc());
     auto began = std::chrono::steady_clock::now();
     auto release = PyGILState_Check() ? std::make_unique<pybind11::gil_scoped_release>() : nullptr;
     try {
@@ -117,6 +164,7 @@ struct Nccl final : c10d::Backend {
       if (waited >= limited(options_->timeout)) stop_as_the_watchdog(type, inputs, outputs, waited.count());
       TORCH_CHECK_WITH(DistBackendError, false, "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nLast error:\n", error.what());
     }
+    recorder.retire(id);
     return c10::make_intrusive<Issued>(getRank(), type, inputs, outputs, stream);
   }
 
@@ -315,6 +363,18 @@ c10::intrusive_ptr<Nccl> make_group(const pybind11::object& store, int rank, int
 void bind_nccl(pybind11::module_& module) {
   namespace py = pybind11;
   py::module_::import("torch._C._distributed_c10d");
+  module.def("collectives", [] {
+    py::list out;
+    for (const auto& each : recorder.entries()) {
+      py::dict one;
+      one["record_id"] = each.id, one["pg_id"] = 0, one["process_group"] = py::make_tuple(each.group, each.description);
+      one["collective_seq_id"] = each.is_p2p ? 0 : each.sequence, one["p2p_seq_id"] = each.is_p2p ? each.sequence : 0, one["op_id"] = each.id;
+      one["profiling_name"] = each.name, one["state"] = each.retired ? "completed" : "started";
+      one["is_p2p"] = each.is_p2p, one["retired"] = each.retired, one["frames"] = py::list();
+      out.append(one);
+    }
+    return out;
+  });
   auto group = py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(module, "ProcessGroupNCCL");
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(group, "Options", py::dynamic_attr())
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)

@@ -43,7 +43,6 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is not None:
             spec.loader = _WithDevice(spec.loader)
