@@ -22,6 +22,8 @@ NVML_SUCCESS = 0
 TORCH_FACTS_SECONDS = 120.0
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """The control groups of this process, and where their limits are."""
+AMD_NODES, DRM = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
+"""The nodes of AMD's driver, which are CPUs and GPUs, and the kernel's graphics devices, by the number of their render node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[Device]:
     """Return the accelerators visible to a rank, all of one kind and in its order; [] if there are none."""
     if nvidia := nvidia_devices():
         return select(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
-    if amd := _files("cuda", "AMD GPU", Path("/sys/class/kfd/kfd/topology/nodes"), "*/gpu_id", needs_content=True):
+    if amd := amd_devices():
         return select(amd, environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")))
     if npu := _files("npu", "Ascend NPU", Path("/dev"), "davinci[0-9]*"):
         return select(npu, environment.get("ASCEND_RT_VISIBLE_DEVICES"))
@@ -137,7 +139,8 @@ def select(devices: list[Device], visible: str | None) -> list[Device]:
         device = _named(devices, word.strip())
         if device is None:
             break
-        if device in chosen:
+        # By identity, as AMD GPUs without a UUID are equal; a MIG slice is a new object each time.
+        if any(device is other or (device == other and device.uuid.startswith("MIG-")) for other in chosen):
             return []  # CUDA shows no device if one is listed twice
         chosen.append(device)
     return chosen
@@ -222,12 +225,46 @@ def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
     return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None, capability)
 
 
-def _files(kind: str, name: str, folder: Path, pattern: str, *, needs_content: bool = False) -> list[Device]:
-    """Return a device for each file; with `needs_content` only if it contains a number other than 0 (a CPU node has gpu_id 0)."""
-    found = sorted(folder.glob(pattern)) if folder.is_dir() else []
-    if needs_content:
-        found = [path for path in found if path.read_text().strip() not in ("", "0")]
-    return [Device(kind, name) for _ in found]
+def amd_devices() -> list[Device]:
+    """Return the AMD GPUs that this process may use, regardless of HIP_VISIBLE_DEVICES; [] if there is no driver."""
+    nodes = sorted(AMD_NODES.iterdir(), key=lambda node: (len(node.name), node.name)) if AMD_NODES.is_dir() else []
+    return [device for node in nodes if (device := _amd_device(node)) is not None]
+
+
+def _amd_device(node: Path) -> Device | None:
+    """Return the GPU of a node; None for a CPU, whose `gpu_id` is 0, and for a GPU that the container may not use: the driver refuses
+    to show its files (`node_show` in kfd_topology.c of Linux)."""
+    try:
+        if (node / "gpu_id").read_text(encoding="ascii").strip() in ("", "0"):
+            return None
+        node_properties = _kfd_properties(node)
+        minor, unique_id = node_properties["drm_render_minor"], node_properties.get("unique_id", 0)
+        banks = [_kfd_properties(bank) for bank in (node / "mem_banks").glob("*")]
+        memory = sum(bank["size_in_bytes"] for bank in banks if bank["heap_type"] in _KFD_DEVICE_HEAPS)
+    except OSError:
+        return None
+    except (KeyError, ValueError):
+        return Device("cuda", "AMD GPU")
+    try:  # only server GPUs have a product name, and a partition of one has none
+        name = (DRM / f"renderD{minor}" / "device" / "product_name").read_text(encoding="utf-8").strip()
+    except OSError:
+        name = ""
+    # The UUID that HIP_VISIBLE_DEVICES accepts (amd_gpu_agent.cpp of ROCR).
+    return Device("cuda", name or "AMD GPU", f"GPU-{unique_id:016x}" if unique_id else "", memory or None)
+
+
+_KFD_DEVICE_HEAPS = (1, 2)
+"""HSA_MEM_HEAP_TYPE_FB_PUBLIC and _FB_PRIVATE of kfd_sysfs.h: memory of the GPU that the host can address, and that it cannot."""
+
+
+def _kfd_properties(folder: Path) -> dict[str, int]:
+    lines = (folder / "properties").read_text(encoding="ascii").splitlines()
+    return {name: int(value) for name, value in (line.split() for line in lines if line.strip())}
+
+
+def _files(kind: str, name: str, folder: Path, pattern: str) -> list[Device]:
+    """Return a device for each file."""
+    return [Device(kind, name) for _ in sorted(folder.glob(pattern))] if folder.is_dir() else []
 
 
 _ASK_TORCH = """

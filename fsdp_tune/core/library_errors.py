@@ -38,8 +38,8 @@ CUDA_ALLOCATION_FAILED = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP)
 """cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch outside
 its caching allocator, and by NCCL, whose older versions omit the number."""
 
-DEVICE_FAILED = re.compile(r"(?:CUDA|HIP) error: ([^\n]+)|(?:Cuda|HIP) failure (?:\d+ )?'([^']+)'")
-"""An error of the CUDA or HIP runtime, as torch and NCCL format it."""
+DEVICE_FAILED = re.compile(r"(?:CUDA|HIP) error: ([^\n]+)|(?:Cuda|HIP) failure (?:\d+ )?'([^']+)'|(Memory access fault by GPU [^\n]+)")
+"""An error of the CUDA or HIP runtime, as torch and NCCL format it, and what ROCm's runtime prints before it calls abort()."""
 
 FAULTS_OF_A_DEVICE = (
     "unspecified launch failure",
@@ -56,15 +56,19 @@ FAULTS_OF_A_PROGRAM = (
     "an illegal memory access was encountered",
     "misaligned address",
     "an illegal instruction was encountered",
+    "Memory access fault by GPU",
 )
 FAULTS_OF_A_BUILD = ("no kernel image is available for execution on the device",)
-"""Texts of cudaGetErrorString after which no work of the process can succeed on the device."""
+"""Texts of cudaGetErrorString, and of ROCm's runtime, after which no work of the process can succeed on the device."""
 
 NATIVE_ENDS = (
     re.compile(r"Watchdog caught collective operation timeout: .+"),
+    re.compile(r"Memory access fault by GPU .+"),
+    re.compile(r"HSA_STATUS_ERROR\w*: .+"),
     re.compile(r"what\(\):\s+(?:\[.*?\] )?(.+)"),
 )
-"""Why a process called abort(): NCCL's watchdog (ProcessGroupNCCL.cpp), and what C++ prints of an exception that nothing catches."""
+"""Why a process called abort(): NCCL's watchdog (ProcessGroupNCCL.cpp), ROCm's runtime (runtime.cpp of ROCR, rocdevice.cpp of CLR), and
+what C++ prints of an exception that nothing catches."""
 
 PINS_MEMORY = re.compile(r"pin.memory")
 """In the message of torch's DataLoader, which quotes the failing line."""
@@ -121,9 +125,9 @@ YAML_SYNTAX = (
 
 _HINTS = {
     FAULTS_OF_A_DEVICE: "`dmesg` names the cause (an XID error for NVIDIA); a reset of the GPU or a reboot may recover it, and "
-    "CUDA_VISIBLE_DEVICES leaves it out",
-    FAULTS_OF_A_PROGRAM: "a kernel read or wrote where it must not, mostly by an index beyond its table; `CUDA_LAUNCH_BLOCKING=1` in the "
-    "environment of the command shows the line in the rank's log",
+    "CUDA_VISIBLE_DEVICES (AMD: HIP_VISIBLE_DEVICES) leaves it out",
+    FAULTS_OF_A_PROGRAM: "a kernel read or wrote where it must not, mostly by an index beyond its table; `CUDA_LAUNCH_BLOCKING=1` "
+    "(AMD: `AMD_SERIALIZE_KERNEL=3`) in the environment of the command shows the line in the rank's log",
     FAULTS_OF_A_BUILD: "this build of torch has no code for the GPU: install one that does (https://pytorch.org/get-started/locally)",
 }
 

@@ -21,6 +21,7 @@ HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API
             "dmesg",
         ),
         ("CUDA error: device-side assert triggered" + HINTS, "device-side assert triggered", "CUDA_LAUNCH_BLOCKING"),
+        ("Memory access fault by GPU node-1 on address (nil).\n", "Memory access fault by GPU node-1 on address (nil).", "AMD_SERIALIZE"),
         (
             "Caught AcceleratorError in pin memory thread\ntorch.AcceleratorError: CUDA error: misaligned address",
             "misaligned address",

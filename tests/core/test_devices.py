@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device, available_cores, select, this_machine, torch_facts, visible_devices
+from fsdp_tune.core.gpus import detect
 
 FOUR = [Device("cuda", "H100", f"GPU-{index}{index}ab", 80 << 30) for index in range(4)]
 
@@ -34,6 +35,7 @@ def test_visible_devices_follow_cuda_semantics(visible: str | None, expected: li
 
 def test_mig_slice_counts_as_device() -> None:
     assert len(select(FOUR, "MIG-abc,MIG-def")) == 2
+    assert select(FOUR, "MIG-abc,MIG-abc") == []
 
 
 @pytest.fixture
@@ -52,6 +54,56 @@ def test_machine_counts_only_visible_devices() -> None:
 def test_variable_that_hides_all_gpus_is_named(visible: str | None, hidden: bool) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert this_machine("auto", environment).hidden == (f"CUDA_VISIBLE_DEVICES={visible}" if hidden else None)
+
+
+@pytest.fixture
+def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A CPU and three GPUs as AMD's driver lists them: a server GPU, one that the container may not use, and a partition."""
+    monkeypatch.setattr(devices, "nvidia_devices", list)
+    monkeypatch.setattr(devices, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(devices, "DRM", tmp_path / "drm")
+    for node, gpu_id in enumerate((0, 21947, 7041, 33190)):
+        folder = tmp_path / "nodes" / str(node)
+        for name, heap, size in (("0", 1, 191 << 30), ("1", 4, 1 << 16)):
+            (folder / "mem_banks" / name).mkdir(parents=True)
+            (folder / "mem_banks" / name / "properties").write_text(f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n")
+        (folder / "gpu_id").write_text(f"{gpu_id}\n")
+        unique_id = 0xC0FFEE if node == 1 else 0
+        (folder / "properties").write_text(f"simd_count 1216\ndrm_render_minor {127 + node}\nunique_id {unique_id}\n")
+    (tmp_path / "drm" / "renderD128" / "device").mkdir(parents=True)
+    (tmp_path / "drm" / "renderD128" / "device" / "product_name").write_text("AMD Instinct MI300X OAM\n")
+    refused = tmp_path / "nodes" / "2" / "gpu_id"
+    read = Path.read_text
+
+    def read_text(path: Path, *arguments: str, **options: str) -> str:
+        if path == refused:
+            raise PermissionError(1, "Operation not permitted")
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    return tmp_path
+
+
+def test_amd_gpus_have_the_names_and_memory_of_the_driver(amd: Path) -> None:
+    named = Device("cuda", "AMD Instinct MI300X OAM", "GPU-0000000000c0ffee", 191 << 30)
+    partition = Device("cuda", "AMD GPU", memory_bytes=191 << 30)
+    assert visible_devices({}) == [named, partition]
+    assert visible_devices({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}) == [partition]
+    assert visible_devices({"HIP_VISIBLE_DEVICES": "GPU-0000000000c0ffee"}) == [named]
+    machine = this_machine("auto", {})
+    assert (machine.device, machine.device_count, machine.device_name) == ("cuda", 2, "AMD Instinct MI300X OAM")
+    hardware = detect(named.name)
+    assert hardware is not None
+    assert hardware.name == "MI300X"
+    (amd / "nodes" / "1" / "properties").write_text("of another version\n")
+    assert visible_devices({}) == [Device("cuda", "AMD GPU"), partition]
+
+
+def test_equal_gpus_without_uuid_are_selected_by_index() -> None:
+    """Such as the partitions of an AMD GPU."""
+    equal = [Device("cuda", "AMD GPU", memory_bytes=24 << 30) for _ in range(4)]
+    assert len(select(equal, "0,2,3")) == 3
+    assert select(equal, "0,2,0") == []
 
 
 @pytest.mark.usefixtures("four_gpus")

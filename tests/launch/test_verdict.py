@@ -141,9 +141,28 @@ def test_rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device() -> N
     assert (ended.problem.code, ended.problem.message) == ("device-failed", "the GPU of rank 1 failed: unspecified launch failure")
 
 
+def test_rank_that_the_runtime_of_an_amd_gpu_ended_is_a_failed_device() -> None:
+    fault = "Memory access fault by GPU node-2 (Agent handle: 0x56468ab3bb50) on address 0x7fe55fb03000. Reason: Unknown."
+    ended = killed(f"{fault}\nFatal Python error: Aborted\n")
+    assert (ended.exit_code, ended.reason.value) == (1, "failed")
+    assert ended.problem is not None
+    assert (ended.problem.code, ended.problem.message) == ("device-failed", f"the GPU of rank 1 failed: {fault}")
+
+
+HSA = (
+    ":0:rocdevice.cpp:2984: 4812 us: [pid:7 tid:0x7f] Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL "
+    "operation resulted in a hardware exception. code: 0x1016\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", ""), ("Fatal Python error: Aborted\n", ""), ("  what():  std::bad_alloc\n", ": std::bad_alloc")],
+    [
+        ("", ""),
+        ("Fatal Python error: Aborted\n", ""),
+        ("  what():  std::bad_alloc\n", ": std::bad_alloc"),
+        (HSA, ": HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016"),
+    ],
 )
 def test_other_aborts_have_the_uncaught_exception(text: str, reason: str) -> None:
     problem = killed(text).problem
