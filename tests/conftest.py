@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.cuda.devices import require
+
 # No deadline: a busy machine makes any example slow, and a hang is seen without one.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", print_blob=True, deadline=None)
@@ -58,6 +60,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where ranks compute: `cpu`, and also `cuda`, an emulated GPU for each rank, in tests with a mark of `tests.cuda.devices`."""
+    device: str = getattr(request, "param", "cpu")
+    require(device)
+    return device
 
 
 @pytest.fixture(autouse=True)

@@ -195,7 +195,8 @@ def _serve(pipe: Connection, device: str) -> None:
         except EOFError:
             return
         try:
-            _enter_world(rank, world_size, rendezvous, device)
+            _seed()
+            enter_world(rank, world_size, rendezvous, device, timeout_seconds=120)
             function, arguments = pickle.loads(task)
             answer = (True, pickle.dumps(function(*arguments)))
             # Who leaves closes its connections, and others may still be in the last collective. If one failed, this fails too.
@@ -213,24 +214,35 @@ def _serve(pipe: Connection, device: str) -> None:
         pipe.send((*answer, True))
 
 
-def _enter_world(rank: int, world_size: int, rendezvous: str, device: str) -> None:
-    from datetime import timedelta
-
+def _seed() -> None:
     import numpy as np
     import torch
-    import torch.distributed as dist
 
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    # What a launcher exports; Accelerate reads it although the group exists.
+
+
+def rank_device() -> str:
+    """Return where a rank of a test computes."""
+    return os.environ["RANK_DEVICE"]
+
+
+def enter_world(rank: int, world_size: int, rendezvous: str, device: str, *, timeout_seconds: float) -> None:
+    """Make this process a rank, with what a launcher exports: Accelerate reads it although the group exists."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK_DEVICE": device}
     backends = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
         backends = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()  # else a rank that fails at once closes connections that others are still opening
 
 

@@ -19,6 +19,7 @@ from tests.chaos.draw import KINDS, MOST_IN_A_ROW, PHASES, Disturbance, Setting,
 from tests.chaos.ends import Attempt, judge
 from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import HANG_SECONDS, KEEP, LAST_STEP, Play, Stage, compile_shim, port_of
+from tests.cuda.devices import DEVICES
 from tests.faults.checks import verified_steps
 from tests.faults.scoreboard import record_chaos
 
@@ -35,6 +36,7 @@ class Chaos:
     folder: Path
     dice: random.Random
     machines: int
+    device: str = "cpu"
     tally: Tally = field(default_factory=Tally)
     violations: list[str] = field(default_factory=list)
     attempts: int = 0
@@ -84,10 +86,9 @@ class Chaos:
         folder = self.folder / name / "place"
         folder.mkdir(parents=True)
         if name == "reference":
-            return Stage(folder, self.shim, self.machines)
-        return Stage(
-            folder, self.shim, self.machines, max_restarts=self.dice.choice((0, 0, 2)), verify=self.dice.choice(("quick", "quick", "full"))
-        )
+            return Stage(folder, self.shim, self.machines, self.device)
+        restarts, verify = self.dice.choice((0, 0, 2)), self.dice.choice(("quick", "quick", "full"))
+        return Stage(folder, self.shim, self.machines, self.device, restarts, verify)
 
     def _drawn(self, run: RunDir) -> list[Disturbance]:
         first_step = max(verified_steps(run), default=0) if run.path.is_dir() else 0
@@ -135,8 +136,9 @@ class Chaos:
     def summary(self) -> str:
         """Return what was done, in one sentence."""
         machines = "one machine" if self.machines == 1 else f"{self.machines} commands as machines"
+        gpus = " with emulated GPUs" if self.device == "cuda" else ""
         return (
-            f"{self.stories} runs on {machines}, {self.attempts} starts, {self.tally.count()} disturbances, "
+            f"{self.stories} runs on {machines}{gpus}, {self.attempts} starts, {self.tally.count()} disturbances, "
             f"{len(self.violations)} violations."
         )
 
@@ -146,16 +148,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands simulate two machines with one rank each")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: emulated GPUs")
     parser.add_argument(
         "--write", action="store_true", help="keep the counts in docs/evidence/data/faults.json, and write docs/evidence/faults.md"
     )
     options = parser.parse_args()
+    if options.write and options.device != "cpu":
+        parser.error("--write: the page holds runs on the CPU")
     # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are, by `nohup` or a shell's `&`:
     # runs would ignore them too.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    chaos = Chaos(folder, random.Random(options.seed), options.machines)
+    chaos = Chaos(folder, random.Random(options.seed), options.machines, options.device)
     deadline = time.monotonic() + 60 * options.minutes
     chaos.undisturbed()
     while time.monotonic() < deadline:

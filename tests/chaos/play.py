@@ -39,6 +39,7 @@ from tests.chaos.draw import (
 )
 from tests.chaos.ends import Attempt, Situation
 from tests.chaos.processes import MACHINE, MARK, Moment, Process, Watcher, listens_to, marked
+from tests.cuda.environment import environment_on
 
 HANG_SECONDS = 30.0
 LAST_STEP = 20
@@ -81,6 +82,7 @@ class Stage:
     folder: Path
     shim: Path
     machines: int
+    device: str = "cpu"
     max_restarts: int = 0
     verify: str = "quick"
     """How the merge checks its output: `full` starts processes for that, which import torch."""
@@ -97,6 +99,7 @@ class Stage:
 
     def command(self, *, resume: bool) -> list[str]:
         keys = {**_KEYS, "launch.max_restarts": self.max_restarts, "merge.verify": self.verify, "output_dir": self.run.path}
+        keys["launch.device"] = self.device
         if self.machines > 1:
             keys |= {"launch.num_machines": self.machines, "launch.main_process_ip": "127.0.0.1"}
         words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
@@ -114,7 +117,7 @@ class Stage:
             "XDG_CACHE_HOME": str(self.folder.parents[1] / "cache"),
             "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         }
-        return {**os.environ, **values}
+        return environment_on(self.device, os.environ | values)
 
     def _control(self, machine: int) -> Path:
         return self.folder / f"control-{machine}"

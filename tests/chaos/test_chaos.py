@@ -49,6 +49,7 @@ from tests.chaos.ends import Attempt, Situation, judge
 from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import compile_shim
 from tests.chaos.processes import FRESH_SECONDS, MACHINE, MARK, STALE_SECONDS, Process, Watcher, listens_to, marked
+from tests.cuda.devices import on_devices
 
 HANG = 20.0
 LAST_STEP = 16
@@ -505,8 +506,9 @@ print(time.time(), 0.25 < time.monotonic() - started < 20)
 @needs_gcc
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_run_with_killed_rank_equals_undisturbed_run(tmp_path: Path) -> None:
-    chaos = Chaos(tmp_path, random.Random(0), machines=1)
+@on_devices
+def test_run_with_killed_rank_equals_undisturbed_run(tmp_path: Path, device: str) -> None:
+    chaos = Chaos(tmp_path, random.Random(0), machines=1, device=device)
     chaos.undisturbed()
     chaos.story([[Disturbance(KILL, "training", RANK, step=4)]])
     assert chaos.violations == []

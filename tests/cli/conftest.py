@@ -13,20 +13,20 @@ from pydantic import TypeAdapter, ValidationError
 
 from fsdp_tune.jobs.answer_kinds import answers
 from fsdp_tune.jobs.answers import Remark
+from tests.cuda.environment import environment_on
 
 Done = subprocess.CompletedProcess[str]
 Cli = Callable[..., Done]
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    """Runs `fsdp-tune ARGUMENTS` in a process of its own, in an empty directory."""
+def cli(tmp_path: Path, device: str) -> Cli:
+    """Runs `fsdp-tune ARGUMENTS` in a process of its own, in an empty directory, on a machine with or without GPUs."""
 
     def run(*arguments: str, **environment: str) -> Done:
         command = [sys.executable, "-m", "fsdp_tune", *map(str, arguments)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, **environment}, timeout=300
-        )
+        env = environment_on(device, os.environ | environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=300)
         if "--json" in arguments:
             refuse_undeclared(arguments, done.stdout)
         return done

@@ -24,6 +24,7 @@ from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, PAD, builtin_tok
 from fsdp_tune.jobs import evaluate as job
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.cli.conftest import Cli, document
+from tests.cuda.devices import on_devices
 
 app = typer.Typer()
 app.command()(evaluate)
@@ -72,9 +73,11 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path) -> None:
-    done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", "--max-rows", "12", "--json")
+@on_devices
+def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path, device: str) -> None:
+    done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", "--max-rows", "12", "--device", device, "--json")
     assert done.returncode == 0, done.stderr
+    assert document(done)["device"] == device
     found = document(done)["sets"]["test"]
     assert found["rows"] == 12
     assert found["base"]["value"] != found["metric"]["value"]
@@ -318,15 +321,17 @@ def test_score_that_is_not_finite_exits_4_with_its_row(here: Path, models: Path)
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path) -> None:
+@on_devices
+def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path, device: str) -> None:
     keys = {"training.max_steps": 3, "training.logging_steps": 1, "launch.num_processes": 2, "output_dir": "run", "merge.dtype": "fp32"}
+    keys |= {"launch.device": device}
     keys |= {"precision.mixed_precision": "no", "data.packing": "true", "data.max_length": 64, "training.global_batch_size": 64}
     overrides = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
     done = cli("train", "--config", "gpt2_smoke", *overrides)
     assert done.returncode == 0, done.stderr
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
-    (found,) = document(cli("evaluate", "run", "--json"))["sets"].values()
+    (found,) = document(cli("evaluate", "run", "--device", device, "--json"))["sets"].values()
     assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
 
 

@@ -12,21 +12,25 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.recipe.read.loader import catalogue
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.manifest import read_manifest
 from tests.cli.conftest import Cli, document
+from tests.cuda.devices import on_devices
+from tests.cuda.environment import environment_on
 
 
-def smoke(steps: int = 6, output_dir: str = "run") -> tuple[str, ...]:
+def smoke(steps: int = 6, output_dir: str = "run", device: str = "cpu") -> tuple[str, ...]:
     """The arguments that train the embedded recipe for a few steps, with a line after each second one."""
-    keys = (f"training.max_steps={steps}", "training.warmup_steps=0", "training.logging_steps=2", f"output_dir={output_dir}")
+    keys = (f"training.max_steps={steps}", "training.warmup_steps=0", "training.logging_steps=2")
+    keys += (f"output_dir={output_dir}", f"launch.device={device}")
     return ("--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key)))
 
 
@@ -112,7 +116,7 @@ def test_five_errors_are_reported_and_nothing_is_written(cli: Cli, tmp_path: Pat
 
 
 def test_missing_gpu_is_exit_2_with_a_hint(cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", *SHORT, "--set", "launch.device=cuda", CUDA_VISIBLE_DEVICES="")
+    done = cli("train", *smoke(device="cuda"), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "--set launch.device=cpu" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -162,8 +166,10 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", *SHORT, "--json", "--profile", "steps=3:4")
+@on_devices
+def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path, device: str) -> None:
+    short = smoke(device=device)
+    done = cli("train", *short, "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
     assert re.search(r"first step [\d.]+ s after the launch \(launching .*importing .*loading the model", done.stderr)
     assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)
@@ -206,13 +212,17 @@ def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) ->
     logged = [line.split("  ", 1)[1] for line in (run.logs / "train.log").read_text().splitlines()]
     assert logged == done.stderr.splitlines(), "the log holds what the console said, from the first line to the last"
     card = {line[2:15].strip(): line[16:] for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]}
-    assert list(card) == ["time", "tokens", "loss", "rate", "eval loss", "peak memory", "size on disk", "next", ""]
-    again = cli("train", *SHORT, "--resume", "never")
+    plan = ["plan"] if device == "cuda" else []
+    assert [name for name in card if name] == [
+        *("time", "tokens", "loss", "rate", "eval loss", "peak memory", *plan, "size on disk", "next")
+    ]
+    assert all(path.stat().st_size < 100_000 for path in run.logs.glob("*.log")), "nothing floods a log, the profiler neither"
+    again = cli("train", *short, "--resume", "never")
     assert again.returncode == 2
     assert "--resume auto" in again.stderr
-    finished = cli("train", *SHORT, "--resume", "auto", "--json")
+    finished = cli("train", *short, "--resume", "auto", "--json")
     assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (0, 6, True)
-    shorter = cli("train", *smoke(5), "--resume", "auto")
+    shorter = cli("train", *smoke(5, device=device), "--resume", "auto")
     assert (shorter.returncode, "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split())) == (2, True), (
         shorter.stderr
     )
@@ -221,24 +231,37 @@ def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) ->
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_stopped_run_resumes_and_equals_uninterrupted_run(cli: Cli, tmp_path: Path) -> None:
-    whole = document(cli("train", *smoke(40, "whole"), "--json"))
-    command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40), "--json"]
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
-        while training.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+@on_devices
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_stopped_run_resumes_and_equals_uninterrupted_run(number: signal.Signals, cli: Cli, tmp_path: Path, device: str) -> None:
+    whole = document(cli("train", *smoke(40, "whole", device), "--json"))
+    saving = ("--set", "training.save_steps=2") if number == signal.SIGKILL else ()
+    command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40, device=device), *saving, "--json"]
+    run = RunDir(tmp_path / "run")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment_on(device), text=True, **pipes) as training:
+        begun = run.checkpoint(2) if saving else run.metrics_jsonl
+        while training.poll() is None and not (begun.exists() and '"loss"' in run.metrics_jsonl.read_text()):
             time.sleep(0.05)
-        training.send_signal(signal.SIGUSR1)
+        below = psutil.Process(training.pid).children(recursive=True)
+        training.send_signal(number)
         out, err = training.communicate(timeout=120)
-    assert training.returncode == 143, err
-    stopped = json.loads(out)
-    assert (stopped["exit_reason"], stopped["merged"]) == ("preempted", None)
-    assert 0 < stopped["steps"] < 40
-    done = cli("train", *smoke(40), "--resume", "auto", "--json")
-    assert f"{tmp_path / 'run'}: resumed from checkpoint-{stopped['steps']}\n" in done.stderr
+    if number == signal.SIGKILL:
+        assert training.returncode == -number, err
+        assert psutil.wait_procs(below, timeout=60)[1] == []
+    else:
+        assert training.returncode == 143, err
+        stopped = json.loads(out)
+        assert (stopped["exit_reason"], stopped["merged"]) == ("preempted", None)
+    newest, _ = latest_checkpoint(run, digests=True)
+    assert newest is not None
+    assert 0 < newest.step < 40
+    assert number == signal.SIGKILL or newest.step == stopped["steps"]
+    done = cli("train", *smoke(40, device=device), *saving, "--resume", "auto", "--json")
+    assert f"{run.path}: resumed from {newest.path.name}\n" in done.stderr
     resumed = document(done)
     assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
-    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    steps = [line["step"] for line in map(json.loads, run.metrics_jsonl.read_text().splitlines()) if "loss" in line]
     assert steps == list(range(2, 41, 2))
 
 
@@ -311,7 +334,8 @@ def finish(): pass
 
 
 @pytest.mark.slow
-def test_resumed_run_continues_its_wandb_run(cli: Cli, tmp_path: Path) -> None:
+@on_devices
+def test_resumed_run_continues_its_wandb_run(cli: Cli, tmp_path: Path, device: str) -> None:
     package = tmp_path / "packages" / "wandb"
     (package / "sdk" / "lib").mkdir(parents=True)
     (package / "__init__.py").write_text(WANDB)
@@ -320,7 +344,7 @@ def test_resumed_run_continues_its_wandb_run(cli: Cli, tmp_path: Path) -> None:
     (package / "sdk" / "lib" / "config_util.py").write_text("class ConfigError(Exception): pass\n")
     for steps, more in ((2, ()), (3, ("--resume", "auto"))):
         tracked = ("--set", "training.report_to=[wandb]", "--set", "name=smoke")
-        done = cli("train", *smoke(steps), *tracked, *more, PYTHONPATH=str(package.parent))
+        done = cli("train", *smoke(steps, device=device), *tracked, *more, PYTHONPATH=str(package.parent))
         assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "run")
     kept = json.loads(run.trackers_json.read_text())["wandb"]

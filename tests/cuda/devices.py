@@ -1,20 +1,27 @@
-"""Run a test on CPU ranks and on GPUs, emulated where there are none: `DEVICES` parametrises a fixture of a room's conftest."""
+"""Run a test on CPU ranks and on GPUs, emulated where there are none: `on_devices` parametrises the fixture `device`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 import pytest
-import torch
 
 from tests.cuda.build import why_not
 
 DEVICES = ["cpu", "cuda"]
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
+"""Run a test on both; on emulated GPUs with the slow tests."""
+on_devices_fast = pytest.mark.parametrize("device", DEVICES, indirect=True)
+"""Run a test on both with the fast tests."""
 
 
 def require(device: str) -> None:
     """Skip the test if there is no such device here, and it cannot be emulated."""
-    if device == "cuda" and not torch.cuda.is_available() and (reason := why_not()) is not None:
+    if device == "cpu":
+        return
+    import torch  # not by every process that collects tests
+
+    if not torch.cuda.is_available() and (reason := why_not()) is not None:
         pytest.skip(reason)
 
 

@@ -133,6 +133,19 @@ def test_device_without_memory_is_reported_with_the_module_and_what_was_live(tmp
 
 
 @slow
+def test_evaluation_without_memory_names_a_smaller_batch(tmp_path: Path) -> None:
+    ended = train(tmp_path)
+    assert ended.code == 0, ended.printed
+    environment = with_gpus(1, memory_gib="0.002")
+    done = fsdp_tune("evaluate", str(ended.run), "--device", "cuda", "--batch-size", "64", "--json", environment=environment)
+    assert done.returncode == 3, done.stderr
+    [error] = json.loads(done.stdout)["errors"]
+    assert error["code"] == "device-out-of-memory"
+    assert error["message"].startswith("the device is out of memory: CUDA out of memory. Tried to allocate ")
+    assert error["hint"] == "`--batch-size 32`"
+
+
+@slow
 @pytest.mark.parametrize(
     ("changes", "phase", "way"),
     [
@@ -156,6 +169,21 @@ def test_hidden_gpus_are_named_with_the_variable(tmp_path: Path) -> None:
     assert ended.code == 2
     assert "it shows no accelerator (`CUDA_VISIBLE_DEVICES=7` hides its GPUs)" in ended.printed
     assert not ended.run.exists()
+
+
+@slow
+def test_machine_with_fewer_gpus_is_refused_and_the_other_names_it_missing(tmp_path: Path) -> None:
+    """Two commands stand for two machines that share a directory, one with two GPUs and the other with one."""
+    keys = CHANGES | {"launch.num_processes": 4, "launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "output_dir": "run"}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json", "--machine-rank"]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=with_gpus(2 - rank), **pipes) for rank in (0, 1)]
+    first, second = (json.loads(each.communicate(timeout=300)[0])["errors"][0] for each in both)
+    assert [each.returncode for each in both] == [1, 2]
+    assert (second["code"], second["message"]) == ("too-few-devices", "2 ranks on this machine need 2 cuda devices, and 1 are visible")
+    assert (first["code"], first["message"]) == ("machines-missing", "1 of 2 machines joined within 20.0s; missing: machine 1")
+    assert "with the same recipe and as many devices" in first["hint"]
 
 
 UUID = "GPU-00000000-0000-0000-0000-00000000000"

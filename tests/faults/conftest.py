@@ -11,13 +11,13 @@ Count = Callable[..., None]
 
 
 @pytest.fixture
-def forks() -> ForkServer:
-    return shared_forks()
+def forks(device: str) -> ForkServer:
+    return shared_forks(device)
 
 
 @pytest.fixture
-def training() -> Training:
-    return shared_training()
+def training(device: str) -> Training:
+    return shared_training(device)
 
 
 @pytest.fixture

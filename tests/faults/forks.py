@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from tests.cuda.environment import environment_on
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 LIMIT_SECONDS = 120.0
 # A rank that dies closes its connections, and gloo tells the others at once; who is silent for longer hangs.
@@ -49,7 +51,8 @@ class End:
 
 
 class ForkServer:
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self.folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -74,8 +77,9 @@ class ForkServer:
     def _start(self) -> None:
         self.close()
         ours, theirs = Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "tests.faults.forks", str(theirs.fileno()), str(os.getpid()), str(self.folder)]
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+        environment = environment_on(self.device, os.environ | own, gpus=4)
+        command = [sys.executable, "-m", "tests.faults.forks", str(theirs.fileno()), str(os.getpid()), str(self.folder), self.device]
         with open(self.folder / "server.log", "wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -94,8 +98,8 @@ class ForkServer:
 
 
 @functools.cache
-def shared_forks() -> ForkServer:
-    server = ForkServer()
+def shared_forks(device: str = "cpu") -> ForkServer:
+    server = ForkServer(device)
     atexit.register(shutil.rmtree, server.folder, ignore_errors=True)
     atexit.register(server.close)
     return server
@@ -104,7 +108,7 @@ def shared_forks() -> ForkServer:
 # ------------------------------------------------------------------------------------------------ in the server's process
 
 
-def _serve(pipe: Connection, folder: Path) -> None:
+def _serve(pipe: Connection, folder: Path, device: str) -> None:
     import datasets  # noqa: F401  what the ranks would import: once, here
     import torch
     import transformers.models.gpt2.modeling_gpt2
@@ -123,21 +127,21 @@ def _serve(pipe: Connection, folder: Path) -> None:
         count += 1
         place = folder / f"call-{count}"
         place.mkdir()
-        children = [_fork(place, rank, world_size, task) for rank in range(world_size)]
+        children = [_fork(place, rank, world_size, task, device) for rank in range(world_size)]
         ends = _wait(children, time.monotonic() + limit_seconds)
         answer = [_end(place, rank, code, stuck) for rank, (code, stuck) in enumerate(ends)]
         shutil.rmtree(place, ignore_errors=True)
         pipe.send(answer)
 
 
-def _fork(place: Path, rank: int, world_size: int, task: bytes) -> int:
+def _fork(place: Path, rank: int, world_size: int, task: bytes, device: str) -> int:
     server = os.getpid()
     child = os.fork()
     if child:
         return child
     code = 3
     try:
-        _be_rank(place, rank, world_size, task, server)
+        _be_rank(place, rank, world_size, task, server, device)
         code = 0
     except BaseException:  # noqa: BLE001  whatever it was, the test gets the traceback
         (place / f"text-{rank}").write_text(traceback.format_exc())
@@ -146,22 +150,17 @@ def _fork(place: Path, rank: int, world_size: int, task: bytes) -> int:
         os._exit(code)
 
 
-def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int) -> None:
-    from datetime import timedelta
-
+def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int, device: str) -> None:
     import torch.distributed as dist
 
     from fsdp_tune.core.parent_death import die_with_parent
-    from tests.ranks import Leaves
+    from tests.ranks import Leaves, enter_world
 
     die_with_parent(server)
     log = os.open(place / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    dist.init_process_group("gloo", f"file://{place}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    dist.barrier()  # else a rank that ends at once closes connections that others are still opening
+    enter_world(rank, world_size, f"{place}/rendezvous", device, timeout_seconds=60)
     function, arguments = pickle.loads(task)
     try:
         value, stays = function(*arguments), True
@@ -205,4 +204,4 @@ if __name__ == "__main__":
     from tests.faults import forks
 
     die_with_parent(int(sys.argv[2]))
-    forks._serve(Connection(int(sys.argv[1])), Path(sys.argv[3]))
+    forks._serve(Connection(int(sys.argv[1])), Path(sys.argv[3]), sys.argv[4])

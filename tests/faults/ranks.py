@@ -33,6 +33,7 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
 from tests.faults.sabotage import SABOTAGE
 from tests.parity import runs
+from tests.ranks import rank_device
 
 FIRST, SECOND, THIRD = 10, 20, 30
 
@@ -40,7 +41,8 @@ FIRST, SECOND, THIRD = 10, 20, 30
 def _live(*, full: bool = False) -> Live:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.to(rank_device())
+    mesh = init_device_mesh(rank_device(), (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -69,7 +71,7 @@ def _set_step(live: Live, step: int) -> None:
     """Makes every number a function of the step, of its tensor and of its place in the whole tensor."""
     with torch.no_grad():
         for index, value in enumerate(_values(live).values()):
-            whole = (torch.arange(value.numel(), dtype=torch.float32) / 7 + index + step).view(value.shape)
+            whole = (torch.arange(value.numel(), dtype=torch.float32, device=value.device) / 7 + index + step).view(value.shape)
             if isinstance(value, DTensor):
                 whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
             _local(value).copy_(whole)
@@ -84,7 +86,7 @@ def _is_at(live: Live, step: int) -> bool:
 
 def _checkpointer(path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]) -> Checkpointer:
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
-    return Checkpointer(RunDir(path), live, "cpu", asynchronous, keep, facts, saved.append, HeartbeatWriter(RunDir(path), 0))
+    return Checkpointer(RunDir(path), live, rank_device(), asynchronous, keep, facts, saved.append, HeartbeatWriter(RunDir(path), 0))
 
 
 def _save(
@@ -195,10 +197,10 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
             assert chosen is not None
             state.load_model(live, chosen.path)
             state.load_optimizer(live, chosen.path)
-            resume.restore_rng(str(chosen.path), 0, chosen.step, "cpu")
-            drawn = torch.rand(1)
+            resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
+            drawn = torch.rand(1, device=rank_device())
             torch.manual_seed(chosen.step)
-            same = torch.equal(drawn, torch.rand(1)) and _is_at(live, chosen.step)
+            same = torch.equal(drawn, torch.rand(1, device=rank_device())) and _is_at(live, chosen.step)
             own = resume.restore_own(str(chosen.path))
             found.append((chosen.step, same and own["sums"][0] == float(chosen.step)))
         save(path, THIRD, keep=None)
@@ -220,10 +222,10 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
         assert chosen is not None
         state.load_model(live, chosen.path)
         state.load_optimizer(live, chosen.path)
-        resume.restore_rng(str(chosen.path), 0, chosen.step, "cpu")
-        drawn, own = torch.rand(1), resume.restore_own(str(chosen.path))
+        resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
+        drawn, own = torch.rand(1, device=rank_device()), resume.restore_own(str(chosen.path))
     torch.manual_seed(chosen.step)
-    same = torch.equal(drawn, torch.rand(1)) and _is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
+    same = torch.equal(drawn, torch.rand(1, device=rank_device())) and _is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
     return "the same" if same else "something else"
 
 
@@ -269,8 +271,8 @@ def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
 
 def drawn_after_coming_back(path: Path) -> float:
     """The first random number of this rank after it came back to a checkpoint of another number of ranks."""
-    resume.restore_rng(str(path), 7, ranks_step(path), "cpu")
-    return float(torch.rand(1))
+    resume.restore_rng(str(path), 7, ranks_step(path), rank_device())
+    return float(torch.rand(1, device=rank_device()))
 
 
 def ranks_step(path: Path) -> int:

@@ -16,6 +16,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected
@@ -30,15 +31,18 @@ SECOND_SAVE = ".checkpoint-6."
 
 
 @functools.cache
-def adapted() -> Training:
-    return Training(shared_forks(), CASE, LORA)
+def adapted(device: str) -> Training:
+    return Training(shared_forks(device), CASE, LORA)
 
 
 @pytest.mark.ranks
+@on_devices
 @pytest.mark.parametrize("number", [5, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 13))])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_and_the_run_resumes(rank: int, number: int) -> None:
-    training = adapted()
+def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_and_the_run_resumes(
+    rank: int, number: int, device: str
+) -> None:
+    training = adapted(device)
     run = training.new()
     ends = training.attempt(run, faults=[(rank, Fault(number, "torn", inside=SECOND_SAVE))])
     assert ends[rank].code == KILLED
@@ -49,9 +53,10 @@ def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_an
 
 
 @pytest.mark.ranks
+@on_devices
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(rank: int) -> None:
-    training = adapted()
+def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(rank: int, device: str) -> None:
+    training = adapted(device)
     run = training.new()
     ends = training.attempt(run, faults=[(rank, Fault(5, "error", errno.ENOSPC, sticky=True, inside=SECOND_SAVE))])
     assert outcomes(ends) == [(0, "finished")] * 2

@@ -14,17 +14,20 @@ import pytest
 
 from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
+from tests.cuda.devices import on_devices
+from tests.cuda.environment import environment_on
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 PROMISED_SECONDS = 5.0
 START_SECONDS = 240.0
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, device: str) -> subprocess.Popen[bytes]:
     keys = ("training.max_steps=5000", "training.logging_steps=1", "training.save_steps=5", "checkpoint.probe=false", "output_dir=run")
+    keys += (f"launch.device={device}",)
     words = [word for key in keys for word in ("--set", key)]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = environment_on(device, {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"})
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -57,10 +60,11 @@ def words_of(process: psutil.Process) -> list[str]:
         return []
 
 
+@on_devices
 @pytest.mark.parametrize("who", ["command", "accelerate"])
-def test_no_process_survives_killed_launcher_for_five_seconds(who: str, tmp_path: Path) -> None:
+def test_no_process_survives_killed_launcher_for_five_seconds(who: str, tmp_path: Path, device: str) -> None:
     run = RunDir(tmp_path / "run")
-    command = start(tmp_path)
+    command = start(tmp_path, device)
     whole: list[psutil.Process] = []
     try:
         wait_until_it_trains(run, command)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import End, ForkServer
@@ -29,6 +30,7 @@ def outcome(run: RunDir, rank: int) -> dict[str, Any]:
     return document
 
 
+@on_devices
 @pytest.mark.parametrize(
     "what", ["NaN in a gradient", pytest.param("infinite gradient", marks=slow), pytest.param("infinite weight", marks=slow)]
 )
@@ -45,6 +47,7 @@ def test_nonfinite_gradient_on_one_rank_stops_all_before_the_update(rank: int, w
     training.is_whole(run)
 
 
+@on_devices
 @slow
 @pytest.mark.parametrize(
     ("what", "code", "reason"),
@@ -67,6 +70,7 @@ def test_out_of_memory_error_names_rank_and_memory(rank: int, what: str, code: i
     training.is_whole(run)
 
 
+@on_devices
 @slow
 @pytest.mark.parametrize("what", ["loader raises", "loader dies"])
 def test_failing_loader_worker_ends_the_run(what: str, forks: ForkServer) -> None:
@@ -129,6 +133,7 @@ def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, trai
     training.is_whole(run)
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.faults import ranks
 from tests.faults.checks import half_files, stages, verified_steps
 from tests.faults.conftest import Count
@@ -88,6 +89,7 @@ def test_save_operations_are_deterministic(tmp_path: Path, forks: ForkServer) ->
     assert {"mkdir", "open", "write", "fsync", "fsync_dir", "rename", "rmtree"} <= kinds
 
 
+@on_devices
 def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, forks: ForkServer, count: Count) -> None:
     cases = Cases(tmp_path, forks)
     points = points_of(cases.operations(), every_write=60, every=7)
@@ -95,6 +97,7 @@ def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path
     count(kill_points_in_a_save=len(points))
 
 
+@on_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["sharded", "background", "full"])
 def test_rank_killed_at_any_operation_leaves_old_or_new(variant: str, tmp_path: Path, forks: ForkServer, count: Count) -> None:
@@ -144,6 +147,7 @@ def broken(cases: Cases, errors: Sequence[int], *, every_write: int, every: int 
     return faults
 
 
+@on_devices
 def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_succeeds(
     tmp_path: Path, forks: ForkServer, count: Count
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from tests.cuda.devices import on_devices, on_devices_fast
 from tests.faults import ranks
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count
@@ -51,6 +52,7 @@ def death(training: Training, *happenings: Happening) -> RunDir:
     return run
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("phase", "step"),
     cases([("forward", 8)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
@@ -62,6 +64,7 @@ def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int,
     training.is_whole(run)
 
 
+@on_devices
 @slow
 def test_rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes(forks: ForkServer) -> None:
     sample = {"every": 4, "prompts": ["one plus two is", "two"], "max_new_tokens": 4}
@@ -78,6 +81,7 @@ def samples(run: RunDir) -> list[tuple[int, list[str]]]:
     return [(line["step"], [each["text"] for each in line["samples"]]) for line in runs.lines(run) if line.get("event") == "samples"]
 
 
+@on_devices
 @slow
 def test_run_with_all_ranks_killed_resumes(training: Training) -> None:
     run = training.new()
@@ -88,6 +92,7 @@ def test_run_with_all_ranks_killed_resumes(training: Training) -> None:
     training.is_whole(run)
 
 
+@on_devices
 @slow
 def test_five_crashes_in_a_row_lose_nothing(training: Training) -> None:
     run = training.new()
@@ -100,6 +105,7 @@ def test_five_crashes_in_a_row_lose_nothing(training: Training) -> None:
     training.is_whole(run)
 
 
+@on_devices
 @pytest.mark.parametrize("number", cases([37], [1, 90, 300, 500, 700, 1200]))
 @pytest.mark.parametrize("rank", cases([0], [1]))
 def test_rank_killed_at_a_file_operation_of_a_save_resumes(number: int, rank: int, training: Training) -> None:
@@ -114,6 +120,7 @@ def test_rank_killed_at_a_file_operation_of_a_save_resumes(number: int, rank: in
 # ---------------------------------------------------------------------------------------------------------------- signals
 
 
+@on_devices_fast
 @pytest.mark.parametrize("step", cases([3], [1, 2, 4, 5, 6, 7, 8, 9]))
 def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Training) -> None:
     """Dropout, accumulation, a schedule, the end of an epoch, and the steps where it saves anyway."""
@@ -127,6 +134,7 @@ def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Train
     training.is_whole(run)
 
 
+@on_devices
 @pytest.mark.parametrize(("number", "code"), cases([], [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]))
 @pytest.mark.parametrize("phases", each([("fetch", "forward"), ("forward", "log"), ("log", "fetch"), ("reduce", "save")]))
 def test_signals_at_different_times_stop_both_ranks_at_one_step(
@@ -154,6 +162,7 @@ def test_signal_in_last_steps_keeps_final_checkpoint(step: int, training: Traini
     training.is_whole(run)
 
 
+@on_devices
 @pytest.mark.parametrize("number", cases([], [1, 3, 60, 150, 260, 330]))
 def test_signal_during_a_save_stops_after_it(number: int, training: Training) -> None:
     run = training.new()
@@ -165,6 +174,7 @@ def test_signal_during_a_save_stops_after_it(number: int, training: Training) ->
     training.is_whole(run)
 
 
+@on_devices
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, training: Training) -> None:
@@ -181,6 +191,7 @@ def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, train
 # --------------------------------------------------------------------------------------------------- disks, and what is left
 
 
+@on_devices
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_save_succeeds_after_disk_space_is_freed(rank: int, training: Training) -> None:
@@ -215,6 +226,7 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(kind: s
 # ------------------------------------------------------------------------------------------------------------ other worlds
 
 
+@on_devices
 @pytest.mark.parametrize("worlds", each([(2, 4, 1), (1, 2, 4), (4, 2, 1)]))
 def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tuple[int, ...], forks: ForkServer, count: Count) -> None:
     """Llama without dropout, whose curve does not depend on the number of ranks."""
@@ -248,6 +260,7 @@ def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tupl
     count(resumes=2)
 
 
+@on_devices
 @slow
 @pytest.mark.parametrize(
     "change",
@@ -266,6 +279,7 @@ def test_resume_with_other_sharding_equals_uninterrupted_run(change: dict[str, A
     training.is_whole(run)
 
 
+@on_devices
 @slow
 def test_recomputation_draws_same_dropout_masks_after_resume(training: Training, forks: ForkServer) -> None:
     recomputed = Training(forks, CASE, {"fsdp": {"activation_checkpointing": "full"}})
@@ -275,6 +289,7 @@ def test_recomputation_draws_same_dropout_masks_after_resume(training: Training,
     assert numbers(run) == numbers(training.whole)
 
 
+@on_devices
 @pytest.mark.parametrize("world", [1, 4])
 def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, forks: ForkServer) -> None:
     forks.values(2, ranks.save, tmp_path, ranks.FIRST)
@@ -283,6 +298,7 @@ def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_pat
     assert drawn == forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"), "repeatable"
 
 
+@on_devices
 @slow
 def test_repeated_saves_leak_nothing(tmp_path: Path, forks: ForkServer, count: Count) -> None:
     for early, late in forks.values(2, ranks.many_saves, tmp_path, 400, limit_seconds=400.0):

@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, read_manifest
+from tests.cuda.devices import on_devices
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import ForkServer
@@ -44,6 +45,7 @@ def test_machine_waits_until_checkpoint_files_are_visible(
     assert told == [ends] * 2
 
 
+@on_devices
 @pytest.mark.parametrize("world", [2, 4])
 def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, forks: ForkServer) -> None:
     """Moments included, on the same and on another number of ranks."""

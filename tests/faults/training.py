@@ -40,10 +40,10 @@ class Training:
 
     def new(self, case: Case | None = None, changes: dict[str, Any] | None = None) -> RunDir:
         """`changes`: of what changes no number."""
-        case, bench = case or self.case, shared_bench()
+        case, bench = case or self.case, shared_bench(self.forks.device)
         model = bench.model(case.architecture, None if self.vocabulary == VOCABULARY else self.vocabulary)
         recipe = runs.merged(runs.merged(case.recipe(str(model)), self.changes), changes or {})
-        return runs.write_run(bench.new_folder(), recipe, bench.store, vocabulary=self.vocabulary)
+        return bench.written_run(recipe, vocabulary=self.vocabulary)
 
     def attempt(
         self,
@@ -83,7 +83,7 @@ def outcomes(ends: Sequence[End]) -> list[tuple[int, str]]:
 
 
 @functools.cache
-def shared_training() -> Training:
+def shared_training(device: str = "cpu") -> Training:
     from tests.faults.forks import shared_forks
 
-    return Training(shared_forks())
+    return Training(shared_forks(device))

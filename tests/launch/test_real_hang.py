@@ -11,6 +11,7 @@ import pytest
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Verdict
+from tests.cuda.devices import on_devices
 from tests.launch.test_real_restart import launch, written
 from tests.parity.runs import lines
 
@@ -29,6 +30,7 @@ def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Verdict, list[Event]
     return ended, events, run.hang_report.stat().st_mtime - (run.path / "accident-0").stat().st_mtime
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("phase", "step"),
     [
@@ -41,8 +43,9 @@ def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Verdict, list[Event]
         ("saving", 3),
     ],
 )
-def test_rank_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Path) -> None:
-    run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"training.eval_strategy": "steps", "training.eval_steps": 2})
+def test_rank_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Path, device: str) -> None:
+    evaluated = {"training.eval_strategy": "steps", "training.eval_steps": 2}
+    run = written(tmp_path, "run", steps=STEPS, device=device, **KEYS, **evaluated)
     ended, _, seconds = hang_of(run, {"rank": 1, "step": step, "phase": phase, "how": int(signal.SIGSTOP)})
     assert ended.problem is not None
     assert f"rank 1 (step {step}, `{phase}`, stopped (SIGSTOP)" in ended.problem.message
@@ -50,10 +53,11 @@ def test_rank_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Pat
     assert LIMIT_SECONDS <= seconds <= PROMISED_SECONDS
 
 
+@on_devices
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_stalled_final_save_is_a_hang(asynchronous: bool, tmp_path: Path) -> None:
+def test_stalled_final_save_is_a_hang(asynchronous: bool, tmp_path: Path, device: str) -> None:
     """In a background save, the training threads of both ranks wait; only one of the saves has stalled."""
-    run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"checkpoint.async": asynchronous})
+    run = written(tmp_path, "run", steps=STEPS, device=device, **KEYS, **{"checkpoint.async": asynchronous})
     ended, _, seconds = hang_of(run, {"rank": 1, "step": STEPS, "phase": "training", "how": "dead disk"})
     assert ended.problem is not None
     assert "rank 1 (step 3, `saving`, at " in ended.problem.message
@@ -62,10 +66,11 @@ def test_stalled_final_save_is_a_hang(asynchronous: bool, tmp_path: Path) -> Non
     assert seconds <= PROMISED_SECONDS + 5.0, "counted from the step before the save"
 
 
+@on_devices
 @pytest.mark.parametrize("how", ["the last save", "a save after a signal"])
-def test_background_save_slower_than_the_limit_is_not_a_hang(how: str, tmp_path: Path) -> None:
+def test_background_save_slower_than_the_limit_is_not_a_hang(how: str, tmp_path: Path, device: str) -> None:
     keys = KEYS | {"checkpoint.probe": False, "checkpoint.async": True, "training.save_steps": 100}
-    run = written(tmp_path, "run", steps=STEPS if how == "the last save" else 1000, **keys)
+    run = written(tmp_path, "run", steps=STEPS if how == "the last save" else 1000, device=device, **keys)
     accidents: list[dict[str, Any]] = [{"rank": rank, "step": 2, "how": "slow disk"} for rank in range(2)]
     if how == "a save after a signal":
         accidents.append({"rank": 1, "step": 3, "how": int(signal.SIGTERM)})

@@ -25,6 +25,8 @@ from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import Heartbeat, Verdict, read_heartbeat
 from tests.conftest import REPOSITORY
+from tests.cuda.devices import on_devices
+from tests.cuda.environment import environment_on
 from tests.launch.orphans import children, left_over
 from tests.parity.runs import lines, loss_lines, saved_parameters
 
@@ -39,11 +41,11 @@ SECRETS = {
 }
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, **SECRETS, "PYTHONPATH": str(REPOSITORY)}
+def environment(device: str = "cpu") -> dict[str, str]:
+    return environment_on(device, {**os.environ, **SECRETS, "PYTHONPATH": str(REPOSITORY)})
 
 
-def written(folder: Path, name: str, *, steps: int, **keys: Any) -> RunDir:
+def written(folder: Path, name: str, *, steps: int, device: str = "cpu", **keys: Any) -> RunDir:
     """A run directory as `train --no-start` leaves it, of the embedded recipe with a line and a save after each step."""
     settings = {
         "output_dir": str(folder / name),
@@ -54,14 +56,13 @@ def written(folder: Path, name: str, *, steps: int, **keys: Any) -> RunDir:
         "training.warmup_steps": 0,
         "training.report_to": [],
         "checkpoint.probe": False,
+        "launch.device": device,
         "launch.max_restarts": 100,
         "launch.num_cpu_threads_per_process": 1,
     }
     words = [word for key, value in (settings | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--no-start"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment(device))
     assert done.returncode == 0, done.stderr
     return RunDir(folder / name)
 
@@ -69,7 +70,7 @@ def written(folder: Path, name: str, *, steps: int, **keys: Any) -> RunDir:
 def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Verdict, list[Event]]:
     (run.path / "accidents.json").write_text(json.dumps(accidents))
     recipe = read_resolved(run)
-    plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment())
+    plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment(str(recipe.launch.device)))
     before = children()
     events = list(Attempts(plan, recipe, partial(rows_of_step, run.data_json, recipe)).events())
     assert isinstance(events[-1], Verdict)
@@ -94,8 +95,9 @@ def restarted(run: RunDir) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line.get("event") == "restarted"]
 
 
-def test_restarts_after_kill_and_failure_equal_uninterrupted_run(tmp_path: Path) -> None:
-    run = written(tmp_path, "run", steps=5, **{"checkpoint.async": False})
+@on_devices
+def test_restarts_after_kill_and_failure_equal_uninterrupted_run(tmp_path: Path, device: str) -> None:
+    run = written(tmp_path, "run", steps=5, device=device, **{"checkpoint.async": False})
     shutil.copytree(run.path, tmp_path / "whole")
     whole = RunDir(tmp_path / "whole")
     assert launch(whole)[0].exit_code == 0
@@ -126,9 +128,10 @@ def test_twenty_kills_equal_uninterrupted_run(tmp_path: Path, request: pytest.Fi
 
 
 @pytest.mark.slow
+@on_devices
 @pytest.mark.parametrize("how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"])
-def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | str) -> None:
-    run = written(tmp_path, "run", steps=4, **{"launch.hang_timeout": "8s"})
+def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | str, device: str) -> None:
+    run = written(tmp_path, "run", steps=4, device=device, **{"launch.hang_timeout": "8s"})
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == 0
     (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
@@ -142,8 +145,9 @@ def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | s
 
 
 @pytest.mark.slow
-def test_three_failures_at_one_step_end_the_run_and_name_rows(tmp_path: Path) -> None:
-    run = written(tmp_path, "run", steps=6)
+@on_devices
+def test_three_failures_at_one_step_end_the_run_and_name_rows(tmp_path: Path, device: str) -> None:
+    run = written(tmp_path, "run", steps=6, device=device)
     accident = {"rank": 1, "step": 3, "how": "raise"}
     ended, _ = launch(run, accident, accident, accident)
     assert ended.exit_code == 1
@@ -157,9 +161,12 @@ def test_three_failures_at_one_step_end_the_run_and_name_rows(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@on_devices
 @pytest.mark.parametrize(("how", "code", "restarts"), [("oom", 3, 0), ("memory", 0, 1)])
-def test_run_out_of_host_memory_restarts_and_out_of_device_memory_does_not(tmp_path: Path, how: str, code: int, restarts: int) -> None:
-    run = written(tmp_path, "run", steps=4)
+def test_run_out_of_host_memory_restarts_and_out_of_device_memory_does_not(
+    tmp_path: Path, how: str, code: int, restarts: int, device: str
+) -> None:
+    run = written(tmp_path, "run", steps=4, device=device)
     ended, _ = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == code
     assert len(restarted(run)) == restarts

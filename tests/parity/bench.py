@@ -110,9 +110,10 @@ class Bench:
             runs.resume_from(run, self.run(case.donor()))
         return run
 
-    def written_run(self, changes: dict[str, Any], **of_store: Any) -> RunDir:
-        """A new run directory on this bench's device and rows."""
-        return runs.write_run(self.new_folder(), runs.merged(changes, {"launch": {"device": self.device}}), self.store, **of_store)
+    def written_run(self, changes: dict[str, Any], store: Path | None = None, **of_store: Any) -> RunDir:
+        """A new run directory on this bench's device, and on its rows unless given others."""
+        changes = runs.merged(changes, {"launch": {"device": self.device}})
+        return runs.write_run(self.new_folder(), changes, store or self.store, **of_store)
 
 
 def spread_of(case: Case, bench: Bench) -> Spread:

@@ -1,50 +1,59 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cuda.devices import DEVICES, leave_to_slow_tests, require
+from tests.cuda.devices import DEVICES, leave_to_slow_tests
 from tests.evidence import Results, installed
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import Case
 from tests.parity.report import EVIDENCE, summary
 from tests.ranks import RankPool, shared_pool
 
+HERE = Path(__file__).parent
 # Modules whose tests run on an emulated GPU as well as on the CPU, and those that `scripts/test` runs there.
-ON_CUDA_TOO = {"test_matrix", "test_adapters", "test_fp8", "test_lean_state", "test_optimizers", "test_resume", "test_shared_rows"}
+ON_CUDA_TOO = {
+    "test_matrix",
+    "test_adapters",
+    "test_breaks",
+    "test_fp8",
+    "test_lean_state",
+    "test_optimizers",
+    "test_resume",
+    "test_shared_rows",
+}
 FAST_ON_CUDA = {
     "test_run_follows_the_reference": {
         "llama, 2 ranks, FULL_SHARD",
         "llama, 2 ranks, NO_SHARD",
         "llama, 2 ranks, FULL_SHARD, offload True",
     },
-    "test_flex_attention_follows_the_reference": {"llama-16, 1 ranks, FULL_SHARD, packed True"},
 }
 
 
 @pytest.fixture(scope="session")
-def pool() -> RankPool:
-    return shared_pool()
+def pool(device: str) -> RankPool:
+    return shared_pool(device)
 
 
 @pytest.fixture(scope="session")
-def bench(request: pytest.FixtureRequest) -> Bench:
-    device = getattr(request, "param", "cpu")
-    require(device)
+def bench(device: str) -> Bench:
     return shared_bench(device)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bench" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2] in ON_CUDA_TOO:
-        metafunc.parametrize("bench", DEVICES, indirect=True)
+        metafunc.parametrize("device", DEVICES, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_to_slow_tests(items, FAST_ON_CUDA)
-    for item in items:
+    own = [item for item in items if item.path.is_relative_to(HERE)]  # pytest hands the items of all folders to each conftest
+    leave_to_slow_tests(own, FAST_ON_CUDA)
+    for item in own:
         if isinstance(item, pytest.Function) and _needs_one_gpu(item):
             item.add_marker(pytest.mark.one_gpu)
 
@@ -53,7 +62,7 @@ def _needs_one_gpu(item: pytest.Function) -> bool:
     """Whether a test compares a run of one rank on a GPU that needs no run of more."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     case = given.get("case")
-    return given.get("bench") == "cuda" and isinstance(case, Case) and case.ranks == 1 and case.resumed != "other"
+    return given.get("device") == "cuda" and isinstance(case, Case) and case.ranks == 1 and case.resumed != "other"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from tests.cuda.devices import require
 from tests.parity import runs
-from tests.parity.bench import Bench
+from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import Case
 
 DROPOUT = Case("gpt2-dropout")
@@ -58,6 +59,32 @@ def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> 
     assert evaluations(run) == evaluations(whole)
     one, other = (runs.saved_parameters(each, runs.STEPS) for each in (run, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        (Case(), 2),
+        (Case(offload=True), 2),
+        (Case(fsdp=(("state_dict_type", "FULL_STATE_DICT"),)), 4),
+        (Case(training=(("optim_args", "state_dtype=bf16"),)), 2),
+        (Case("mixtral"), 4),
+    ],
+    ids=str,
+)
+def test_resume_on_the_other_device_continues_losses(case: Case, ranks: int, bench: Bench) -> None:
+    """A checkpoint of CPU ranks is resumed on GPUs, and one of GPUs on CPU ranks; also on another number of ranks."""
+    require("cuda")
+    whole = shared_bench("cuda" if bench.device == "cpu" else "cpu").run(case)
+    run = resumed(bench, replace(case, ranks=ranks), whole)
+    runs.train(bench.pool, run, ranks)
+    one, other = numbers(run), numbers(whole)
+    assert [(line[0], *line[4:]) for line in one] == [(line[0], *line[4:]) for line in other], "steps, rates and rows"
+    assert one[: runs.SAVED_STEP] == other[: runs.SAVED_STEP]
+    assert [line[2] for line in one] == pytest.approx([line[2] for line in other], rel=1e-5)
+    assert evaluations(run)[-1] == pytest.approx(evaluations(whole)[-1], rel=1e-5)
 
 
 @pytest.mark.ranks

@@ -7,11 +7,11 @@ from tests.ranks import RankPool, shared_pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> RankPool:
-    return shared_pool()
+def pool(device: str) -> RankPool:
+    return shared_pool(device)
 
 
 @pytest.fixture(scope="session")
-def bench() -> Bench:
+def bench(device: str) -> Bench:
     """Runs of the parity matrix, so that a run which is there already is not run again."""
-    return shared_bench()
+    return shared_bench(device)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 
@@ -16,11 +17,12 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_
 def run_of(bench: Bench, **training: Any) -> RunDir:
     training = {"max_steps": 20, "logging_steps": 4, "eval_steps": 2, "save_steps": 20} | training
     changes = {"model": {"from_config": GPT2}, "training": training, "launch": {"num_processes": 2}}
-    run = runs.write_run(bench.new_folder(), changes, bench.store, vocabulary=384)
+    run = bench.written_run(changes, vocabulary=384)
     runs.train(bench.pool, run, 2)
     return run
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("metric", [None, "perplexity"])
 def test_run_that_does_not_improve_ends_with_line_checkpoint_and_reason(bench: Bench, metric: str | None) -> None:

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.test_fsdp_units import BERT
@@ -60,7 +61,7 @@ def run_of(bench: Bench, model: dict[str, Any], rows: int = 4, **fsdp: Any) -> t
         "fsdp": fsdp,
         "launch": {"num_processes": 2},
     }
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     return run, bench.pool.run(2, runs.run_worker, str(run.path))
 
 
@@ -71,6 +72,7 @@ def finished(bench: Bench, model: dict[str, Any], rows: int = 4, **fsdp: Any) ->
     return json.loads(run.readback_json.read_text()), [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
     document, _ = finished(bench, JAMBA, activation_checkpointing="full")
@@ -84,12 +86,14 @@ def test_balance_loss_does_not_depend_on_wrapping(bench: Bench) -> None:
     assert by_size == [pytest.approx(step, rel=1e-5) for step in as_one]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
     document, _ = finished(bench, ERNIE)
     assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_model_with_parameters_that_never_get_a_gradient_resumes(bench: Bench) -> None:
     run, _ = run_of(bench, BART)
@@ -109,6 +113,7 @@ def test_loss_under_dynamic_rope_does_not_depend_on_the_micro_batch(bench: Bench
     assert together == [pytest.approx(step, rel=1e-5) for step in apart]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_tied_parameters_across_units_train_as_unsharded(bench: Bench) -> None:
     model = BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -116,6 +121,7 @@ def test_tied_parameters_across_units_train_as_unsharded(bench: Bench) -> None:
     assert sharded == [pytest.approx(step, rel=1e-5) for step in whole]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_noncausal_model_is_refused_before_first_step(bench: Bench) -> None:
     run, outcomes = run_of(bench, BERT | {"is_decoder": False})
@@ -135,7 +141,7 @@ def run_with_hub_kernel(path: str) -> dict[str, Any]:
 def test_hub_kernel_in_place_of_flash_attention_keeps_packed_examples_apart(bench: Bench) -> None:
     case = Case(packed=True)
     changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"attn_implementation": "flash_attention_2"}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store, packed=True)
+    run = bench.written_run(changes, packed=True)
     runs.train(bench.pool, run, case.ranks, functools.partial(run_with_hub_kernel))
     document = json.loads(run.readback_json.read_text())
     assert document["attention"] == FLASH_STAND_IN
@@ -152,7 +158,7 @@ def adapted(bench: Bench, model: dict[str, Any]) -> tuple[RunDir, list[dict[str,
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     changes = {"max_steps": 2, "per_device_train_batch_size": 4, "eval_strategy": "no", "warmup_steps": 0}
     sections = {"model": {"name_or_path": str(base)}, "lora": {"r": 2}, "training": changes, "data": {"eval": None}}
-    run = runs.write_run(bench.new_folder(), {**sections, "launch": {"num_processes": 2}}, bench.store)
+    run = bench.written_run({**sections, "launch": {"num_processes": 2}})
     return run, bench.pool.run(2, runs.run_worker, str(run.path))
 
 

@@ -22,6 +22,7 @@ from fsdp_tune.data.store import IGNORE_INDEX, STORE_KIND, RowStore
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -66,7 +67,7 @@ def store(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of(case: Case, bench: Bench, store: Path) -> RunDir:
     lora = {"lora": dict(case.lora) | {"adapter": str(bench.adapter(case))}} if case.lora else {}
     changes = runs.merged(case.recipe(str(bench.model(case.architecture))), SETTINGS | lora)
-    run = runs.write_run(bench.new_folder(), changes, store, packed=case.packed)
+    run = bench.written_run(changes, store, packed=case.packed)
     document = json.loads(run.data_json.read_text())
     document["report"] = {
         "inputs": [entry | {"label": entry.get("label"), "set": "train", "files": 1, "tokens": 1, "repeats": 1} for entry in TRAIN]
@@ -113,6 +114,7 @@ def expected_line(steps: list[dict[str, tuple[float, int]]]) -> dict[str, float 
     return {name: total / count if count else None for name, (total, count) in sums.items()}
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in CASES])
 def test_losses_of_sources_equal_a_plain_computation(case: Case, bench: Bench, store: Path) -> None:

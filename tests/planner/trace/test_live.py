@@ -78,7 +78,7 @@ def test_trace_memory_equals_live_worker(name: str, bench: Bench) -> None:
     changes = runs.merged(
         case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}}
     )
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     live: dict[str, Any] = bench.pool.run(case.ranks, functools.partial(run_watched, str(run.path)))[0]["seen"]
 
     trace = trace_of(Recipe.model_validate(json.loads(run.recipe_json.read_text())))

@@ -14,6 +14,7 @@ import torch
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
 from fsdp_tune.worker.checkpoint.save import remove_leftovers, rotate
+from tests.cuda.devices import on_devices, on_devices_fast
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -86,6 +87,7 @@ def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
     assert steps(run) == [10]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
     run = bench.run(Case())
@@ -98,39 +100,42 @@ def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
     assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) -> None:
     best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     every_second = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | every_second})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    run = bench.written_run(recipe)
     runs.train(bench.pool, run, 2)
     assert steps(run) == [6, 2]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_another(bench: Bench) -> None:
     """`save_strategy: best` leaves the last step to the end of the run."""
     best_is_first = {"metric_for_best_model": "loss", "greater_is_better": True, "save_strategy": "best"}
     short = {"load_best_model_at_end": True, "max_steps": 4, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | short})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    run = bench.written_run(recipe)
     runs.train(bench.pool, run, 2)
     assert steps(run) == [4, 2]
     last, best = (runs.saved_parameters(run, step) for step in (4, 2))
     assert not any(torch.equal(last[name], best[name]) for name in last)
     recipe["training"] |= {"max_steps": 6}
-    longer = runs.write_run(bench.new_folder(), recipe, bench.store)
+    longer = bench.written_run(recipe)
     runs.resume_from(longer, run, 2)
     runs.resume_from(longer, run, 4)
     runs.train(bench.pool, longer, 2)
     assert steps(longer) == [6, 2], "a resumed run knows the best of the run before"
 
 
+@on_devices
 @pytest.mark.ranks
 def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
     short = {"metric_for_best_model": "loss", "max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
-    run = runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), {"training": short}), bench.store)
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"training": short}))
     outcomes = bench.pool.run(2, run_recording_rotations, str(run.path))
     assert outcomes[0] == [[2], [4], [6]]
 
@@ -150,15 +155,14 @@ def run_recording_rotations(path: str) -> list[list[int]]:
     return protected_steps
 
 
+@on_devices_fast
 @pytest.mark.ranks
 def test_background_save_has_the_state_of_its_step(bench: Bench) -> None:
     """Steps go on while a save is written: it must be that of a run which waits."""
     case = Case()
-    waiting = runs.write_run(
-        bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), {"checkpoint": {"async": False}}), bench.store
-    )
+    waiting = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), {"checkpoint": {"async": False}}))
     runs.train(bench.pool, waiting, 2, run_without_slow_disk)
-    background = runs.write_run(bench.new_folder(), case.recipe(str(bench.model("llama"))), bench.store)
+    background = bench.written_run(case.recipe(str(bench.model("llama"))))
     runs.train(bench.pool, background, 2, run_with_slow_disk)
     for step in (runs.SAVED_STEP, 2 * runs.SAVED_STEP):
         one, other = (runs.saved_parameters(run, step) for run in (waiting, background))
@@ -209,11 +213,12 @@ def saves(run: RunDir) -> dict[int, str]:
     return {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("operation", ["open", "write"])
 def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(rank: int, operation: str, bench: Bench) -> None:
-    run = runs.write_run(bench.new_folder(), Case().recipe(str(bench.model("llama"))), bench.store)
+    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
     worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
     runs.train(bench.pool, run, 2, worker)
     assert saves(run) == {10: "checkpoint_failed", 20: "checkpoint_saved", 22: "checkpoint_saved"}
@@ -223,9 +228,10 @@ def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeed
     assert "No space left" in line["message"]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
-    run = runs.write_run(bench.new_folder(), Case().recipe(str(bench.model("llama"))), bench.store)
+    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
     worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=10**9)
     outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
     assert {outcome["exit_code"] for outcome in outcomes} == {1}
@@ -235,20 +241,20 @@ def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
     assert steps(run) == []
 
 
+@on_devices
 @pytest.mark.ranks
 def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
     changes = {"checkpoint": {"save_failure": "stop", "async": False}}
-    run = runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), changes), bench.store)
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), changes))
     worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
     outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
     assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 10), (1, 10)]
 
 
+@on_devices
 @pytest.mark.ranks
 def test_probe_writes_a_complete_checkpoint_and_removes_it(bench: Bench) -> None:
-    run = runs.write_run(
-        bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}), bench.store
-    )
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}))
     runs.train(bench.pool, run, 2)
     probed = [line for line in runs.lines(run) if line.get("event") == "checkpoint_probed"]
     assert [line["step"] for line in probed] == [1]
@@ -257,10 +263,11 @@ def test_probe_writes_a_complete_checkpoint_and_removes_it(bench: Bench) -> None
     assert one == other, "a probe changes no number"
 
 
+@on_devices
 @pytest.mark.ranks
 def test_probe_that_fails_ends_the_run_after_one_step(bench: Bench) -> None:
     changes = runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
     outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
     assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]

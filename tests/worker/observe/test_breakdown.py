@@ -13,6 +13,7 @@ from fsdp_tune.core.command import ProfiledSteps, parse_profile
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.worker.observe.profiling import Share, breakdown, difference, intersection, length, union
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -93,6 +94,7 @@ def run_profiled(path: str) -> dict[str, Any]:
     return runs.run_worker(path)
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_profile_records_requested_steps_without_changing_numbers(bench: Bench) -> None:

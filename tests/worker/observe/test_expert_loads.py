@@ -14,6 +14,7 @@ from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.worker.observe import shares
 from fsdp_tune.worker.observe.shares import ExpertLoads
 from fsdp_tune.worker.step_observer import LoggedStep
+from tests.cuda.devices import on_devices
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 
@@ -78,6 +79,7 @@ def test_only_logged_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ExpertLoads(nn.Linear(2, 2), torch.device("cpu")).facts(LoggedStep(1)) == {}
 
 
+@on_devices
 @pytest.mark.ranks
 def test_lines_of_a_sharded_mixture_have_the_tokens_of_all_ranks(bench: Bench) -> None:
     run = bench.run(Case("mixtral", recomputation="full", accumulation=2, packed=True))

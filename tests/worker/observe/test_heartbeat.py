@@ -19,6 +19,7 @@ from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, is_waiting
 from fsdp_tune.worker.observe.step_progress import Slowest, StepProgress, slowest
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -226,6 +227,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.e2e
+@on_devices
 def test_slow_rank_is_logged_as_event(bench: Bench) -> None:
     run = bench.fresh_run(Case(), run_with_a_slow_rank)
     events = [line for line in runs.lines(run) if line.get("event") == "slow_rank"]

@@ -13,6 +13,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import generate
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.model.families import FAMILIES
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -36,11 +37,12 @@ def run_of(bench: Bench, model: dict[str, Any], sample: dict[str, Any] | None, *
     data_ranks = ranks // sections.get("parallelism", {}).get("sp_size", 1)
     training = {"max_steps": 3, "per_device_train_batch_size": 4 // data_ranks, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
     changes = {"model": {"from_config": model}, "training": training | {"sample": sample}, "data": {"eval": None}}
-    run = runs.write_run(bench.new_folder(), changes | {"launch": {"num_processes": ranks}} | sections, bench.store, vocabulary=384)
+    run = bench.written_run(changes | {"launch": {"num_processes": ranks}} | sections, vocabulary=384)
     runs.train(bench.pool, run, ranks)
     return run
 
 
+@on_devices
 @pytest.mark.ranks
 def test_adapters_with_dropout_continue_bitwise(bench: Bench) -> None:
     base = str(bench.model("llama", 384))
@@ -49,7 +51,7 @@ def test_adapters_with_dropout_continue_bitwise(bench: Bench) -> None:
     found: list[list[float]] = []
     for sample in (None, SAMPLE):
         recipe = {**sections, "training": training | {"sample": sample}, "launch": {"num_processes": 2}}
-        run = runs.write_run(bench.new_folder(), recipe, bench.store, vocabulary=384)
+        run = bench.written_run(recipe, vocabulary=384)
         runs.train(bench.pool, run, 2)
         found.append([line["loss"] for line in runs.loss_lines(run)])
     assert found[0] == found[1]
@@ -60,6 +62,7 @@ def samples(run: RunDir) -> list[tuple[int, list[str]]]:
     return [(line["step"], [each["text"] for each in line["samples"]]) for line in runs.lines(run) if line.get("event") == "samples"]
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "sections"),
@@ -85,6 +88,7 @@ def test_training_continues_bitwise_as_without_samples(bench: Bench, model: dict
     assert all(len(texts) == 3 for _, texts in samples(sampled))
 
 
+@on_devices
 @pytest.mark.ranks
 def test_texts_are_those_of_the_trained_weights(bench: Bench) -> None:
     run = run_of(bench, LLAMA, SAMPLE)
@@ -105,6 +109,7 @@ def test_texts_are_those_of_the_trained_weights(bench: Bench) -> None:
     ]
 
 
+@on_devices
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_compiled_layers_run_uncompiled_while_sampling(bench: Bench) -> None:
@@ -113,7 +118,7 @@ def test_compiled_layers_run_uncompiled_while_sampling(bench: Bench) -> None:
     graphs: list[int] = []
     for sample in (None, SAMPLE | {"every": 1}):
         recipe = {**changes, "training": training | {"sample": sample}}
-        run = runs.write_run(bench.new_folder(), recipe, bench.store, vocabulary=384)
+        run = bench.written_run(recipe, vocabulary=384)
         runs.train(bench.pool, run, 2, runs.run_with_kernels)
         graphs.append(max(line["graphs"] for line in runs.lines(run) if line.get("event") == "compiled"))
     assert graphs[0] == graphs[1]

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_tune.worker.observe.shares import StepShares
 from fsdp_tune.worker.step_observer import LoggedStep
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -85,6 +86,7 @@ def test_only_logged_steps_are_timed() -> None:
     assert told[1] == {"last_step_seconds": None, "optimizer_seconds": None, "exposed_communication_seconds": None}
 
 
+@on_devices
 @pytest.mark.ranks
 def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
     lines = [line for line in runs.lines(bench.run(Case())) if "loss" in line]
@@ -101,6 +103,7 @@ def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
     assert {"importing", "loading the model", "forward", "backward", "optimizer step"} <= set(first["phase_seconds"])
 
 
+@on_devices
 @pytest.mark.ranks
 def test_waits_of_ddp_inside_autograd_are_not_estimated(bench: Bench) -> None:
     lines = [line for line in runs.lines(bench.run(Case(strategy="NO_SHARD"))) if "loss" in line]

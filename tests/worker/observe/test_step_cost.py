@@ -75,7 +75,7 @@ def synchronisations(bench: Bench, accumulation: int, plant: str = "", *, packed
     case = Case(ranks=1, accumulation=accumulation, packed=packed)
     quiet = {"max_steps": 5, "logging_steps": 1000, "eval_strategy": "no", "save_strategy": "no", "witness": "first"}
     recipe = case.recipe(str(bench.model(case.architecture)))
-    run = runs.write_run(bench.new_folder(), runs.merged(recipe, {"training": quiet}), bench.store, packed=packed)
+    run = bench.written_run(runs.merged(recipe, {"training": quiet}), packed=packed)
     [outcome] = bench.pool.run(1, count_synchronisations, str(run.path), plant)
     assert outcome["exit_reason"] == "finished", outcome["traceback"]
     every: list[dict[str, int]] = outcome["counts"]

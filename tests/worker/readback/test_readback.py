@@ -11,6 +11,7 @@ import pytest
 from fsdp_tune.recipe import resolve as resolving
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.cuda.devices import on_devices
 from tests.model.recipes import recipe_of
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -39,6 +40,7 @@ def test_expected_state_matches_strategy(strategy: str) -> None:
     assert meaning_of(expected(recipe)) == MEANING[strategy]
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", MEANING)
 def test_live_state_matches_strategy(strategy: str, bench: Bench) -> None:
@@ -59,6 +61,7 @@ def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str,
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 
+@on_devices
 @pytest.mark.ranks
 def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
     document = json.loads(bench.run(Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))).readback_json.read_text())
@@ -66,28 +69,31 @@ def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
     assert (document["forward_prefetch"], document["backward_prefetch"]) == (units - 1, units - 1)
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("frozen", [1, 2, 3])
 def test_prefetch_of_the_backward_is_capped_at_units_with_a_backward(frozen: int, bench: Bench) -> None:
     """The embedding and the first layers are frozen: what is gathered ahead in the backward ends at the first trained unit."""
     changes = {"model": {"freeze": ["model.embed_tokens.*", *(f"model.layers.{layer}.*" for layer in range(frozen - 1))]}}
     case = Case(fsdp=(("backward_prefetch", 9),))
-    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), changes), bench.store)
+    run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), changes))
     runs.train(bench.pool, run, case.ranks)
     document = json.loads(run.readback_json.read_text())
     assert document["differences"] == []
     assert document["prefetching_units_of_backward"] < document["prefetching_units"] or frozen == 1
 
 
+@on_devices
 @pytest.mark.ranks
 def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: Bench) -> None:
     case = Case(version=1, precision="bf16")
     changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"freeze": ["*.mlp.*"]}})
-    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    run = bench.written_run(changes)
     runs.train(bench.pool, run, case.ranks)
     assert json.loads(run.readback_json.read_text())["frozen_dtypes"] == ["float32"]
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(("version", "offload"), [(2, False), (2, True), (1, False)])  # FSDP1 offloads from a GPU alone
 def test_readback_reports_the_plugins_actual_fields(version: int, offload: bool, bench: Bench) -> None:
@@ -145,12 +151,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_run_with_wrong_live_state_is_stopped(name: str, bench: Bench) -> None:
     fields, keys, message = CASES[name]
     case = Case(**fields)
-    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), keys), bench.store)
+    run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), keys))
     outcomes = bench.pool.run(case.ranks, functools.partial(run_sabotaged, str(run.path), name))
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     document = json.loads(run.readback_json.read_text())
@@ -168,6 +175,7 @@ def test_every_sabotage_is_tested() -> None:
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "is_inside"),

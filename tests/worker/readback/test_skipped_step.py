@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp_tune.run.directory import RunDir
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -73,7 +74,7 @@ def trained(bench: Bench, case: Case, *, nonfinite: bool) -> RunDir:
         "witness": "first",  # a later one would stop the run whose update is left out
     }
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), {"training": short})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    run = bench.written_run(recipe)
     for outcome in bench.pool.run(case.ranks, train_with_nan if nonfinite else train_without_update, str(run.path)):
         assert outcome["exit_reason"] == "finished", outcome["traceback"]
         assert outcome["gathered"] == [[]] * STEPS, "units gathered when a step begins"
@@ -88,6 +89,7 @@ def train_without_update(path: str) -> dict[str, Any]:
     return train(path, nonfinite=False)
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_run_with_skipped_step_equals_run_without_that_update(case: Case, bench: Bench) -> None:
@@ -109,6 +111,7 @@ def train_with_nan_at_first(path: str) -> dict[str, Any]:
         return train(path, nonfinite=True)
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "optimizer",
@@ -121,7 +124,7 @@ def test_save_before_first_update_keeps_optimizer_state(optimizer: dict[str, str
     def new_run(*, save_steps: int, probes: bool) -> RunDir:
         training = {"warmup_steps": 0, "max_steps": 3, "eval_strategy": "no", "on_nonfinite": "skip", "save_steps": save_steps}
         changes: dict[str, Any] = {"training": training | optimizer, "checkpoint": {"probe": probes}}
-        return runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), changes), bench.store)
+        return bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), changes))
 
     never, early, resumed = new_run(save_steps=3, probes=False), new_run(save_steps=1, probes=True), new_run(save_steps=3, probes=False)
     for run in (never, early):

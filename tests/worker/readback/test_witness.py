@@ -18,6 +18,7 @@ from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.readback.witness import checksums, copy_differences, generator_differences, row_differences
 from tests.conftest import REPOSITORY
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -285,12 +286,13 @@ def run_planted(path: str, name: str) -> dict[str, Any]:
 FAST = ("same dropout streams", "stale parameter", "not updated", "diverging replicas, DDP", "time limits of mesh groups")
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTS])
 def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
     _, case, keys, step, message = PLANTS[name]
     recipe = runs.merged(case.recipe(str(bench.model("llama"))), keys | {"training": {"witness": "first"}})
-    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    run = bench.written_run(recipe)
     outcomes = bench.pool.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     problem = outcomes[0]["problem"]
@@ -305,19 +307,22 @@ def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
 # --------------------------------------------------------------------------------------------------------------- healthy
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("resumed", ["no", "same", "other"])
 def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(resumed: str, bench: Bench) -> None:
     document = json.loads(bench.run(Case(resumed=resumed)).readback_json.read_text())
-    states = [rank["CPU"] for rank in document["witness"]["generators"]]
-    assert len(set(states)) == len(states) == 2
+    generators = document["witness"]["generators"]
+    assert [set(rank) for rank in generators] == [{"CPU"} if bench.device == "cpu" else {"CPU", "cuda"}] * 2
+    assert all(one != other for one, other in zip(*(rank.values() for rank in generators), strict=True))
 
 
+@on_devices
 @pytest.mark.ranks
 def test_first_update_is_compared_once_after_warmup(bench: Bench) -> None:
     case = Case("gpt2")
     keys = {"training": {"witness": "first", "max_steps": 4, "eval_strategy": "no"}}
-    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("gpt2"))), keys), bench.store)
+    run = bench.written_run(runs.merged(case.recipe(str(bench.model("gpt2"))), keys))
     runs.train(bench.pool, run, case.ranks)
     assert [line["step"] for line in runs.lines(run) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
 
@@ -340,6 +345,7 @@ def test_witness_costs_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> N
     assert cost["cpu_seconds"] < 0.005 * cost["training_cpu_seconds"]
 
 
+@on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "meshes"), [("FULL_SHARD", 0), ("HYBRID_SHARD", 2)])
 def test_every_process_group_has_the_same_time_limit(strategy: str, meshes: int, bench: Bench) -> None:
