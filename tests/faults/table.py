@@ -181,7 +181,7 @@ LAUNCH = (
         "F035", "r", 11, REFUSED, "CUDA_VISIBLE_DEVICES empty, of one, by UUID; more ranks than devices",
         "core/test_devices::visible_devices_follow_cuda_semantics", "cuda/test_failures::devices_are_counted_as_torch_does_whatever_is_visible",
         "cuda/test_failures::hidden_gpus_are_named_with_the_variable", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
-        "recipe/test_resolve::cpu_is_never_chosen_silently",
+        "recipe/test_resolve::cpu_is_never_chosen_silently", "cuda/test_failures::machine_with_fewer_gpus_is_refused_and_the_other_names_it_missing",
     ),
     _row(
         "F036", "r", 11, REFUSED, "a rank dies at import, before it can report", "launch/test_real_launch::import_error_of_a_rank_replaces_torchrun_report",
@@ -465,7 +465,8 @@ SURROUNDINGS = (
 DEVICES = (
     _row("F143", "r", 11, REFUSED, "a GPU fails in the middle of a run: off the bus, by a kernel's fault",
          "cuda/test_failures::gpu_that_falls_off_the_bus_is_named_and_missed_by_the_resume",
-         "cuda/test_failures::restart_without_the_lost_gpu_ends_with_what_is_missing", "cuda/test_failures::fault_of_a_kernel_restarts_the_run"),
+         "cuda/test_failures::restart_without_the_lost_gpu_ends_with_what_is_missing", "cuda/test_failures::fault_of_a_kernel_restarts_the_run",
+         "cuda/test_amd::error_of_hip_is_a_failed_device", "cuda/test_amd::rank_that_the_runtime_aborts_has_its_message"),
     _row("F144", "r", 9, REFUSED, "a GPU that hangs; a rank that NCCL's watchdog ends", "launch/test_verdict::rank_that_the_watchdog_ended_has_its_message",
          "launch/test_verdict::rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device",
          "cuda/test_failures::rank_that_the_watchdog_of_nccl_ends_has_its_message",
