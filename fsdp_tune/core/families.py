@@ -159,14 +159,15 @@ EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
 """Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
 
 
-def expert_count(config: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer; 1 for a dense model."""
-    return max((count for count in _values(config, EXPERTS.names) if isinstance(count, int)), default=1)
+def expert_count(config: Any) -> int:
+    """Return the number of experts in a layer; 1 for a dense model. Configurations that have it under two names have it once
+    (`attribute_map` of transformers), so the first name decides."""
+    return EXPERTS.of(config) or 1
 
 
 def is_router(config: Any, outputs: int) -> bool:
     """Return whether a linear layer with this number of outputs has one for each expert of a mixture."""
-    return outputs == EXPERTS.of(config)
+    return outputs == expert_count(config) > 1
 
 
 # ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them.

@@ -40,8 +40,41 @@ def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_fa
     for source in (config, config.to_dict()):
         assert [table.of(source) for table in (families.LAYERS, families.HIDDEN_SIZE, families.HEADS)] == [3, 48, 6]
         assert families.EXPERTS.of(source) is None
-    assert families.expert_count({}) == 1
+
+
+def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> None:
+    assert families.expert_count({}) == families.expert_count({"num_experts": None}) == families.expert_count({"num_experts": 0}) == 1
     assert families.expert_count({"n_routed_experts": 8, "num_experts": None}) == 8
+    assert families.expert_count({"num_experts": 4, "n_routed_experts": 8}) == 4
+    assert families.is_router({"num_experts": 8}, 8)
+    assert not families.is_router({}, 1), "a dense model has no router, but may have a Linear with one output"
+
+
+def families_with_experts() -> list[str]:
+    """Model types with a field or an alias for the number of experts, of those that are made without other configurations."""
+    names = re.compile("|".join(rf"\b{name}\b" for name in families.EXPERTS.names))
+    files = [path for path in MODELS.glob("*/configuration_*.py") if names.search(path.read_text(encoding="utf-8"))]
+    return sorted(path.parent.name for path in files if path.parent.name in CONFIG_MAPPING_NAMES)
+
+
+def test_names_for_the_number_of_experts_agree_in_every_family() -> None:
+    """transformers keeps the number once, and other names are aliases: `expert_count` needs no rule for a family."""
+    found: dict[str, int] = {}
+    for family in families_with_experts():
+        config = AutoConfig.for_model(family).get_text_config()
+        given = {value for name in families.EXPERTS.names for value in (getattr(config, name, None), config.to_dict().get(name)) if value}
+        assert len(given) <= 1, family
+        found[family] = families.expert_count(config)
+        assert found[family] == families.expert_count(config.to_dict()) == max(given, default=1), family
+    assert len(found) > 30
+    assert {name: found[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe")} == {
+        "mixtral": 8,
+        "qwen2_moe": 60,
+        "qwen3_moe": 128,
+        "deepseek_v3": 256,
+        "gpt_oss": 128,
+        "ernie4_5_moe": 64,
+    }
 
 
 @pytest.mark.parametrize(
