@@ -150,7 +150,7 @@ def rehearse(
         check_cache(wanted)
         position = recipe.positions.get("launch.device")
         device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
-        ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.sp_size > 1 else RANKS)
+        ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.of_row.world_size > 1 else RANKS)
         checks = list[Check]()
         with temporary_directory("rehearsal-", keep=lambda: not all(check.passed for check in checks)) as folder:
             compared = wanted.model_copy(update={"lora": None}) if parity else wanted

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
@@ -30,7 +28,7 @@ from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import elements
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.sequence_parallel import shared_rows
-from fsdp_tune.model.shard.local import bare_class
+from fsdp_tune.model.shard.local import bare_class, bare_model
 
 FUNCTION = "load_balancing_loss_func"
 """Name of transformers' function in the module of each such model: (router logits of all layers, experts, top-k, attention mask)."""
@@ -71,8 +69,7 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
     if "example_ids" not in batch:
         yield
         return
-    bare = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
-    module: Any = sys.modules[bare_class(bare).__module__]
+    module: Any = sys.modules[bare_class(bare_model(wrapped)).__module__]
     ids, lengths, rows = batch["example_ids"], batch["example_lengths"], shared_rows()
     ids = (ids if rows is None else rows.own_tokens(ids)).reshape(-1)
     group = None if rows is None else rows.group

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -33,6 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, FIND_PACKED_IN_PART, IS_PACKED, SUPPORTS_INTERFACE, attention_of
+from fsdp_tune.model.shard.local import bare_model
+from fsdp_tune.model.shard.wrap import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
@@ -89,19 +89,9 @@ def shared_rows() -> SharedRows | None:
     return _shared
 
 
-def set_sequence_group(model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
-    """Let the ranks of `group` share the rows of forwards in `rows_known`; with None each rank has its own."""
-    model.sequence_group = group  # type: ignore[assignment]  # nn.Module declares its attributes as tensors and modules
-
-
 def sequence_group_of(wrapped: nn.Module) -> dist.ProcessGroup | None:
     """Return the group of ranks that share rows, of a (wrapped) model; None if each rank has its own."""
-    group: dist.ProcessGroup | None = vars(_bare(wrapped)).get("sequence_group")
-    return group
-
-
-def _bare(wrapped: nn.Module) -> nn.Module:
-    return wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
+    return groups_of(wrapped).get("sequence")
 
 
 @contextlib.contextmanager
@@ -116,7 +106,7 @@ def rows_known(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[N
     examples = None if positions is None else example_numbers(positions)
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    config: Any = _bare(wrapped).config
+    config: Any = bare_model(wrapped).config
     FIND_PACKED_IN_PART.get()
     # transformers must not look for packed examples itself: it would see this rank's tokens only.
     with packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), attention_of(config)):
@@ -257,7 +247,7 @@ def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
     def own_value(_module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
-    config: Any = _bare(wrapped).config
+    config: Any = bare_model(wrapped).config
     kernel = attention_of(config)
     ALL_ATTENTION_FUNCTIONS[kernel] = own_value
     try:
@@ -268,7 +258,7 @@ def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
 
 def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
     """Check what the configuration shows before weights are loaded; `worker.readback.isolation` compares logits. Raises: usage error."""
-    size = recipe.parallelism.sp_size
+    size = recipe.topology.sequence
     if size == 1:
         return
     if not SUPPORTS_INTERFACE.of(model):

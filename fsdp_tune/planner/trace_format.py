@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.topology import DIMENSIONS, Topology
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Records = npt.NDArray[Any]
 
@@ -85,7 +86,8 @@ all-to-all.
 `kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-GROUPS = ("shard", "replicate", "world", "sequence")
+GROUPS = ("world", *DIMENSIONS)
+"""What `Topology.group` takes."""
 
 WAIT = np.dtype([*_WHERE, ("source", "i1"), ("until", "i4")])
 """`stream` waits until all work that was issued to stream `source` at positions < `until` is done."""
@@ -130,16 +132,18 @@ class Shapes:
     micro_batch: int
     """Sequences of one forward."""
     tokens: int
-    """Tokens of one sequence (`data.max_length`), which `sequence_size` ranks share."""
+    """Tokens of one sequence (`data.max_length`)."""
     accumulation: int
     """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first and the last)."""
     traced_micro_batches: int
     traced_steps: int
-    world_size: int
-    shard_size: int
-    """Ranks that hold the shards of one copy; those of a sequence group are among them."""
-    replicate_size: int
-    sequence_size: int = 1
+    topology: Topology
+    is_sharded: bool = True
+
+    @property
+    def shards(self) -> int:
+        """Parts of the model on different ranks; 1 for plain DDP, also where ranks share rows."""
+        return self.topology.copy_size if self.is_sharded else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +215,7 @@ class Trace:
             op_names=tuple(head["op_names"]),
             units=tuple(Unit(**unit) for unit in head["units"]),
             counts=Counts(**head["counts"]),
-            shapes=Shapes(**head["shapes"]),
+            shapes=Shapes(**head["shapes"] | {"topology": Topology(**head["shapes"]["topology"])}),
             traced_layers=head["traced_layers"],
             period=head["period"],
             first_repeated=head["first_repeated"],

@@ -119,8 +119,7 @@ _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def expected(recipe: Recipe) -> dict[str, Any]:
     """Return the expected state of the live objects of every rank, for a resolved recipe. `worker.readback.report` compares them."""
     meaning = _MEANING[recipe.fsdp.sharding_strategy]
-    replicas = recipe.topology.replicate
-    sizes = {"shard": recipe.world_size // replicas, "replicate": replicas}
+    sizes = {axis: recipe.topology.group(axis).ranks for axis in meaning["mesh"]}
     compute = _COMPUTE[recipe.precision.mixed_precision]
     storage = _STORAGE[recipe.model.dtype]
     bits = state_bits(recipe.training)
@@ -144,8 +143,8 @@ def expected(recipe: Recipe) -> dict[str, Any]:
         **of_fsdp2,
         "wrapper": wrapper,
         "world_size": recipe.world_size,
-        "mesh": [sizes[axis] for axis in meaning["mesh"]],
-        "sequence_group": recipe.parallelism.sp_size,
+        "mesh": list(sizes.values()),
+        "sequence_group": recipe.topology.sequence,
         "placements": placements,
         "reshard_after_forward": reshard,
         "parameter_dtype": storage,

@@ -209,18 +209,18 @@ class _Resolver:
             self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
-        sizes = mesh_sizes(self.recipe, world)
+        found = mesh_sizes(self.recipe, world)
+        sizes = found.topology
         parallelism = self.recipe.parallelism
         if parallelism.dp_replicate_size == "auto":
-            self.decide("parallelism.dp_replicate_size", sizes.replicate, sizes.reason)
+            self.decide("parallelism.dp_replicate_size", sizes.replicate, found.reason)
         if parallelism.dp_shard_size == "auto":
-            reason = "ranks of a machine" if self.recipe.is_hybrid and world.machines > 1 else sizes.reason
+            reason = "ranks of a machine" if self.recipe.is_hybrid and world.machines > 1 else found.reason
             self.decide("parallelism.dp_shard_size", sizes.shard, reason)
         both_unset = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
         if self.recipe.is_hybrid and world.machines == 1 and both_unset:
             strategy = self.recipe.fsdp.sharding_strategy
-            of_copy = sizes.shard * parallelism.sp_size
-            message = f"`{strategy}` on one machine: two copies of the model, each over {of_copy} ranks"
+            message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
             self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
 
     def fsdp(self) -> None:
@@ -335,9 +335,10 @@ class _Resolver:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
             self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
-        padding, sequence = recipe.data.pad_to_multiple_of, recipe.parallelism.sp_size
-        if padding % sequence and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", math.lcm(padding, sequence), f"`parallelism.sp_size: {sequence}` divides each row")
+        padding, row = recipe.data.pad_to_multiple_of, recipe.parallelism.of_row
+        if padding % row.row_parts and not given(recipe, "data.pad_to_multiple_of"):
+            dividing = " × ".join(f"`{key}: {size}`" for key, size in row.row_keys().items())
+            self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{dividing} divides each row")
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.recipe.findings import Finding
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -35,7 +36,7 @@ class World:
 
 def data_ranks(recipe: Recipe, world: World) -> int:
     """Return the number of groups of ranks that read different rows."""
-    return max(1, world.size // recipe.parallelism.sp_size)
+    return max(1, world.size // recipe.parallelism.of_row.world_size)
 
 
 WorldRule = Callable[[Recipe, World], Iterator[Finding]]
@@ -43,28 +44,30 @@ WorldRule = Callable[[Recipe, World], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """Data-parallel mesh: `replicate` copies of the model, each over `shard` groups of ranks that read different rows."""
-
-    replicate: int
-    shard: int
+    topology: Topology
     reason: str
 
 
 def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
     """Return the mesh of a recipe that passes the rules below."""
-    replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
-    size, rows_shared = data_ranks(recipe, world), "" if recipe.parallelism.sp_size == 1 else " / sp_size"
+    copies, shards = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
+    row, size, strategy = recipe.parallelism.of_row, data_ranks(recipe, world), recipe.fsdp.sharding_strategy
+    rows_shared = "".join(f" / {key.split('.')[1]}" for key in row.row_keys())
+
+    def sizes(replicate: int, shard: int, reason: str) -> MeshSizes:
+        return MeshSizes(replace(row, replicate=replicate, shard=shard), reason)
+
     if not recipe.is_sharded:
-        return MeshSizes(size, 1, "NO_SHARD: every rank holds the whole model")
+        return sizes(size, 1, "NO_SHARD: every rank holds the whole model")
     if not recipe.is_hybrid:
-        return MeshSizes(1, size, f"{recipe.fsdp.sharding_strategy}: one copy, sharded over all ranks{rows_shared}")
-    if isinstance(replicate, int):
-        return MeshSizes(replicate, size // replicate, f"world size / dp_replicate_size{rows_shared}")
-    if isinstance(shard, int):
-        return MeshSizes(size // shard, shard, f"world size / dp_shard_size{rows_shared}")
+        return sizes(1, size, f"{strategy}: one copy, sharded over all ranks{rows_shared}")
+    if isinstance(copies, int):
+        return sizes(copies, size // copies, f"world size / dp_replicate_size{rows_shared}")
+    if isinstance(shards, int):
+        return sizes(size // shards, shards, f"world size / dp_shard_size{rows_shared}")
     if world.machines > 1:
-        return MeshSizes(world.machines, size // world.machines, f"{recipe.fsdp.sharding_strategy}: one copy per machine{rows_shared}")
-    return MeshSizes(2, size // 2, f"{recipe.fsdp.sharding_strategy} on one machine: two copies{rows_shared}")
+        return sizes(world.machines, size // world.machines, f"{strategy}: one copy per machine{rows_shared}")
+    return sizes(2, size // 2, f"{strategy} on one machine: two copies{rows_shared}")
 
 
 def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
@@ -76,22 +79,24 @@ def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
 
 
 def rows_are_shared_evenly(recipe: Recipe, world: World) -> Iterator[Finding]:
-    sequence = recipe.parallelism.sp_size
-    keys = ("parallelism.sp_size", "launch.num_processes", "launch.num_machines")
-    if world.size % world.machines or sequence == 1:
+    row = recipe.parallelism.of_row
+    sharing, size = row.row_keys(), row.world_size
+    if world.size % world.machines or not sharing:
         return
-    if world.size % sequence:
-        message = f"`parallelism.sp_size: {sequence}` does not divide {world.size} ranks"
+    keys = (*sharing, "launch.num_processes", "launch.num_machines")
+    what = " × ".join(f"`{key}: {number}`" for key, number in sharing.items())
+    if world.size % size:
+        message = f"{what} does not divide {world.size} ranks"
         yield Finding("mesh-does-not-fit", keys, message, "write a divisor of the number of ranks")
-    elif world.local_size % sequence and sequence % world.local_size:
-        message = f"`parallelism.sp_size: {sequence}` spreads the ranks of a row unevenly over machines of {world.local_size} ranks"
+    elif world.local_size % size and size % world.local_size:
+        message = f"{what} spreads the ranks of a row unevenly over machines of {world.local_size} ranks"
         yield Finding("mesh-does-not-fit", keys, message, f"write a divisor or a multiple of {world.local_size}")
 
 
 def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
     replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
-    size, sequence = data_ranks(recipe, world), recipe.parallelism.sp_size
-    if not recipe.is_sharded or world.size % world.machines or world.size % sequence:
+    size, sharing = data_ranks(recipe, world), recipe.parallelism.of_row.world_size
+    if not recipe.is_sharded or world.size % world.machines or world.size % sharing:
         return
     if not recipe.is_hybrid:
         if replicate not in {"auto", 1} or shard not in {"auto", size}:
@@ -101,12 +106,12 @@ def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
         return
     if isinstance(replicate, int) and isinstance(shard, int) and replicate * shard != size:
         message = f"{replicate} copies × {shard} shards = {replicate * shard} ranks, and there are {world.size}"
-        if sequence > 1:
-            message = f"{replicate} copies × {shard} shards × {sequence} ranks a row = {replicate * shard * sequence} ranks, "
+        if sharing > 1:
+            message = f"{replicate} copies × {shard} shards × {sharing} ranks a row = {replicate * shard * sharing} ranks, "
             message += f"and there are {world.size}"
         yield Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
         return
-    rows_shared = "" if sequence == 1 else f" (of {world.size}, {sequence} share each row)"
+    rows_shared = "" if sharing == 1 else f" (of {world.size}, {sharing} share each row)"
     for name, given in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
         if isinstance(given, int) and size % given:
             message = f"`parallelism.{name}: {given}` does not divide {_count(size, 'rank')}{rows_shared}"
@@ -116,15 +121,14 @@ def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
 
 
 def _hybrid_makes_sense(recipe: Recipe, world: World) -> Iterator[Finding]:
-    sizes, strategy = mesh_sizes(recipe, world), recipe.fsdp.sharding_strategy
-    of_copy = sizes.shard * recipe.parallelism.sp_size
-    if sizes.replicate * of_copy == world.size and sizes.replicate > 1 and of_copy > 1:
+    sizes, strategy = mesh_sizes(recipe, world).topology, recipe.fsdp.sharding_strategy
+    if sizes.world_size == world.size and sizes.replicate > 1 and sizes.copy_size > 1:
         return
     if recipe.parallelism.dp_replicate_size == recipe.parallelism.dp_shard_size == "auto":
         where = "on one machine" if world.machines == 1 else f"over {world.machines} machines"
         message = f"`fsdp.sharding_strategy: {strategy}` {where} needs at least two copies of two shards; there are {world.size} ranks"
         message += "" if world.size % 2 == 0 else ", an odd number"
-        message += "" if recipe.parallelism.sp_size == 1 else f", and {recipe.parallelism.sp_size} share each row"
+        message += "" if sizes.row_size == 1 else f", and {sizes.row_size} share each row"
         other = "FULL_SHARD" if strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
         hint = f"use {other}, or an even number of ranks from 4"
     else:
@@ -138,9 +142,9 @@ def resharding_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
     ranks = recipe.fsdp.reshard_after_forward
     if type(ranks) is not int or world.size % world.machines:
         return
-    shard = mesh_sizes(recipe, world).shard * recipe.parallelism.sp_size
-    if not 1 < ranks < shard or shard % ranks:
-        message = f"`fsdp.reshard_after_forward: {ranks}` does not divide the {shard} ranks that share one copy"
+    of_copy = mesh_sizes(recipe, world).topology.copy_size
+    if not 1 < ranks < of_copy or of_copy % ranks:
+        message = f"`fsdp.reshard_after_forward: {ranks}` does not divide the {of_copy} ranks that share one copy"
         hint = "write a divisor above 1, such as the ranks of a machine, or leave it out"
         yield Finding("mesh-does-not-fit", ("fsdp.reshard_after_forward", *MESH_KEYS), message, hint)
 
@@ -256,8 +260,12 @@ def batch_arithmetic(recipe: Recipe) -> str:
 
 def readers_of_rows(recipe: Recipe, size: int) -> str:
     """Describe what reads rows of its own: `8 ranks`, or `2 groups of 4 ranks`."""
-    sequence = recipe.parallelism.sp_size
-    return _count(size, "rank") if sequence == 1 else f"{_count(size, 'group')} of {sequence} ranks"
+    return readers(size, recipe.parallelism.of_row.world_size)
+
+
+def readers(groups: int, sharing: int) -> str:
+    """Describe `groups` of `sharing` ranks, each of which reads rows of its own."""
+    return _count(groups, "rank") if sharing == 1 else f"{_count(groups, 'group')} of {sharing} ranks"
 
 
 def _count(number: int, what: str) -> str:

@@ -110,6 +110,8 @@ def _sums(
         tokens += batch.supervised_tokens if recipe.topology.counts_rows(dist.get_rank()) else 0
         finished()
     total[-1] = torch.tensor([float(loss), tokens], dtype=torch.float64)
+    if not recipe.topology.counts_loss(dist.get_rank()):
+        total.zero_()
     dist.all_reduce(total)
     return total.tolist()
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 from fsdp_tune.core.atomic import PRIVATE_MODE
 from fsdp_tune.core.devices import available_cores, lost_devices
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
@@ -27,8 +28,10 @@ from fsdp_tune.worker.observe import heartbeat
 COLLECTIVE_MARGIN_SECONDS = 300
 OPEN_FILES = 4096
 """For all but connections."""
-GLOO_GROUPS = 7
-"""At most at once: of all ranks, of saves, of loading, two of a hybrid mesh, and two of shared rows."""
+GLOO_GROUPS = 5
+"""At most at once: of all ranks, of saves, of loading, and two of a hybrid mesh."""
+GLOO_GROUPS_OF_ROWS = 2
+"""Of each dimension along which ranks share rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +114,11 @@ def _write_to(log: int) -> None:
     os.close(log)
 
 
-def raise_open_file_limit(world_size: int) -> None:
+def raise_open_file_limit(topology: Topology) -> None:
     """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES + GLOO_GROUPS * world_size
+    groups = GLOO_GROUPS + GLOO_GROUPS_OF_ROWS * len(topology.row_keys())
+    wanted = OPEN_FILES + groups * topology.world_size
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
@@ -128,7 +132,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
-    raise_open_file_limit(rank.world_size)
+    raise_open_file_limit(recipe.topology)
     device_type = recipe.launch.device
     timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
     if device_type == "cpu":

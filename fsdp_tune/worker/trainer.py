@@ -209,7 +209,8 @@ class FsdpTrainer(Trainer):
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
         """`step_targets`: supervised tokens of the step over all ranks and micro-batches."""
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
-        ranks = self.parts.recipe.topology.gradient_size
+        topology, sums = self.parts.recipe.topology, self.lines.sums
+        ranks, is_counted = topology.gradient_size, topology.counts_loss(dist.get_rank())
         share = ranks / step_targets
         auxiliary = self._auxiliary_weight * ranks / self._step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
@@ -219,9 +220,10 @@ class FsdpTrainer(Trainer):
             auxiliary=auxiliary,
             loss_scale=scale,
             label_smoothing=smoothing,
-            source_losses=self.lines.sums.source_losses,
+            source_losses=sums.source_losses if is_counted else None,
         )
-        self.lines.sums.add(loss_sum)
+        if is_counted:
+            sums.add(loss_sum)
         return loss
 
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:

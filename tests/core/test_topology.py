@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.core.topology import Group, Topology
+from fsdp_tune.core.topology import DIMENSIONS, Group, Topology
 
 
 def test_ranks_that_share_rows_have_one_data_rank() -> None:
@@ -14,6 +14,29 @@ def test_ranks_that_share_rows_have_one_data_rank() -> None:
     assert (topology.data_size, topology.gradient_size) == (4, 8)
     assert [rank for rank in range(16) if topology.counts_rows(rank)] == [0, 4, 8, 12]
     assert [topology.data_rank(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [rank for rank in range(16) if topology.counts_loss(rank)] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert (topology.row_size, topology.row_parts, topology.copy_size) == (4, 2, 4)
+    assert topology.row_keys() == {"parallelism.sp_size": 2, "parallelism.tp_size": 2}
+
+
+def test_ranks_with_rows_or_tokens_of_their_own_are_the_outer_ones() -> None:
+    """Numbers of ranks are divided by the sizes of the inner dimensions."""
+    of_rows, of_tokens = ([getattr(each, name) for each in DIMENSIONS.values()] for name in ("has_own_rows", "has_own_tokens"))
+    assert of_rows == sorted(of_rows, reverse=True)
+    assert of_tokens == sorted(of_tokens, reverse=True)
+    assert all(each.has_own_tokens for each in DIMENSIONS.values() if each.has_own_rows)
+    shards = [index for index, each in enumerate(DIMENSIONS.values()) if each.has_own_shards]
+    assert shards == list(range(shards[0], shards[-1] + 1)), "FSDP shards over one dimension"
+
+
+def test_groups_along_a_dimension_are_neighbours_at_the_distance_of_the_inner_ones() -> None:
+    topology = Topology(replicate=2, shard=3, sequence=4, tensor=5)
+    assert {name: topology.split(name) for name in DIMENSIONS} == {
+        "replicate": (1, 2, 60),
+        "shard": (2, 12, 5),
+        "sequence": (6, 4, 5),
+        "tensor": (24, 5, 1),
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from fsdp_tune.model.kernels import attention
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
-from fsdp_tune.model.sequence_parallel import packing_known, rows_known, set_sequence_group
+from fsdp_tune.model.sequence_parallel import packing_known, rows_known
+from fsdp_tune.model.shard.wrap import join_groups
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.families import FAMILIES
@@ -163,7 +164,7 @@ def gradients_of_shared_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
     batch, model = batch_of(store, (0, 5)), model_of(FAMILIES["qwen3"])
     _, expected = loss_and_gradients(model, batch)
     model.zero_grad()
-    set_sequence_group(model, dist.group.WORLD)
+    join_groups(model, {"sequence": dist.group.WORLD})
     with rows_known(model, batch):
         loss, _ = micro_batch_loss(model, batch)
         loss.backward()

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import IGNORE_INDEX, Row
-from fsdp_tune.model.sequence_parallel import require_shareable_rows, set_sequence_group
+from fsdp_tune.model.sequence_parallel import require_shareable_rows
+from fsdp_tune.model.shard.wrap import join_groups
 from fsdp_tune.model.step import forward_backward
 from fsdp_tune.worker.readback.isolation import deviations, not_shareable
 from fsdp_tune.worker.rows.training_rows import Collator
@@ -176,7 +177,7 @@ def differences_of_a_step() -> dict[str, float]:
         # transformers makes gpt-oss's masks without position ids, so that its packed examples see each other on one device.
         batch = Collator(0, 8)([rows[0], rows[0]] if kind == "gpt_oss" else rows).tensors
         alone, shared = (model_of(kind, kernel, fields).train() for _ in range(2))
-        set_sequence_group(shared, dist.group.WORLD)
+        join_groups(shared, {"sequence": dist.group.WORLD})
         _, expected = forward_backward(recipe, alone, batch, 1.0)
         _, loss = forward_backward(recipe, shared, batch, 1.0)
         dist.all_reduce(loss)
@@ -211,7 +212,7 @@ def errors_when_shared() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for kind, fields in {"llama": {}, **RECURRENT}.items():
         model = model_of(kind, "eager" if kind == "mamba" else "sdpa", fields)
-        set_sequence_group(model, dist.group.WORLD)
+        join_groups(model, {"sequence": dist.group.WORLD})
         error = not_shareable(deviations(recipe, model, rows, Collator(0, 8), torch.device("cpu")), recipe, model)
         found[kind] = None if error is None else str(error)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.trace_format import (
     COLLECTIVE,
     COLLECTIVES,
@@ -99,9 +100,7 @@ def shapes_of(**given: Any) -> Shapes:
         "accumulation": 1,
         "traced_micro_batches": 1,
         "traced_steps": 1,
-        "world_size": 8,
-        "shard_size": 8,
-        "replicate_size": 1,
+        "topology": Topology(shard=8),
     }
     return Shapes(**(values | given))
 

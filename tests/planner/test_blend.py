@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
@@ -18,7 +19,7 @@ def traced(micro_batch: int, *, shards: int = 8, other: bool = False) -> Trace:
     hand.hold(1, 20 * micro_batch)
     if other:
         hand.op("mul", moved=1)
-    return hand.hold(1, -20 * micro_batch).trace(micro_batch=micro_batch, shard_size=shards, world_size=shards)
+    return hand.hold(1, -20 * micro_batch).trace(micro_batch=micro_batch, topology=Topology(shard=shards))
 
 
 def same(left: Trace, right: Trace) -> bool:
@@ -55,15 +56,15 @@ def test_one_loss_slice_represents_all_slices() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 16, 1024])
 def test_predictions_are_linear_in_the_inverse_of_the_shards(shards: int) -> None:
-    made = at_shards(traced(1, shards=4), traced(1, shards=8), shards, world_size=shards, replicate_size=1)
+    made = at_shards(traced(1, shards=4), traced(1, shards=8), Topology(shard=shards))
     assert same(made, traced(1, shards=shards))
-    assert (made.shapes.shard_size, made.shapes.world_size) == (shards, shards)
+    assert made.shapes.topology == Topology(shard=shards)
 
 
 def test_predicted_allocations_hold_far_from_both_traces() -> None:
     """Shards of a few numbers are padded: a line through two of them would be below zero at one rank."""
-    few, many = (Hand().hold(0, size).hold(1, -size).trace(shard_size=shards) for size, shards in ((16, 512), (32, 1024)))
-    assert at_shards(few, many, 1, world_size=1, replicate_size=1).events["bytes"].tolist() == [1, -1]
+    few, many = (Hand().hold(0, size).hold(1, -size).trace(topology=Topology(shard=shards)) for size, shards in ((16, 512), (32, 1024)))
+    assert at_shards(few, many, Topology()).events["bytes"].tolist() == [1, -1]
 
 
 def test_traces_of_different_programs_are_refused() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import MIB
 from fsdp_tune.planner.predict.timing import BUCKET_BYTES, FIRST_BUCKET_BYTES, in_buckets
 from fsdp_tune.planner.trace_format import Records, Trace
 from tests.planner.hand_trace import Hand
 
 
-def steps_of(*sizes: int, **shapes: int) -> tuple[Trace, Records]:
+def steps_of(*sizes: int, **shapes: Any) -> tuple[Trace, Records]:
     hand = Hand()
     for size in sizes:
         hand.collective("all_reduce", size, group="world", phase="backward")
-    trace = hand.collective("all_reduce", 4, group="world", phase="clip").trace(**({"shard_size": 1, "replicate_size": 8} | shapes))
+    trace = hand.collective("all_reduce", 4, group="world", phase="clip").trace(
+        **({"topology": Topology(replicate=8), "is_sharded": False} | shapes)
+    )
     return trace, trace.collectives
 
 
@@ -27,5 +32,5 @@ def test_remaining_parameters_are_the_last_bucket() -> None:
 
 
 def test_sharded_collectives_are_not_bucketed() -> None:
-    trace, collectives = steps_of(100, 200, shard_size=2, replicate_size=4)
+    trace, collectives = steps_of(100, 200, topology=Topology(replicate=4, shard=2), is_sharded=True)
     assert in_buckets(trace, collectives)["bytes"].tolist() == [100, 200, 4]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.gpus import ModelDimensions, find_hardware, mfu
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.memory import fit_into
 from fsdp_tune.planner.predict.predict import Plan, plan
@@ -103,7 +104,7 @@ def test_disk_and_host_memory_follow_the_recipe() -> None:
     synchronous = plan(resolved(checkpoint={"async": False}), A100, step())
     assert synchronous.host_gib_per_machine["staging"] == 0
     whole = resolved(gpus=16, machines=2, checkpoint={"async": False}, fsdp={"state_dict_type": "FULL_STATE_DICT"})
-    assert plan(whole, A100, step(shard_size=16, world_size=16)).host_gib_per_machine["staging"] == 12_000 / GIB, "rank 0 gathers it all"
+    assert plan(whole, A100, step(topology=Topology(shard=16))).host_gib_per_machine["staging"] == 12_000 / GIB, "rank 0 gathers it all"
     assert made.run["steps"] == 10
 
 
@@ -145,7 +146,7 @@ def test_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None
 
 @pytest.mark.parametrize(("shards", "told"), [(8, ""), (4, ""), (16, "the fullest of 16 ranks, with 1 of a layer's 8"), (6, "with 2 of")])
 def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: str) -> None:
-    mixture = replace(step(shard_size=shards, world_size=shards), facts={"config": {"num_local_experts": 8}})
+    mixture = replace(step(topology=Topology(shard=shards)), facts={"config": {"num_local_experts": 8}})
     named = [text for text in plan(resolved(), A100, mixture).assumptions if "experts" in text]
     assert len(named) == (1 if told else 0)
     assert not told or told in named[0]
@@ -154,7 +155,7 @@ def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: 
 
 
 def test_every_plan_reports_its_errors() -> None:
-    over: Plan = plan(resolved(gpus=16, machines=2), A100, step(world_size=16, shard_size=16))
+    over: Plan = plan(resolved(gpus=16, machines=2), A100, step(topology=Topology(shard=16)))
     alone: Plan = plan(resolved(), A100, step())
     assert over.errors["step_seconds"] != alone.errors["step_seconds"]
     assert alone.errors["step_seconds"]["rows"] > 0

@@ -37,14 +37,11 @@ class ModelTracer:
 
     def trace(self, recipe: Recipe) -> Trace:
         fsdp, micro = recipe.fsdp, recipe.training.per_device_train_batch_size
-        shards, accumulation = recipe.parallelism.dp_shard_size, recipe.training.gradient_accumulation_steps or 1
-        assert isinstance(shards, int)
-        copies = recipe.parallelism.dp_replicate_size
-        assert isinstance(copies, int)
+        accumulation = recipe.training.gradient_accumulation_steps or 1
         hand = Hand()
         hand.hold(
             0,
-            self.state_bytes // (shards * recipe.parallelism.sp_size if recipe.is_sharded else 1),
+            self.state_bytes // (recipe.topology.copy_size if recipe.is_sharded else 1),
             kind="parameters",
             host=fsdp.offload_params,
         )
@@ -70,10 +67,8 @@ class ModelTracer:
             tokens=recipe.data.max_length,
             accumulation=accumulation,
             traced_micro_batches=min(2, accumulation),
-            world_size=recipe.world_size,
-            shard_size=shards * sequence if recipe.is_sharded else 1,
-            sequence_size=sequence,
-            replicate_size=copies if recipe.is_sharded else recipe.world_size,
+            topology=recipe.topology,
+            is_sharded=recipe.is_sharded,
         )
 
 

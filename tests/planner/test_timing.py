@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.timing import Group, StepTime, UnknownFigure, collective_seconds, step_time
@@ -123,7 +124,7 @@ def test_communication_of_the_last_micro_batch_counts_once_a_step(accumulation: 
     hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1)
     hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=1).wait(0, 1)
     hand.op("_fused_adamw_", flops=FLOPS, micro=-1, phase="optimizer")
-    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=2, shard_size=1, replicate_size=8))
+    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=2, topology=Topology(replicate=8), is_sharded=False))
     assert made.step_seconds == pytest.approx(accumulation + SUM + 1)
     assert made.communication_seconds == pytest.approx(SUM)
     assert made.exposed_seconds == pytest.approx(SUM)
@@ -136,16 +137,16 @@ def test_volume_counts_every_micro_batch_and_splits_by_link() -> None:
     assert (alone.machine_link_bytes, alone.network_bytes) == (28_000, 0)
     accumulated = timed(hand.trace(accumulation=3)).volume
     assert accumulated.machine_link_bytes == 3 * 28_000
-    over = timed(hand.trace(world_size=16, shard_size=16), machines=2).volume
+    over = timed(hand.trace(topology=Topology(shard=16)), machines=2).volume
     assert over.network_bytes > 0
     assert over.machine_link_bytes + over.network_bytes == 2 * 15_000
 
 
 def test_exchange_of_shared_rows_uses_the_links_of_their_ranks() -> None:
     hand = Hand().collective("all_gather", 16_000).collective("all_to_all", 16_000, group="sequence", stream=0)
-    one = timed(hand.trace(sequence_size=2)).volume
+    one = timed(hand.trace(topology=Topology(shard=4, sequence=2))).volume
     assert (one.machine_link_bytes, one.network_bytes) == (14_000 + 8_000, 0)
-    over = timed(hand.trace(world_size=16, shard_size=16, sequence_size=16), machines=2).volume
+    over = timed(hand.trace(topology=Topology(sequence=16)), machines=2).volume
     assert one.machine_link_bytes < over.machine_link_bytes + over.network_bytes == 15_000 + 15_000
 
 

@@ -150,7 +150,7 @@ def test_refused_model_does_not_stop_others(tmp_path: Path) -> None:
         refused, traced = asked([bad, good])
     assert isinstance(refused, FsdpTuneError)
     assert isinstance(traced, Trace)
-    assert traced.shapes.world_size == 2
+    assert traced.shapes.topology.world_size == 2
     with Tracing(tmp_path) as asked:
         (again,) = asked([good])
     assert isinstance(again, Trace)

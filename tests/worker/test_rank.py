@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.rank import Rank, raise_open_file_limit, read_rank, redirect_output
 from tests.conftest import REPOSITORY
@@ -92,5 +93,5 @@ def test_open_file_limit_is_raised_for_many_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for limits in ((1024, 1 << 20), (1024, 2048), (1024, resource.RLIM_INFINITY), (1 << 19, 1 << 20)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        raise_open_file_limit(512)
+        raise_open_file_limit(Topology(shard=256, sequence=2))
     assert asked == [(7680, 1 << 20), (2048, 2048), (7680, resource.RLIM_INFINITY)]

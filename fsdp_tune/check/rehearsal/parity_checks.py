@@ -16,6 +16,8 @@ from typing import Any
 
 from fsdp_tune.check.rehearsal.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
 from fsdp_tune.check.rehearsal.scale_down import ROWS, ScaledRecipe
+from fsdp_tune.core.topology import ROW_KEYS
+from fsdp_tune.recipe.world import readers
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -102,20 +104,21 @@ def switches(document: dict[str, Any]) -> list[Switch]:
 
 def _batches(document: dict[str, Any]) -> list[Switch]:
     """Return other splits of the same global batch."""
-    training, sequence = document["training"], document.get("parallelism", {}).get("sp_size", 1)
-    ranks = document["launch"]["num_processes"] // sequence
+    training, written = document["training"], document.get("parallelism", {})
+    alone_in_rows = dict.fromkeys((key for key in ROW_KEYS if written.get(key, 1) > 1), 1)
+    sharing = math.prod(written[key] for key in alone_in_rows)
+    ranks = document["launch"]["num_processes"] // sharing
     micro_batch = training.get("per_device_train_batch_size", 1)
     accumulation = training.get("gradient_accumulation_steps", 1)
     found: list[Switch] = []
     if micro_batch % 2 == 0:
-        readers = f"{ranks} ranks" if sequence == 1 else f"{ranks} groups of {sequence} ranks"
-        name = f"{micro_batch // 2} × {readers} × {accumulation * 2} accumulation"
+        name = f"{micro_batch // 2} × {readers(ranks, sharing)} × {accumulation * 2} accumulation"
         halved = {"per_device_train_batch_size": micro_batch // 2, "gradient_accumulation_steps": accumulation * 2}
         found.append(Switch(name, {"training": halved}))
-    if ranks * sequence > 1 and not document.get("fsdp", {}).get("sharding_strategy", "").startswith("HYBRID"):
+    if ranks * sharing > 1 and not document.get("fsdp", {}).get("sharding_strategy", "").startswith("HYBRID"):
         alone: Changes = {"training": {"gradient_accumulation_steps": accumulation * ranks}, "launch": {"num_processes": 1}}
-        if sequence > 1:
-            alone["parallelism"] = {"sp_size": 1}
+        if alone_in_rows:
+            alone["parallelism"] = alone_in_rows
         found.append(Switch(f"{micro_batch} × 1 rank × {accumulation * ranks} accumulation", alone))
     return found
 

@@ -19,8 +19,10 @@ from fsdp_tune.check.rehearsal.lifecycle_checks import run_torch_script
 from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
+from fsdp_tune.recipe.world import readers
 
 LAYERS = 2
 HEADS = 4
@@ -34,7 +36,7 @@ EVAL_ROWS = 16
 MICRO_BATCH_SIZE = 2
 SMALL_RANK = 4
 MOST_SHARING_RANKS = 2
-"""Largest `parallelism.sp_size`: it divides the four heads, also where they are fewer in a layer."""
+"""Most ranks that share a row along a dimension: it divides the four heads, also where they are fewer in a layer."""
 
 NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
 
@@ -135,10 +137,10 @@ def scale_down_recipe(
     if device == "cpu":
         _kernels(small)
     _data(small, recipe, folder, inputs)
-    sequence = math.gcd(min(recipe.parallelism.sp_size, MOST_SHARING_RANKS), ranks)
-    _slices_of_rows(small, recipe, sequence)
-    _training(small, recipe, ranks, sequence, steps)
-    _sharding(small, recipe, device, sequence)
+    sharing = _sharing_ranks(small, recipe, ranks)
+    _slices_of_rows(small, recipe, sharing)
+    _training(small, recipe, ranks, sharing, steps)
+    _sharding(small, recipe, device)
     _merge(small)
     document["launch"] |= {
         "num_machines": 1,
@@ -289,13 +291,25 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
             small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
 
 
-def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sequence: int) -> None:
+def _sharing_ranks(small: ScaledRecipe, recipe: Recipe, ranks: int) -> int:
+    """Let few ranks share each row, and return their number."""
+    sharing = 1
+    for key, size in recipe.parallelism.of_row.row_keys().items():
+        fewer = math.gcd(min(size, MOST_SHARING_RANKS), ranks // sharing)
+        small.document["parallelism"][key.split(".")[1]] = fewer
+        sharing *= fewer
+        if fewer != size:
+            small.changes.append(f"{key}: {fewer} instead of {size}")
+    return sharing
+
+
+def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sharing: int) -> None:
     """Make the length of rows divisible by the ranks that share them, and the slices of the MLP shorter than a rank's part of a row."""
     data, kernels = small.document["data"], small.document["kernels"]
-    if rest := data["max_length"] % sequence:
+    if rest := data["max_length"] % sharing:
         data["max_length"] -= rest
-        small.changes.append(f"data.max_length: {data['max_length']}, which {sequence} ranks can share")
-    given, most = recipe.kernels.mlp_slice_tokens, max(1, data["max_length"] // sequence // 4)
+        small.changes.append(f"data.max_length: {data['max_length']}, which {sharing} ranks can share")
+    given, most = recipe.kernels.mlp_slice_tokens, max(1, data["max_length"] // sharing // 4)
     if given is not None and given > most:
         kernels["mlp_slice_tokens"] = most
         small.changes.append(f"kernels.mlp_slice_tokens: {most} instead of {given}, since rows are shorter")
@@ -308,7 +322,7 @@ _LISTED_TRAINING = (
 """Keys that a rehearsal sets itself and that its line on the batch does not show."""
 
 
-def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sequence: int, steps: int) -> None:
+def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, steps: int) -> None:
     training = small.document["training"]
     training.pop("num_train_epochs", None)
     phases: dict[str, Any] | None = training.get("lr_scheduler_kwargs")
@@ -336,22 +350,21 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sequence: int, st
         "report_to": [],
         "push_to_hub": False,
     }
-    batch = micro_batch * ranks // sequence * accumulation
-    readers = f"{ranks} ranks" if sequence == 1 else f"{ranks // sequence} groups of {sequence} ranks"
+    batch = micro_batch * ranks // sharing * accumulation
     if recipe.training.per_device_train_batch_tokens is not None:
         training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
-    small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {readers} × {accumulation} accumulation)")
+    small.changes.append(
+        f"training: {steps} steps of {batch} sequences ({micro_batch} × {readers(ranks // sharing, sharing)} × {accumulation} accumulation)"
+    )
     written = recipe.model_dump(mode="json")["training"]
     for name in _LISTED_TRAINING:
         if name in written and written[name] != training[name]:
             small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
 
 
-def _sharding(small: ScaledRecipe, recipe: Recipe, device: str, sequence: int) -> None:
+def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
     fsdp = small.document["fsdp"]
-    small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto", "sp_size": sequence}
-    if sequence != recipe.parallelism.sp_size:
-        small.changes.append(f"parallelism.sp_size: {sequence} instead of {recipe.parallelism.sp_size}")
+    small.document["parallelism"] |= dict.fromkeys(DATA_KEYS, "auto")
     if recipe.fsdp.activation_checkpointing == "auto":
         small.changes.append("fsdp.activation_checkpointing: auto is resolved for the small model, which usually recomputes nothing")
     given = recipe.fsdp.reshard_after_forward

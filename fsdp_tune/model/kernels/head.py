@@ -25,13 +25,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
+from fsdp_tune.model.shard.local import bare_model
 
 SLICE_ELEMENTS = 1 << 27
 """Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds to the gradient of the head's weight, so smaller slices
@@ -356,5 +355,4 @@ class _State:
 
 def loss_kernel_of(wrapped: nn.Module) -> str:
     """Return the loss kernel in the head of a (wrapped) model; `full` if the head returns logits."""
-    bare = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
-    return str(vars(bare).get("loss_kernel", "full"))
+    return str(vars(bare_model(wrapped)).get("loss_kernel", "full"))

@@ -147,7 +147,7 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     rows = training.per_device_train_batch_size
     of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
     what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
-    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length // recipe.parallelism.sp_size
+    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length // recipe.topology.row_parts
     vocabulary = _head_rows(model)
     if requested == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)

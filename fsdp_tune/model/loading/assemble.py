@@ -24,11 +24,10 @@ from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.stored_tensors import untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices, refuse_unread
-from fsdp_tune.model.sequence_parallel import set_sequence_group
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import copy_part, decayed_names, refresh_scales
 from fsdp_tune.model.shard.recompute import recompute_activations
-from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, make_sequence_group, untimed_group, wrap
+from fsdp_tune.model.shard.wrap import destroy_group, join_groups, make_groups, make_mesh, untimed_group, wrap
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -79,17 +78,17 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     """
     require_gpu(recipe, device)
     before_kib = _peak_resident_kib()
-    mesh, sequence_group = make_mesh(recipe, device.type), make_sequence_group(recipe, device.type)
+    mesh, groups = make_mesh(recipe, device.type), make_groups(recipe, device.type)
     waiting = untimed_group()
     files = _find_files(recipe, local_rank, waiting)
     untie(recipe, config)  # the files may be on this machine only now
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
-        set_sequence_group(model, sequence_group)
+        join_groups(model, groups)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    set_sequence_group(model, sequence_group)
+    join_groups(model, groups)
     way, files = _choose(recipe, model, files)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     dist.barrier(group=waiting)

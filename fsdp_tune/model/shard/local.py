@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.internals.torch_internals import LOCAL_TENSOR
@@ -173,6 +174,11 @@ def plain_name(name: str) -> str:
 def decayed_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters with weight decay. Needs the bare model, since FSDP1's parts of a matrix are vectors."""
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
+
+
+def bare_model(wrapped: nn.Module) -> nn.Module:
+    """Return the model that DDP or FSDP1 wraps; FSDP2 has no wrapper."""
+    return wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:

@@ -34,11 +34,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from fsdp_tune.core.topology import DIMENSIONS
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
-from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
-from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class, plain_name
+from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class, bare_model, plain_name
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import state_bits
 
@@ -164,7 +164,7 @@ def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.Proce
     meshes = [] if mesh is None else [mesh]
     meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
     groups = [group for each in meshes for group in each.get_all_groups()]
-    groups += [group] if (group := sequence_group_of(model)) is not None else []
+    groups += groups_of(model).values()
     return list({id(group): group for group in groups}.values())
 
 
@@ -275,7 +275,7 @@ def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
 def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
     """Return the mesh that parameters shard over: [copy], or [replicate, copy] for the hybrid strategies; None for plain DDP.
 
-    `copy` is the dimensions shard × sequence, flattened: ranks that share rows hold different shards.
+    `copy` is the dimensions that have shards of their own, flattened: ranks that share rows hold different shards.
     """
     if not recipe.is_sharded:
         return None
@@ -285,13 +285,27 @@ def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, (topology.copy_size,), mesh_dim_names=("dp_shard",))
 
 
-def make_sequence_group(recipe: Recipe, device_type: str) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share this rank's rows; None if each rank has its own. Collective."""
-    topology = recipe.topology
-    if topology.sequence == 1:
-        return None
-    mesh = init_device_mesh(device_type, (topology.data_size, topology.sequence), mesh_dim_names=("data", "sequence"))
-    return mesh.get_group("sequence")
+def make_groups(recipe: Recipe, device_type: str) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each dimension whose ranks share rows, by its name; none of a single rank. Collective."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for name, dimension in DIMENSIONS.items():
+        outside, ranks, inside = recipe.topology.split(name)
+        if not dimension.has_own_rows and ranks > 1:
+            names, sizes = ("outside", name, "inside"), (outside, ranks, inside)
+            kept = 2 if inside == 1 else 3
+            found[name] = init_device_mesh(device_type, sizes[:kept], mesh_dim_names=names[:kept]).get_group(name)
+    return found
+
+
+def join_groups(model: nn.Module, groups: dict[str, dist.ProcessGroup]) -> None:
+    """Let the model's forwards and backwards run over `groups`, by the name of the dimension."""
+    model.rank_groups = groups  # type: ignore[assignment]  # nn.Module declares its attributes as tensors and modules
+
+
+def groups_of(wrapped: nn.Module) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of a (wrapped) model by the name of the dimension; none if each rank has rows of its own."""
+    found: dict[str, dist.ProcessGroup] = vars(bare_model(wrapped)).get("rank_groups", {})
+    return found
 
 
 def untimed_group() -> dist.ProcessGroup:

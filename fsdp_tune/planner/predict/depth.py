@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.trace_format import EVALUATION, Records, Shapes, Trace
 
 _SIZES = {"events": ("bytes",), "ops": ("flops", "moved_bytes", "batch_bytes", "slice_bytes"), "collectives": ("bytes",)}
@@ -90,7 +91,7 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     at its own batch size and does not change.
     """
     prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
-    tokens = micro_batch * traced.shapes.tokens // traced.shapes.sequence_size
+    tokens = micro_batch * traced.shapes.tokens // traced.shapes.topology.row_parts
     slice_tokens = min(tokens, traced.facts.get("slice_tokens") or tokens)
     slices = tokens / slice_tokens
 
@@ -120,11 +121,11 @@ def _in_evaluation(table: Records) -> npt.NDArray[np.bool_]:
     return np.isin(table["block"], table["block"][during & (table["bytes"] > 0)])
 
 
-def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:
-    """Return the trace at `shard_size`, from two traces with other numbers of shards; sizes of shards are linear in its inverse."""
-    low, high = few.shapes.shard_size, many.shapes.shard_size
-    weight = (1 / shard_size - 1 / low) / (1 / high - 1 / low)
-    shapes = replace(few.shapes, shard_size=shard_size, world_size=world_size, replicate_size=replicate_size)
+def at_shards(few: Trace, many: Trace, topology: Topology) -> Trace:
+    """Return the trace on other ranks, from two with other numbers of shards; sizes of shards are linear in the inverse of the number."""
+    shapes = replace(few.shapes, topology=topology)
+    low, high = few.shapes.shards, many.shapes.shards
+    weight = (1 / shapes.shards - 1 / low) / (1 / high - 1 / low)
     return blend(few, many, weight, shapes)
 
 

@@ -240,7 +240,7 @@ class HostMemory:
 
 
 def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
-    local, shards = recipe.local_world_size, max(1, trace.shapes.shard_size)
+    local, shards = recipe.local_world_size, trace.shapes.shards
     counts = trace.counts
     reads_whole = not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1
     if reads_whole:
@@ -307,7 +307,7 @@ def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") 
 
 def fit_into(trace: Trace, usable: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
     """Return `fit` for the usable memory of a process, in bytes, without other figures of the device."""
-    outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.world_size > 1 else 0)
+    outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)
     reserved, allocated = memory.peak_reserved_bytes, memory.peak_allocated_bytes
     most = reserved * (1 + SPARE) + outside

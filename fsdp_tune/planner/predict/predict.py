@@ -123,7 +123,7 @@ def plan(
     except UnknownFigure as error:
         unknown.append(f"step_seconds: {error}")
     row_tokens = trace.shapes.micro_batch * trace.shapes.accumulation * trace.shapes.tokens
-    speed = row_tokens / trace.shapes.sequence_size / timed.step_seconds if timed else None
+    speed = row_tokens / trace.shapes.topology.row_size / timed.step_seconds if timed else None
     return Plan(
         recipe=recipe.name or "recipe",
         gpu=hardware.name,
@@ -248,7 +248,7 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
     ]
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
-    experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
+    experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shards
     if experts > 1 and experts % shards and not trace.facts.get("experts_inside"):
         fullest = -(-experts // shards)
         found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -161,9 +161,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     trace = full_depth(trace)
     efficiency = efficiency or efficiency_of(hardware)
     shapes = trace.shapes
-    sequence = shapes.sequence_size
-    shard = max(1, shapes.shard_size // sequence)
-    topology = Topology(replicate=shapes.replicate_size, shard=shard, sequence=sequence, machines=machines)
+    topology = replace(shapes.topology, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
     ops = ops[ops["kernels"] > 0]
     collectives = in_buckets(trace, collectives)
@@ -393,8 +391,7 @@ BUCKET_BYTES = 25 * MIB
 
 def in_buckets(trace: Trace, collectives: Records) -> Records:
     """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the position of its last gradient."""
-    shapes = trace.shapes
-    if shapes.shard_size > 1 or shapes.replicate_size * shapes.sequence_size != shapes.world_size:
+    if trace.shapes.shards > 1:
         return collectives
     is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (collectives["phase"] == PHASES.index("backward"))
     kept, sizes = np.ones(len(collectives), bool), collectives["bytes"].copy()

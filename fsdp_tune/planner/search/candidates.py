@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import Hardware
+from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.planner.predict.depth import at_micro_batch, full_depth, prime_for
 from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, DTYPE_BYTES
@@ -53,7 +54,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
     if SEQUENCE in changes:  # a rule would refuse the padding that was resolved for another number
         data["data"]["pad_to_multiple_of"] = math.lcm(data["data"]["pad_to_multiple_of"], changes[SEQUENCE])
     if changes.keys() & {"fsdp.sharding_strategy", "launch.num_processes", SEQUENCE}:
-        for key in ("dp_replicate_size", "dp_shard_size"):
+        for key in DATA_KEYS:
             data["parallelism"][key] = changes.get(f"parallelism.{key}", "auto")
         data["fsdp"]["reshard_after_forward"] = None
     if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
@@ -156,10 +157,9 @@ def least_state_bytes(recipe: Recipe, counts: Counts) -> float:
     """Return the bytes of a device's share of parameters, gradients and optimizer state, a lower bound without activations."""
     if recipe.fsdp.offload_params:
         return 0.0
-    size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
-    assert isinstance(shards, int), "the recipe is resolved"
+    size = DTYPE_BYTES[recipe.model.dtype]
     total = counts.parameter_bytes + (size + state_bytes(recipe.training, size)) * counts.trained_parameters
-    return total / (max(1, shards) * (recipe.parallelism.sp_size if recipe.is_sharded else 1))
+    return total / (recipe.topology.copy_size if recipe.is_sharded else 1)
 
 
 def devices_of_machine(hardware: Hardware) -> int:

@@ -138,7 +138,7 @@ def less_recomputed(search: Search, base: Recipe, trace: Trace, found: Sequence[
     strategy = best.recipe.fsdp.sharding_strategy if best.plan.fits == "yes" else "FULL_SHARD"
     tried: list[PlannedRecipe] = []
     for size in sequence_sizes(base, trace.counts.attention_heads, base.local_world_size):
-        shared = base if size == base.parallelism.sp_size else with_shared_rows(base, size)
+        shared = base if size == base.topology.sequence else with_shared_rows(base, size)
         if shared is None or base.local_world_size % size:
             continue
         wanted = [each for each in _cheaper(shared, best, strategy) if _may_fit(search, shared, each, found, trace)]
@@ -153,8 +153,8 @@ def _cheaper(shared: Recipe, best: PlannedRecipe, strategy: str) -> Iterator[Cha
     """Yield layouts that recompute less than the best one, or everything if it does not fit."""
     loss = {"kernels.loss": best.recipe.kernels.loss}
     most = _cost(best.recipe) if best.plan.fits == "yes" else len(CHECKPOINTING)
-    tokens = shared.data.max_length // shared.parallelism.sp_size
-    if shared.parallelism.sp_size > 1:
+    tokens = shared.data.max_length // shared.topology.row_parts
+    if shared.topology.row_parts > 1:
         yield from (layout(shared, strategy, kind) | loss for kind in CHECKPOINTING[:most])
     if most > CHECKPOINTING.index("selective") and MLP_SLICES[0] < tokens:
         yield layout(shared, strategy, "none") | loss | {SLICES: MLP_SLICES[0]}
@@ -175,5 +175,5 @@ def _may_fit(search: Search, shared: Recipe, changes: Changes, found: Sequence[P
     state = least_state_bytes(recipe, trace.counts) / GIB
     same = [each for each in found if not differences(each.recipe, recipe).keys() - {SEQUENCE, *BATCH, "kernels.loss"}]
     complete = min((each.plan.device_gib for each in same), default=0.0)
-    least = state + (complete - state) / recipe.parallelism.sp_size
+    least = state + (complete - state) / recipe.topology.row_parts
     return max(least, state + CONTEXT_BYTES / GIB) <= search.hardware.usable_bytes / GIB

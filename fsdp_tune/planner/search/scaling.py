@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_tune.core.families import expert_count
+from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.planner.predict.depth import alike, at_shards, full_depth
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import Search, batch_changes, changed, ranks_of_machine
@@ -54,7 +55,7 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         if few is None or many is None or not alike(few, many):
             return
         if expert_count(few.facts.get("config", {})) == 1:
-            yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
+            yield from ((other, at_shards(few, many, other.topology)) for other in sizes.values())
             return
     # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: the number of
     # ranks decides in which dimension their stacks are sharded (`shard_dim`).
@@ -64,12 +65,7 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
     for size, other in sizes.items():
         trace = traced.get(stands_for[size])
         if trace is not None:
-            shapes = (
-                trace.shapes
-                if recipe.is_sharded
-                else replace(trace.shapes, world_size=size, replicate_size=size // trace.shapes.sequence_size)
-            )
-            yield other, replace(trace, shapes=shapes)
+            yield other, replace(trace, shapes=replace(trace.shapes, topology=other.topology))
 
 
 def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
@@ -110,11 +106,7 @@ def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
 
 
 def _mesh(recipe: Recipe, world: World) -> dict[str, Any]:
-    again: dict[str, Any] = {
-        "parallelism.dp_replicate_size": "auto",
-        "parallelism.dp_shard_size": "auto",
-        "fsdp.reshard_after_forward": None,
-    }
+    again: dict[str, Any] = {**dict.fromkeys((f"parallelism.{key}" for key in DATA_KEYS), "auto"), "fsdp.reshard_after_forward": None}
     changes = {key: value for key, value in again.items() if getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) != value}
     fits_two_copies = world.size >= 4 and world.size % 2 == 0
     if recipe.is_hybrid and not fits_two_copies:

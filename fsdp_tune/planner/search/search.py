@@ -199,7 +199,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
     number = base.world_size * 2
     while number <= MOST_DEVICES:
         machines = max(1, -(-number // ranks_of_machine(base, search.hardware)))
-        batch = batch_changes(1, max(1, base.global_batch_size * base.parallelism.sp_size // number))
+        batch = batch_changes(1, max(1, base.global_batch_size * base.topology.row_size // number))
         other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
         if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
@@ -282,7 +282,7 @@ def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layout_of(found: PlannedRecipe) -> tuple[Any, ...]:
-    fsdp, others = found.recipe.fsdp, (found.recipe.parallelism.sp_size, found.recipe.kernels.mlp_slice_tokens is None)
+    fsdp, others = found.recipe.fsdp, (found.recipe.topology.row_size, found.recipe.kernels.mlp_slice_tokens is None)
     return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params, *others
 
 
@@ -291,6 +291,6 @@ def _name(recipe: Recipe) -> str:
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
     inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
     slices = f", MLP in slices of {recipe.kernels.mlp_slice_tokens:,}" if recipe.kernels.mlp_slice_tokens is not None else ""
-    sharing = recipe.parallelism.sp_size
+    sharing = recipe.topology.row_size
     rows = f"{recipe.training.per_device_train_batch_size} {'a GPU' if sharing == 1 else f'for {sharing} GPUs'}"
     return f"{strategy}, activation checkpointing {fsdp.activation_checkpointing}{inputs}{slices}, {rows}"

@@ -19,7 +19,7 @@ from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.planner.predict.efficiency import TILE_TOKENS
 from fsdp_tune.planner.trace.substitute import replaced
-from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS
 
 _DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -336,7 +336,7 @@ def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[st
         return None
     group = next((found for found in map(_group, args) if found is not None), None)
     largest = max(inputs, key=lambda tensor: tensor.numel() * tensor.element_size())
-    index = groups.get(group.group_name, 2) if group is not None else 2
+    index = groups.get("" if group is None else group.group_name, GROUPS.index("world"))
     return COLLECTIVES.index(kind), index, largest.numel() * largest.element_size(), dtype_index(largest.dtype)
 
 

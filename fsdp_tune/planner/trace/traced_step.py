@@ -24,9 +24,9 @@ from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optim.adamw import parts_of
 from fsdp_tune.model.optim.optimizer import build_optimizer
-from fsdp_tune.model.sequence_parallel import rows_known, set_sequence_group
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.local import plain_name
-from fsdp_tune.model.shard.wrap import make_mesh, make_sequence_group
+from fsdp_tune.model.shard.wrap import join_groups, make_groups, make_mesh
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, scale_gradients, total_norm
 from fsdp_tune.planner.trace import device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
@@ -67,12 +67,12 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
-    mesh, sequence_group = make_mesh(recipe, device.DEVICE), make_sequence_group(recipe, device.DEVICE)
-    set_sequence_group(model, sequence_group)
+    mesh, groups = make_mesh(recipe, device.DEVICE), make_groups(recipe, device.DEVICE)
+    join_groups(model, groups)
     fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
     with values_of_host(), fake, masks, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
-        recorder = Recorder(device.restart(), _groups(mesh, sequence_group), micro_batch, compiles=recipe.kernels.compile)
+        recorder = Recorder(device.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)
@@ -90,15 +90,13 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
         return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
 
 
-def _groups(mesh: Any, sequence_group: dist.ProcessGroup | None) -> dict[str, int]:
+def _groups(mesh: Any, sharing_rows: dict[str, dist.ProcessGroup]) -> dict[str, int]:
     """Map names of process groups to indices in GROUPS: the last dimension of a mesh shards, one before it replicates."""
     found: dict[str, int] = {}
     if mesh is not None:
         names = mesh.mesh_dim_names
         found = {mesh.get_group(name).group_name: GROUPS.index("shard" if name == names[-1] else "replicate") for name in names}
-    if sequence_group is not None:
-        found[str(sequence_group.group_name)] = GROUPS.index("sequence")
-    return found
+    return found | {str(group.group_name): GROUPS.index(name) for name, group in sharing_rows.items()}
 
 
 @contextlib.contextmanager

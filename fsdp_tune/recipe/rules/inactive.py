@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.findings import Finding, given
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -50,7 +51,7 @@ INACTIVE = (
     Inactive(
         (
             *("fsdp.version", "fsdp.auto_wrap_policy", "fsdp.ignored_modules", "fsdp.forward_prefetch", "fsdp.backward_prefetch"),
-            *("fsdp.cpu_ram_efficient_loading", "parallelism.dp_replicate_size", "parallelism.dp_shard_size"),
+            *("fsdp.cpu_ram_efficient_loading", *(f"parallelism.{key}" for key in DATA_KEYS)),
         ),
         lambda recipe: not recipe.is_sharded,
         "`fsdp.sharding_strategy` is NO_SHARD, which is plain DDP",

@@ -87,7 +87,7 @@ _SP_KEY = "parallelism.sp_size"
 
 def rows_divide(recipe: Recipe) -> Iterator[Finding]:
     """Require that `sp_size` divides every row: those of `max_length` tokens, and shorter ones with their padding."""
-    size, longest, padding = recipe.parallelism.sp_size, recipe.data.max_length, recipe.data.pad_to_multiple_of
+    size, longest, padding = recipe.parallelism.of_row.sequence, recipe.data.max_length, recipe.data.pad_to_multiple_of
     what = f"`{_SP_KEY}: {size}` divides each row over as many ranks"
     if longest % size:
         message = f"{what}, and `data.max_length: {longest}` is not a multiple of {size}"
@@ -100,7 +100,7 @@ def rows_divide(recipe: Recipe) -> Iterator[Finding]:
 
 def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what was not shown to train as it does with `sp_size: 1`."""
-    size, fsdp = recipe.parallelism.sp_size, recipe.fsdp
+    size, fsdp = recipe.parallelism.of_row.sequence, recipe.fsdp
     if size == 1:
         return
     dropout = recipe.lora.lora_dropout if recipe.lora is not None else 0.0

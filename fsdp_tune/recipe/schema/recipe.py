@@ -8,11 +8,12 @@ properties of `Recipe`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict
 
-from fsdp_tune.core.topology import Topology
+from fsdp_tune.core.topology import DIMENSIONS, Topology
 from fsdp_tune.recipe.schema.kinds import (
     DATA,
     FREE,
@@ -104,6 +105,11 @@ class Parallelism(Section):
     """Context parallel ranks."""
     sp_size: Whole = 1
     """Ranks that share each row (Ulysses): each has a part of its tokens in all layers, and a part of the heads in attention."""
+
+    @property
+    def of_row(self) -> Topology:
+        """The ranks that share one row, along the dimensions whose size is never `auto`."""
+        return Topology(**{name: getattr(self, each.key) for name, each in DIMENSIONS.items() if not each.has_own_rows})
 
 
 class Fsdp(Section):
@@ -271,18 +277,18 @@ class Recipe(Section):
     @property
     def data_size(self) -> int:
         """Number of groups of ranks that read different rows; available before the mesh is resolved."""
-        return self.world_size // (self.parallelism.cp_size * self.parallelism.sp_size * self.parallelism.tp_size)
+        return self.world_size // self.parallelism.of_row.world_size
 
     @property
     def topology(self) -> Topology:
         """Sizes of the parallel dimensions, of a resolved recipe."""
         parallelism, machines = self.parallelism, self.launch.num_machines
-        sequence, tensor = parallelism.cp_size * parallelism.sp_size, parallelism.tp_size
         if not self.is_sharded:
-            return Topology(self.data_size, 1, sequence, tensor, machines)
-        assert isinstance(parallelism.dp_replicate_size, int), "the recipe is not resolved"
-        assert isinstance(parallelism.dp_shard_size, int), "the recipe is not resolved"
-        return Topology(parallelism.dp_replicate_size, parallelism.dp_shard_size, sequence, tensor, machines)
+            return replace(parallelism.of_row, replicate=self.data_size, machines=machines)
+        copies, shards = parallelism.dp_replicate_size, parallelism.dp_shard_size
+        assert isinstance(copies, int), "the recipe is not resolved"
+        assert isinstance(shards, int), "the recipe is not resolved"
+        return replace(parallelism.of_row, replicate=copies, shard=shards, machines=machines)
 
     @property
     def global_batch_size(self) -> int:

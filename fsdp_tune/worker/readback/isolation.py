@@ -268,7 +268,7 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
     """Return the error for a model whose rows cannot be shared; None if they can, or need not be."""
     name, why = bare_class(model).__name__, None
     # Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
-    experts = expert_count(model.config.get_text_config().to_dict()) > 1
+    experts = expert_count(model.config.get_text_config()) > 1
     if (found.elsewhere or 0.0) > ALLOWED[recipe.compute_dtype if experts else "fp32"]:
         why = f"{name} has layers besides attention that look across tokens (a convolution or a recurrence): with attention disabled, "
         why += f"later logits move by {found.elsewhere:.2%} when the first token changes"
@@ -276,7 +276,7 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
         why = f"shared rows change the logits of {name} by {found.shared:.2%}, so it has positions or masks of its own"
     if why is None:
         return None
-    message = f"`parallelism.sp_size: {recipe.parallelism.sp_size}` does not support this model: {why}"
+    message = f"`parallelism.sp_size: {recipe.topology.sequence}` does not support this model: {why}"
     return failed_error("model-not-shareable", message, hint="--set parallelism.sp_size=1")
 
 

@@ -223,6 +223,12 @@ def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str,
     _same_peaks(one, at_micro_batch(family, 1, 2))
 
 
+def test_gradients_of_unsharded_copies_are_summed_over_all_ranks() -> None:
+    collectives = trace_of(deep(2, fsdp={"sharding_strategy": "NO_SHARD"})).collectives
+    assert len(collectives)
+    assert {GROUPS[group] for group in collectives["group"]} == {"world"}
+
+
 @pytest.mark.slow
 def test_shared_rows_divide_activations_and_exchange_heads() -> None:
     def traced(size: int, micro_batch: int = 3) -> Trace:

@@ -5,8 +5,10 @@ Keys of TRL and of transformers' `run_clm.py` that mean something of their own.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
+from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
@@ -203,7 +205,7 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
         words = f"{micro} × {accumulation} = {micro * accumulation} sequences for each GPU: write the sum over all GPUs"
         ledger.decide(GLOBAL, f"{words}, so that their number can change (`import --num-gpus N` does)")
         return
-    sharing = ledger.get("parallelism", "sp_size") or 1
+    sharing = math.prod(ledger.get("parallelism", key) or 1 for key in ROW_KEYS)
     product = micro * accumulation * ranks // sharing
     reason = f"{micro} × {accumulation} × {ranks} ranks" + (f" / {sharing} ranks for each row" if sharing != 1 else "")
     setting = ledger.settings.pop(ACCUMULATION, None)
