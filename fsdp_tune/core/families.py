@@ -45,7 +45,9 @@ HEAD_WIDTH = Fields(("head_dim", "v_head_dim", "global_head_dim", "query_pre_att
 ROTARY_WIDTH = Fields(("rotary_dim",))
 LATENT_RANK = Fields(("q_lora_rank", "kv_lora_rank"))
 """Multi-head latent attention: rank of the compressed projections."""
-LATENT_WIDTH = Fields(("qk_rope_head_dim", "qk_nope_head_dim"))
+LATENT_POSITIONS = "qk_rope_head_dim"
+"""Its part of a head with positions. Where `head_dim` has the same value, DeepSeek's rotary embedding reads it in its place."""
+LATENT_WIDTH = Fields((LATENT_POSITIONS, "qk_nope_head_dim"))
 """Its parts of a head, with and without positions."""
 STATE_SPACE = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
 """Number of heads, width of a head and expansion, where models require heads × width = hidden size × expansion."""
@@ -140,6 +142,8 @@ EXPERTS = Fields(("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 """Experts in a layer."""
 CHOSEN_EXPERTS = Fields(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"))
 """Experts that a token uses."""
+EMPTY_EXPERTS = Fields(("zero_expert_num",))
+"""Further outputs of the router, for experts without weights that return their input (LongCat)."""
 EXPERT_GROUPS = Fields(("n_group", "num_expert_group", "topk_group"))
 DENSE_FIRST = Fields(("first_k_dense_replace",))
 """Number of layers without experts at the start."""
@@ -167,7 +171,8 @@ def expert_count(config: Any) -> int:
 
 def is_router(config: Any, outputs: int) -> bool:
     """Return whether a linear layer with this number of outputs has one for each expert of a mixture."""
-    return outputs == expert_count(config) > 1
+    experts = expert_count(config)
+    return experts > 1 and outputs == experts + (EMPTY_EXPERTS.of(config) or 0)
 
 
 # ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them.

@@ -47,6 +47,8 @@ def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> No
     assert families.expert_count({"n_routed_experts": 8, "num_experts": None}) == 8
     assert families.expert_count({"num_experts": 4, "n_routed_experts": 8}) == 4
     assert families.is_router({"num_experts": 8}, 8)
+    assert families.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 12), "LongCat"
+    assert not families.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 8)
     assert not families.is_router({}, 1), "a dense model has no router, but may have a Linear with one output"
 
 

@@ -64,8 +64,8 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, families.LATENT_RANK, lambda _: LATENT_RANK)
     _change(small, families.LATENT_WIDTH, lambda _: HEAD_SIZE // 2)
     _change(small, families.ROTARY_WIDTH, lambda value: min(value, HEAD_SIZE))
-    if "qk_rope_head_dim" in small and config.get("head_dim") == config["qk_rope_head_dim"]:
-        small["head_dim"] = small["qk_rope_head_dim"]  # what DeepSeek's rotary embedding reads
+    if families.LATENT_POSITIONS in small and config.get("head_dim") == config[families.LATENT_POSITIONS]:
+        small["head_dim"] = small[families.LATENT_POSITIONS]
     for names in families.STATE_SPACE:
         count, size, expand = (config.get(name) for name in names)
         if isinstance(count, int) and isinstance(size, int) and isinstance(expand, int) and count * size == (hidden or 0) * expand:
