@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-models", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite models", description=__doc__)
     parser.add_argument("architectures", nargs="*", help="all that transformers lists unless given")
     parser.add_argument("--results", type=Path, default=Path("models.jsonl"), help="results are appended; architectures in it are skipped")
     parser.add_argument("--write", action="store_true", help="write docs/evidence/data/models.json and docs/reference/models.md")

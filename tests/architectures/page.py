@@ -18,7 +18,7 @@ _INTRODUCTION = """# Models
 
 {tried} architectures that transformers {transformers} lists for causal language modelling, in tiny form: random weights, the sizes of
 `fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`.
-[models.json](../evidence/data/models.json) has the numbers and messages of each; `scripts/test-models --write` measures them and
+[models.json](../evidence/data/models.json) has the numbers and messages of each; `scripts/test --suite models --write` measures them and
 writes this page. Architectures with code of their own outside transformers (`trust_remote_code`) were not tried.
 
 {counts} For an architecture that trains:

@@ -1,4 +1,4 @@
-"""Disturb real runs at random for a while, and check what must hold after each end. `scripts/test-chaos` calls it."""
+"""Disturb real runs at random for a while, and check what must hold after each end. `scripts/test --suite chaos` calls it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Chaos:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands simulate two machines with one rank each")

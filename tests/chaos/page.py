@@ -9,7 +9,7 @@ from tests.chaos.draw import KINDS, PHASES, TARGETS, Tally
 
 HEADING = """## Chaos
 
-`scripts/test-chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it
+`scripts/test --suite chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it
 disturbs one process, the disk or the clock, and resumes with `--resume auto` until the run has finished. Losses, evaluations and
 merged tensors must equal those of an undisturbed run, bit for bit.
 """

@@ -16,7 +16,7 @@ _MIB = 2**20
 _BINS = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, float("inf"))
 """Upper ends of the counts: per cent of the live peak."""
 _WORST = 10
-_HOW = """Written by `scripts/test-memory --recipes {recipes} --seed {first} --write`. Recipes drawn from the schema (seeds {first} to
+_HOW = """Written by `scripts/test --suite memory --recipes {recipes} --seed {first} --write`. Recipes drawn from the schema (seeds {first} to
 {last}) train with the real worker on one or two emulated GPUs ([what they are](../development/testing.md#an-emulated-gpu)), three steps
 of full rows. The most that is allocated in the third is compared with the replay of the recipe's trace, both in the allocator's blocks of
 512 bytes. The emulated device has neither a CUDA context nor the workspaces of cuBLAS and of flash kernels; the plan's figures for these

@@ -56,7 +56,7 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite memory", description=__doc__)
     parser.add_argument("--recipes", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the first recipe; the others count up from it")
     parser.add_argument("--write", action="store_true", help="write docs/evidence/data/plan-accuracy.json and the section of its page")

@@ -26,7 +26,7 @@ THETA = 54321.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-exports", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite exports", description=__doc__)
     parser.add_argument("python", type=Path, help="an interpreter with the older version of transformers")
     parser.add_argument("architectures", nargs="*", help="all that both versions have unless given")
     parser.add_argument("--results", type=Path, default=Path("exports.jsonl"), help="results are appended; architectures in it are skipped")

@@ -14,7 +14,7 @@ A tiny model of each causal-LM architecture that transformers {new} and {old} bo
 model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
 largest), token ids, special tokens and chat template, and generation settings. The rotary base is one that no class has as its
 default, so that a version that does not read it computes other logits. [exports.json](../evidence/data/exports.json) has the result of
-each; `scripts/test-exports --write` measures them and writes this page.
+each; `scripts/test --suite exports --write` measures them and writes this page.
 
 {counts}
 

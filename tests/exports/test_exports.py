@@ -1,6 +1,6 @@
 """What an older stack reads of an export: bases that transformers 4 wrote, changed facts, adapters.
 
-`scripts/test-exports` names the interpreter.
+`scripts/test --suite exports` names the interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.exports.page import page
 
 PYTHON = os.environ.get("FSDP_TUNE_OLDER_PYTHON")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-older_stack = pytest.mark.skipif(PYTHON is None, reason="scripts/test-exports runs it with the other environment")
+older_stack = pytest.mark.skipif(PYTHON is None, reason="scripts/test --suite exports runs it with the other environment")
 GENERATION = {
     "bos_token_id": 1,
     "eos_token_id": [2, 5],

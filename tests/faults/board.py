@@ -1,4 +1,4 @@
-"""The scoreboard: run the tests of every row of the catalogue, plant the bugs, and report the results (`scripts/test-faults`)."""
+"""The scoreboard: run the tests of every row of the catalogue, plant the bugs, and report the results (`scripts/test --suite faults`)."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def judge(rows: Sequence[Row], seen: dict[str, Seen], red: dict[str, list[str]])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite faults", description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
     parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")

@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test-fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/test --suite fuzz", description=__doc__)
     parser.add_argument("--runs", type=int, default=50, help="trials")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count up from it")
     parser.add_argument("--plant", choices=sorted(PLANTS), help="a bug to find: exit 0 when it is found")

@@ -259,7 +259,7 @@ FAST = frozenset(
         BY_TOKENS[0],
     ]
 )
-"""What every run of the tests includes; the rest is for scripts/test-parity."""
+"""What every run of the tests includes; the rest is for scripts/test --suite parity."""
 
 
 def pairwise(known: list[Case]) -> list[Case]:

@@ -17,7 +17,7 @@ FAULTS_OF_STACK = "faults of the stack"
 
 HEAD = """# Parity
 
-Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test-parity --write` measures and writes both. Each
+Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test --suite parity --write` measures and writes both. Each
 run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
 The reference is `fsdp_tune/check/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
@@ -46,7 +46,7 @@ STACK = """## Faults of the stack
 {number} cases compare the stock path with the one here. [Numerics](numerics.md#faults-of-the-stack-and-where-they-are-fixed) explains them.
 """
 DRAWN = "## Recipes drawn from the schema"
-"""Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test-fuzz`."""
+"""Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test --suite fuzz`."""
 
 
 def by_section(rows: Iterable[Row]) -> dict[str, list[Row]]:
