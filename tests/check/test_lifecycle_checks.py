@@ -72,6 +72,7 @@ def edit_line(rehearsal: Rehearsal, step: int, **changes: Any) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_loss_difference_fails_the_curve_check(copy_of: Rehearsal) -> None:
@@ -79,6 +80,7 @@ def test_loss_difference_fails_the_curve_check(copy_of: Rehearsal) -> None:
     assert failure(copy_of.compare_curves).startswith("step 17: loss is 2.5 in the resumed run, ")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_changed_merged_tensor_fails_the_logits_check(copy_of: Rehearsal) -> None:
@@ -90,6 +92,7 @@ def test_changed_merged_tensor_fails_the_logits_check(copy_of: Rehearsal) -> Non
     assert "the merged weights differ" in failure(copy_of.compare_models)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_wrong_eval_loss_fails_the_reload_check(copy_of: Rehearsal) -> None:

@@ -72,6 +72,7 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @on_devices
 def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path, device: str) -> None:

@@ -52,6 +52,7 @@ def losses(run: RunDir) -> list[float]:
     return [line["loss"] for line in read_metrics(run) if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp_path: Path) -> None:

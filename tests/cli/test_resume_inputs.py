@@ -100,24 +100,20 @@ def resume_without(started: Started, changes: dict[str, Any], gone: list[str]) -
     return name, cut, done
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("changes", "gone"),
     [
         ({}, ["base", "tokenizer", "chat.jinja"]),
-        *(
-            pytest.param(changes, gone, marks=pytest.mark.slow)
-            for changes, gone in [
-                ({}, ["base"]),
-                ({}, ["tokenizer"]),
-                ({}, ["chat.jinja"]),
-                (FROM_CONFIG, ["base"]),
-                (FROM_HUB, [HUB_ENTRY]),
-                (LORA, ["tokenizer"]),
-                (LORA, ["chat.jinja"]),
-            ]
-        ),
+        ({}, ["base"]),
+        ({}, ["tokenizer"]),
+        ({}, ["chat.jinja"]),
+        (FROM_CONFIG, ["base"]),
+        (FROM_HUB, [HUB_ENTRY]),
+        (LORA, ["tokenizer"]),
+        (LORA, ["chat.jinja"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value.get("output_dir", "full")),
 )

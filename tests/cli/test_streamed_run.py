@@ -98,6 +98,7 @@ def test_packed_stream_ends_after_its_last_row(cli: Cli, tmp_path: Path) -> None
     assert lines[-1]["source_0_tokens"] == document(whole)["report"]["sets"]["train"]["tokens"]
 
 
+@pytest.mark.slow
 def test_stream_that_ends_is_one_line_with_the_step(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")

@@ -50,6 +50,7 @@ def test_every_catalogue_recipe_has_a_dry_run_without_gpus(cli: Cli, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_run_without_standard_streams_is_complete(tmp_path: Path) -> None:
@@ -136,6 +137,7 @@ def test_remote_code_needs_the_command_line_option(cli: Cli) -> None:
     assert cli("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").returncode == 0
 
 
+@pytest.mark.slow
 def test_foreign_settings_are_reported_and_ignored(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "huggingface" / "accelerate"
     folder.mkdir(parents=True)

@@ -232,6 +232,7 @@ def test_tokenizer_larger_than_embedding_is_an_error(recipe: Path, monkeypatch: 
     assert [error["code"] for error in document["errors"]] == ["vocabulary-larger-than-embedding"]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_tokens_that_lora_would_leave_untrained_are_refused_by_validate(tmp_path: Path) -> None:
     """By the model itself, with tied weights; the way out in the hint is valid."""
@@ -334,6 +335,7 @@ def test_schema_is_json_on_stdout(extra: list[str]) -> None:
 RATE = "rate: 0 → 0.01 at step 2 → 0.001 at step 10"
 
 
+@pytest.mark.slow
 def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path, fake_model):
     file = tmp_path / "my.yaml"
     schedule = "lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-3}"

@@ -86,6 +86,7 @@ def test_failed_block_ends_no_child_of_another_thread() -> None:
     assert results == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user can create TMPDIR/torchinductor_USER first, and Inductor executes what it finds there."""

@@ -68,6 +68,7 @@ def after(step: int, how: str) -> str:
 # ------------------------------------------------------------------------------------------------------- a device that fails
 
 
+@pytest.mark.slow
 def test_gpu_that_falls_off_the_bus_is_named_and_missed_by_the_resume(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     ended = train(tmp_path, fault=after(3, "719"), lost=str(lost))

@@ -35,6 +35,7 @@ def adapted(device: str) -> Training:
     return Training(shared_forks(device), CASE, LORA)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @on_devices
 @pytest.mark.parametrize("number", [5, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 13))])

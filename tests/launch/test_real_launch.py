@@ -111,6 +111,7 @@ def test_agent_passes_signals_on_and_waits_for_the_save(tmp_path: Path, run: Run
     assert (ended.exit_code, ended.problem, ended.step) == (code, None, 7)
 
 
+@pytest.mark.slow
 def test_torchrun_report_of_killed_rank_is_parsed(tmp_path: Path, run: RunDir, repository: Path) -> None:
     stuck = [["ignore-signals"], ["beat", "training", 3], ["sleep", 60]]
     dies = [["beat", "training", 3], ["sleep", 0.5], ["die", int(signal.SIGKILL)]]

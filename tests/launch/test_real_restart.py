@@ -95,6 +95,7 @@ def restarted(run: RunDir) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line.get("event") == "restarted"]
 
 
+@pytest.mark.slow
 @on_devices
 def test_restarts_after_kill_and_failure_equal_uninterrupted_run(tmp_path: Path, device: str) -> None:
     run = written(tmp_path, "run", steps=5, device=device, **{"checkpoint.async": False})

@@ -219,6 +219,7 @@ def test_killed_check_is_reported_with_its_signal(merged_gpt2):
         assert child.answer() == "its process was killed by SIGTERM"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_verify_full_runs_in_child_processes(tmp_path, monkeypatch):
     """A checkpoint of another tool with a base: the parameter list is compared during the copy, and the output loaded after it."""

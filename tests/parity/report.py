@@ -17,8 +17,8 @@ FAULTS_OF_STACK = "faults of the stack"
 
 HEAD = """# Parity
 
-Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test --suite parity --write` measures and writes both. Each
-run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
+Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test --suite parity --write` measures and writes
+both. Each run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
 The reference is `fsdp_tune/check/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
 packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last

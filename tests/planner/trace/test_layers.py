@@ -101,7 +101,7 @@ def same_peaks(shallow: Trace, exact: Trace) -> None:
     [
         {"fsdp": {"auto_wrap_policy": "NO_WRAP"}},
         {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}},
-        {"training": {"optim": "adagrad"}},
+        pytest.param({"training": {"optim": "adagrad"}}, marks=pytest.mark.slow),
     ],
     ids=["one unit", "MLPs are units", "state that the optimizer creates at once"],
 )
@@ -111,6 +111,7 @@ def test_memory_that_no_single_layer_allocates_is_planned_for_all_layers(section
     assert planned.components == exact.components
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "frozen",
     [
