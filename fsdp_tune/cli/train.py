@@ -48,7 +48,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
             overrides=list(loaded.overrides),
             arithmetic=arithmetic,
             rate=rate.removeprefix("rate: "),
-            model=found.model,
+            model=found.model.as_dict() if found.model is not None else {},
             data=[CheckedSource(**each) for each in found.inputs],
             unchecked=list(found.unchecked),
         )
@@ -64,9 +64,9 @@ def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: s
 
     model = found.model
     show_decided(screen, found.resolution, model)
-    if model:
-        layers = f"{model['layers']} layers ({', '.join(model['layer_classes'])})"
-        screen.message(f"model: {model['parameters']:,} parameters, {layers}, {len(model['units'])} FSDP units")
+    if model is not None:
+        layers = f"{model.layers} layers ({', '.join(model.layer_classes)})"
+        screen.message(f"model: {model.parameters:,} parameters, {layers}, {len(model.units)} FSDP units")
         for line in adapter_lines(model):
             screen.message(line)
     screen.message(f"batch: {arithmetic}")

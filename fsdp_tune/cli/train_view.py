@@ -23,6 +23,7 @@ from fsdp_tune.data.batches import filling_lines
 from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
 from fsdp_tune.jobs.train import Preview, WrittenRun, takes_best
 from fsdp_tune.launch.command.resume import commands_to_resume
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
@@ -239,39 +240,37 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     screen.message("\n# nothing was started or written")
 
 
-def model_line(facts: dict[str, Any]) -> str:
-    trained, total = facts["trained_parameters"], facts["parameters"]
+def model_line(facts: ModelFacts) -> str:
+    trained, total = facts.trained_parameters, facts.parameters
     share = "all trained" if trained == total else f"{trained:,} trained"
-    classes = ", ".join(facts["layer_classes"]) or "no layers found"
-    return f"model: {facts['architecture']}, {total:,} parameters ({share}), {facts['layers']} × {classes}"
+    classes = ", ".join(facts.layer_classes) or "no layers found"
+    return f"model: {facts.architecture}, {total:,} parameters ({share}), {facts.layers} × {classes}"
 
 
-def adapter_lines(facts: dict[str, Any]) -> list[str]:
+def adapter_lines(facts: ModelFacts) -> list[str]:
     """Return the lines on LoRA adapters, if the recipe has them: where they are, what is trained, and what is in 4 bits."""
-    adapter: dict[str, Any] | None = facts.get("adapter")
-    if adapter is None:
+    if (adapter := facts.adapter) is None:
         return []
-    modules = ", ".join(f"{count} {name}" for name, count in adapter["modules"].items())
+    modules = ", ".join(f"{count} {name}" for name, count in adapter.modules.items())
     return [
-        f"lora: adapters on {modules}; {adapter['trained_parameters']:,} parameters trained ({adapter['share']:.2%} of the base), "
-        f"{format_bytes(adapter['trained_bytes'])}",
-        *([f"quantization: {facts['quantization']}"] if facts["quantization"] is not None else []),
+        f"lora: adapters on {modules}; {adapter.trained_parameters:,} parameters trained ({adapter.share:.2%} of the base), "
+        f"{format_bytes(adapter.trained_bytes)}",
+        *([f"quantization: {facts.quantization}"] if facts.quantization is not None else []),
     ]
 
 
-def kernels_line(facts: dict[str, Any]) -> str:
+def kernels_line(facts: ModelFacts) -> str:
     """Return the chosen kernels in one line; those that are off are left out."""
-    chosen: dict[str, dict[str, str]] = facts["kernels"]
-    values = {_KERNEL_NAMES.get(key, key.split(".")[-1]): each["value"] for key, each in chosen.items()}
+    values = {_KERNEL_NAMES.get(key, key.split(".")[-1]): each.value for key, each in facts.kernels.items()}
     on = {name: value for name, value in values.items() if value not in ("false", "null")}
     return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in on.items())
 
 
-def show_decided(screen: Terminal, resolution: Resolution, facts: dict[str, Any]) -> None:
+def show_decided(screen: Terminal, resolution: Resolution, facts: ModelFacts | None) -> None:
     """Print each key that the recipe leaves unset, and each kernel, with the chosen value and the reason."""
     rows = [(key, _word(value_of(resolution.recipe, key)), reason) for key, reason in resolution.reasons.items() if "[" not in key]
-    kernels: dict[str, dict[str, str]] = facts.get("kernels", {})
-    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items() if key not in resolution.reasons]
+    kernels = facts.kernels if facts is not None else {}
+    rows += [(key, choice.value, choice.reason) for key, choice in kernels.items() if key not in resolution.reasons]
     screen.table("decided for you", ["key", "value", "because"], rows)
 
 

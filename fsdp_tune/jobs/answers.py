@@ -16,6 +16,7 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.merge.merge_options import MergeAnswer
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -463,7 +464,7 @@ class TrainingInputs:
     """With the keys decided that were left to a plan."""
     decided: dict[str, str]
     """Those keys → value and reason."""
-    model: dict[str, Any]
+    model: ModelFacts
     encoder: Any
     data: Prepared
     plan: Plan | None

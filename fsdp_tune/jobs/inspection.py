@@ -5,7 +5,6 @@ The model is inspected in a child process, since this one never imports torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -29,6 +28,7 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.loading.model_facts import ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
@@ -45,8 +45,8 @@ _UNREACHABLE = re.compile(
 class Inspection:
     """Findings in the model, in the data, or in both."""
 
-    model: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The document of `fsdp_tune.model.loading.inspect`, without problems and notices; empty if the model could not be built."""
+    model: ModelFacts | None = None
+    """None if the model could not be built."""
     vocabulary_size: int | None = None
     """Tokens of the tokenizer; None if it could not be loaded."""
     inputs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -94,23 +94,20 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
     """
     limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
     text = answer(limit_seconds) if answer is not None else ""
-    document = json.loads(text) if text else _inspect_in_child(recipe, offline=offline)
-    if isinstance(document, Problem):
-        return Inspection(problems=[document])
-    found = Inspection(document)
-    for problem in map(Problem.from_dict, document.pop("problems")):
+    document = ModelInspection.from_json(text) if text else _inspect_in_child(recipe, offline=offline)
+    found = Inspection(document.facts, notices=list(document.notices))
+    for problem in document.problems:
         if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
             found.unchecked.append(
                 f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files are not in the cache"
             )
         else:
             found.problems.append(problem)
-    found.notices.extend(notices_from(document.pop("notices")))
     return found
 
 
-def _inspect_in_child(recipe: Recipe, *, offline: bool) -> dict[str, Any] | Problem:
-    """Return the document of `fsdp_tune.model.loading.inspect`, or why there is none."""
+def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
+    """Return the document of `fsdp_tune.model.loading.inspect`, or one with the reason why there is none."""
     environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     raw = recipe.model_dump_json(by_alias=True)
@@ -118,18 +115,13 @@ def _inspect_in_child(recipe: Recipe, *, offline: bool) -> dict[str, Any] | Prob
     try:
         output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired:
-        return Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s")
+        return ModelInspection(None, (Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s"),))
     finally:
         children.end(child)
     try:
-        return json.loads(output)
+        return ModelInspection.from_json(output)
     except ValueError:
-        return _crashed(child.returncode, errors)
-
-
-def notices_from(raw: list[dict[str, Any]]) -> list[Notice]:
-    """Return the notices of a document."""
-    return [Notice(each.code, each.message, each.where, each.hint) for each in map(Problem.from_dict, raw)]
+        return ModelInspection(None, (_crashed(child.returncode, errors),))
 
 
 def _crashed(exit_code: int, errors: str) -> Problem:

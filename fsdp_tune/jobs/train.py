@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
@@ -46,6 +45,7 @@ from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.upload import check_access
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
@@ -255,8 +255,9 @@ class _Job:
             decided, predicted, not_planned = plan
         observer.notices([*model.notices, *data.as_notices(), *not_planned])
         # The shapes of well-known models in this package are enough for a plan, never for training.
-        packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if model.model.get("packaged") else []
-        if model.problems or model.unchecked or packaged:
+        is_packaged = model.model is not None and model.model.packaged
+        packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if is_packaged else []
+        if model.model is None or model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         observer.notices(check_vocabulary(model.model, recipe, data.vocabulary_size))
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
@@ -370,13 +371,13 @@ class _Job:
         return result
 
 
-def base_of(recipe: Recipe, facts: dict[str, Any]) -> BaseModel:
-    """Return the identity of the base of an adapter for base.json. `facts` is the document of `model.loading.inspect`."""
+def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
+    """Return the identity of the base of an adapter for base.json."""
     base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
-    base = replace(base, config_changes=facts["config_changes"])
+    base = replace(base, config_changes=facts.config_changes)
     if recipe.quantization is None:
         return base
-    return replace(base, nf4_weights=tuple(facts["nf4_weights"]), nf4_scales=recipe.quantization.scales)
+    return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.quantization.scales)
 
 
 def _check_base(trained: RunDir, now: BaseModel) -> None:

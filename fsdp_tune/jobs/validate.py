@@ -25,6 +25,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.model.loading.model_files import check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned
@@ -39,8 +40,8 @@ class Validation:
 
     resolution: Resolution
     """The recipe with every key decided, and the reasons."""
-    model: dict[str, Any]
-    """Parameters, layers and FSDP units; empty if the model could not be built."""
+    model: ModelFacts | None
+    """None if the model could not be built."""
     inputs: list[dict[str, Any]]
     """For each data source, its format, what is trained, and how many rows were read."""
     problems: tuple[Problem, ...]
@@ -81,10 +82,12 @@ def validate(
 
 
 def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
-    if found.model.get("packaged"):
+    if found.model is None:
+        return
+    if found.model.packaged:
         name = recipe.model.name_or_path
         found.unchecked.append(f"the files of `{name}`: the hub cannot be reached; shapes are those in the package")
-    elif found.model and found.vocabulary_size is not None:
+    elif found.vocabulary_size is not None:
         try:
             found.notices.extend(check_vocabulary(found.model, recipe, found.vocabulary_size))
         except FsdpTuneError as error:
@@ -94,7 +97,7 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
 def _decide(resolution: Resolution, found: Inspection, *, offline: bool) -> Resolution:
     """Decide keys that are left to a plan, if the model is there and this machine has the memory of the ranks."""
     recipe = resolution.recipe
-    if not is_undecided(recipe) or found.problems or not found.model:
+    if not is_undecided(recipe) or found.problems or found.model is None:
         return resolution
     budget = budget_of(recipe, visible_gpu(recipe))
     if budget is None:
@@ -178,7 +181,7 @@ def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer:
     observer.notices(found.notices)
     if found.problems:
         raise FsdpTuneError(*found.problems)
-    if not found.model:
+    if found.model is None:
         raise usage_error(
             "model-unreachable",
             f"{found.unchecked[0]}, and the package does not have its shape",
@@ -187,4 +190,4 @@ def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer:
     inputs = ReadableInputs(tokenizer=found.vocabulary_size is not None, data=found.is_data_reachable)
     if inputs.tokenizer and inputs.data:
         inputs = replace(inputs, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
-    return scale_down_recipe(recipe, found.model["config"], folder, ranks=ranks, device=device, steps=STEPS, inputs=inputs)
+    return scale_down_recipe(recipe, found.model.config, folder, ranks=ranks, device=device, steps=STEPS, inputs=inputs)

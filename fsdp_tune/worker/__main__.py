@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -116,10 +115,10 @@ class _Inspector:
 
 def _inspect(files: EarlyStart, recipe: Recipe) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from fsdp_tune.model.loading.inspect import facts
+    from fsdp_tune.model.loading.inspect import find_facts
 
     with contextlib.redirect_stdout(sys.stderr):
-        document = json.dumps(facts(recipe))
+        document = find_facts(recipe).to_json()
     write_file(files.inspection_json, document, private=True)
 
 

@@ -15,6 +15,7 @@ from fsdp_tune.cli import terminal
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.recipe.resolve import Resolution
+from tests.model.recipes import model_facts
 from tests.planner.recipes import resolved
 
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
@@ -162,15 +163,15 @@ def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.Capt
     capsys.readouterr()
 
 
-KERNELS = {
-    "kernels": {
+KERNELS = model_facts(
+    kernels={
         "model.attn_implementation": {"value": "sdpa", "reason": "flash-attn is not installed"},
         "kernels.loss": {"value": "chunked", "reason": "the logits are larger than one slice"},
         "kernels.liger": {"value": "false", "reason": "Liger is for GPUs"},
         "kernels.compile": {"value": "true", "reason": "the recipe requests it"},
         "kernels.mlp_slice_tokens": {"value": "null", "reason": "the recipe does not set it"},
     }
-}
+)
 
 
 def test_kernels_line_names_the_chosen_kernels() -> None:

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.jobs import inspection as checks
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.recipe.read.loader import load_recipe
+from tests.model.recipes import model_facts
 from tests.recipe.loading import MINIMAL, load
 
 FIVE_MISTAKES = """\
@@ -24,19 +26,12 @@ data:
 fsdp: {offload_parms: true, sharding_strategy: FULL_SHRAD}
 training: {per_device_train_batch_size: "8", offload_params: true}
 """
-FACTS = {
-    "embedding_rows": 384,
-    "parameters": 1000,
-    "layers": 2,
-    "layer_classes": ["Block"],
-    "units": [["a"], ["b"]],
-    "problems": [],
-    "notices": [],
-}
+FACTS = model_facts(embedding_rows=384, layers=2, layer_classes=["Block"], units=[["a"], ["b"]])
 
 
-def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
+def inspector(tmp_path: Path, document: ModelFacts | dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
     """Stands in for `fsdp_tune.model.loading.inspect`: reads the recipe as that does, prints `document`."""
+    document = {**document.as_dict(), "problems": [], "notices": []} if isinstance(document, ModelFacts) else document
     text = document if isinstance(document, str) else json.dumps(document)
     script = tmp_path / "inspect_model.py"
     script.write_text(
@@ -226,7 +221,7 @@ def test_unreachable_data_set_and_tokenizer_are_listed_as_unchecked(recipe: Path
 
 
 def test_tokenizer_larger_than_embedding_is_an_error(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "INSPECT", inspector(recipe.parent, FACTS | {"embedding_rows": 300}))
+    monkeypatch.setattr(checks, "INSPECT", inspector(recipe.parent, FACTS.model_copy(update={"embedding_rows": 300})))
     code, document = validated(recipe, SMALL)
     assert code == 2
     assert [error["code"] for error in document["errors"]] == ["vocabulary-larger-than-embedding"]
@@ -260,7 +255,7 @@ def test_model_that_needs_the_network_is_listed_as_unchecked(tmp_path: Path, mon
     document = {"problems": [problem("model-not-found", message)], "notices": []}
     monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, document))
     found = checks.inspect_model(load(MINIMAL).recipe)
-    assert (found.problems, found.model) == ([], {})
+    assert (found.problems, found.model) == ([], None)
     assert found.unchecked == ["the model `gpt2`: the hub cannot be reached, and its files are not in the cache"]
 
 

@@ -21,7 +21,7 @@ from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, INITIALISATIONS, KNO
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
@@ -89,6 +89,6 @@ def test_run_that_continues_an_adapter_of_a_newer_peft_has_a_notice(tmp_path: Pa
     path.write_text(json.dumps(json.loads(path.read_text()) | {"new_variant": True}))
     lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "adapter": str(tmp_path / "adapter")}
     recipe = recipe_of({"name_or_path": str(base)}, lora=lora)
-    assert "adapter-field-unknown" in [notice["code"] for notice in facts(recipe)["notices"]]
+    assert "adapter-field-unknown" in [notice.code for notice in find_facts(recipe).notices]
     result = merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "merged"))
     assert "adapter-field-unknown" in [notice.code for notice in result.notices]

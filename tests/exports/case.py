@@ -16,7 +16,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.model_files import save_model_files
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.exports import older
@@ -39,12 +39,12 @@ def write_run(base: Path, out: Path, *, lora: dict[str, Any] | None = None, **mo
     """Write the files of a run on `base` with changed weights. Returns (run, its weights)."""
     sections: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": 64}} | ({"lora": lora} if lora is not None else {})
     recipe = recipe_of({"name_or_path": str(base), "tokenizer": None, **model}, **sections)
-    document, encoder = facts(recipe), load_encoder(recipe)
-    if document["problems"]:
-        raise ValueError(document["problems"][0]["message"])
+    document, encoder = find_facts(recipe), load_encoder(recipe)
+    if document.facts is None or document.problems:
+        raise ValueError(document.problems[0].message)
     files = out / "files"
     files.mkdir(parents=True)
-    save_model_files(files, document, encoder.tokenizer, encoder.origin)
+    save_model_files(files, document.facts, encoder.tokenizer, encoder.origin)
     state = trained_state(recipe, encoder.vocabulary_size)
     return make_run(out / "run", {1: state}, model=files, recipe=recipe), state
 

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.devices import Machine
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseLayout
 from tests.model.families import FAMILIES
 
 
@@ -31,3 +34,35 @@ def lora_recipe(
     config = FAMILIES[family] if isinstance(family, str) else family
     (folder / "config.json").write_text(json.dumps(config))
     return recipe_of({"name_or_path": str(folder)}, ranks, lora=lora, **sections)
+
+
+def facts_of_model(recipe: Recipe) -> ModelFacts:
+    """The facts of a recipe's model, which must have no problems."""
+    found = find_facts(recipe)
+    assert found.problems == ()
+    assert found.facts is not None
+    return found.facts
+
+
+def model_facts(**changes: Any) -> ModelFacts:
+    """The facts of a small GPT-2, with some of them changed."""
+    facts = {
+        "packaged": False,
+        "model_type": "gpt2",
+        "architecture": "GPT2LMHeadModel",
+        "config": {"model_type": "gpt2", "use_cache": False},
+        "base_folder": None,
+        "config_changes": {},
+        "exported_config": {"model_type": "gpt2", "use_cache": True},
+        "generation_config": {"temperature": 0.5},
+        "base_layout": BaseLayout(),
+        "parameters": 1000,
+        "trained_parameters": 1000,
+        "embedding_rows": 9,
+        "tied_embeddings": True,
+        "is_embedding_trained": True,
+        "trains_new_tokens": True,
+        "max_positions": 64,
+        "attention": "sdpa",
+    }
+    return ModelFacts.model_validate(facts | changes)

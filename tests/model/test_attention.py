@@ -17,7 +17,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.setup import _collator
@@ -170,9 +170,9 @@ def test_inspection_reports_large_masks() -> None:
     data = {"train": [{"path": "x"}], "packing": True, "max_length": 32768}
     base = recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": "sdpa"}, data=data, precision={"mixed_precision": "bf16"})
     recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": "cuda"})})
-    [notice] = [notice for notice in facts(recipe)["notices"] if notice["code"] == "attention-mask-large"]
-    assert "5.00 GiB on each GPU, with a float copy in 2 of 2 layers" in notice["message"]
-    assert "leave `model.attn_implementation` at auto" in notice["hint"]
+    [notice] = [notice for notice in find_facts(recipe).notices if notice.code == "attention-mask-large"]
+    assert "5.00 GiB on each GPU, with a float copy in 2 of 2 layers" in notice.message
+    assert "leave `model.attn_implementation` at auto" in notice.hint
 
 
 @pytest.mark.parametrize("family", FAMILIES)

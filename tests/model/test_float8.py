@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import float8
 from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, fp8_notices, plan_fp8, require_gpu
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.model.shard.wrap import wrap
@@ -71,16 +71,16 @@ def test_weights_whose_rows_do_not_divide_are_gathered_in_bf16(ranks: int, words
 
 
 def test_model_without_linears_is_refused_before_a_rank_starts() -> None:
-    found = facts(fp8("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}))["problems"]
-    assert [problem["code"] for problem in found] == ["fp8-nothing-to-convert"]
-    assert "Conv1D" in found[0]["message"]
+    found = find_facts(fp8("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64})).problems
+    assert [problem.code for problem in found] == ["fp8-nothing-to-convert"]
+    assert "Conv1D" in found[0].message
 
 
 def test_without_torchao_the_recipe_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_tune.model.shard.local.PACKAGE", "no_such_package")
-    (problem,) = facts(fp8())["problems"]
-    assert problem["code"] == "torchao-not-installed"
-    assert "precision.mixed_precision: fp8" in problem["message"]
+    (problem,) = find_facts(fp8()).problems
+    assert problem.code == "torchao-not-installed"
+    assert "precision.mixed_precision: fp8" in problem.message
 
 
 def test_share_of_stacked_experts_is_reported() -> None:

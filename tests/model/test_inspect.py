@@ -9,7 +9,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_facts import ModelInspection
 from tests.model.recipes import lora_recipe, recipe_of
 
 OPT = {
@@ -47,8 +48,8 @@ BART = {
 
 def codes(model: str | dict[str, Any], max_length: int) -> tuple[list[str], list[str]]:
     section = {"from_config": model} if isinstance(model, dict) else model
-    document = facts(recipe_of(section, data={"train": [{"path": "x"}], "max_length": max_length}))
-    return [each["code"] for each in document["problems"]], [each["code"] for each in document["notices"]]
+    document = find_facts(recipe_of(section, data={"train": [{"path": "x"}], "max_length": max_length}))
+    return [each.code for each in document.problems], [each.code for each in document.notices]
 
 
 @pytest.mark.parametrize("model", ["gpt2", OPT], ids=["gpt2", "opt"])
@@ -62,42 +63,43 @@ def test_row_beyond_the_trained_positions_is_reported() -> None:
     assert codes(LLAMA, 129) == ([], ["positions-never-trained"])
 
 
-def document_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return facts(recipe_of({"from_config": model, **sections}, data={"train": [{"path": "x"}], "max_length": 64}))
+def document_of(model: dict[str, Any], **sections: Any) -> ModelInspection:
+    return find_facts(recipe_of({"from_config": model, **sections}, data={"train": [{"path": "x"}], "max_length": 64}))
 
 
 @pytest.mark.parametrize(("model", "field"), [(OPT, "layerdrop"), (BART, "decoder_layerdrop")], ids=["opt", "bart"])
 def test_model_that_skips_layers_at_random_is_refused(model: dict[str, Any], field: str) -> None:
-    [problem] = document_of(model | {field: 0.25})["problems"]
-    assert problem["code"] == "layerdrop-not-supported"
-    assert f"`{field}: 0.25`" in problem["message"]
-    assert problem["hint"].startswith(f"--set model.config_overrides.{field}=0.0")
-    assert document_of(model | {field: 0.25}, config_overrides={field: 0.0})["problems"] == []
+    [problem] = document_of(model | {field: 0.25}).problems
+    assert problem.code == "layerdrop-not-supported"
+    assert f"`{field}: 0.25`" in problem.message
+    assert problem.hint.startswith(f"--set model.config_overrides.{field}=0.0")
+    assert document_of(model | {field: 0.25}, config_overrides={field: 0.0}).problems == ()
 
 
 def test_frequencies_fixed_beyond_the_original_positions_are_reported() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     notices = {
-        max_positions: document_of({**LLAMA, "max_position_embeddings": max_positions, "rope_parameters": rope})["notices"]
+        max_positions: document_of({**LLAMA, "max_position_embeddings": max_positions, "rope_parameters": rope}).notices
         for max_positions in (32, 64)
     }
-    assert [notice["code"] for notice in notices[32]] == ["positions-never-trained", "rotary-frequencies-fixed"]
-    assert notices[64] == []
+    assert [notice.code for notice in notices[32]] == ["positions-never-trained", "rotary-frequencies-fixed"]
+    assert notices[64] == ()
 
 
 def test_unlimited_positions_are_none() -> None:
     xlnet = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}
     document = document_of(xlnet)
-    assert document["max_positions"] is None
-    assert document["notices"] == []
+    assert document.facts is not None
+    assert document.facts.max_positions is None
+    assert document.notices == ()
 
 
 def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
     bloom = {"model_type": "bloom", "vocab_size": 256, "hidden_size": 32, "n_layer": 1, "n_head": 2}
-    [problem] = document_of(bloom, attn_implementation="sdpa")["problems"]
-    assert (problem["code"], problem["key"]) == ("model-refused", "model.attn_implementation")
-    assert problem["hint"].startswith("`auto` chooses")
-    assert len(problem["message"]) < 200
+    [problem] = document_of(bloom, attn_implementation="sdpa").problems
+    assert (problem.code, problem.where.key) == ("model-refused", "model.attn_implementation")
+    assert problem.hint.startswith("`auto` chooses")
+    assert len(problem.message) < 200
     with pytest.raises(FsdpTuneError, match="transformers rejects this model"):
         build_empty(recipe_of({"from_config": bloom, "attn_implementation": "sdpa"}))
 
@@ -111,7 +113,7 @@ def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
     ],
 )
 def test_experts_without_adapters_are_reported(parameters: list[str], names: str | None, tmp_path: Path) -> None:
-    notices = facts(lora_recipe(tmp_path, {"r": 4, "target_parameters": parameters}, "mixtral"))["notices"]
-    found = [each["message"] for each in notices if each["code"] == "lora-experts-frozen"]
+    notices = find_facts(lora_recipe(tmp_path, {"r": 4, "target_parameters": parameters}, "mixtral")).notices
+    found = [each.message for each in notices if each.code == "lora-experts-frozen"]
     assert len(found) == (names is not None)
     assert all(message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message for message in found)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.optim import adamw
 from fsdp_tune.model.optim.adamw import LeanAdamW, round_stochastically, rounding_key
 from fsdp_tune.model.optim.optimizer import build_optimizer
@@ -197,6 +197,6 @@ def test_validate_without_torchao_has_an_install_hint(monkeypatch: pytest.Monkey
     recipe = recipe_of(training={"optim": "adamw_torch_8bit"})
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else real(name, *rest))
-    (problem,) = facts(recipe)["problems"]
-    assert problem["code"] == "torchao-not-installed"
-    assert problem["hint"] == "`pip install torchao`"
+    (problem,) = find_facts(recipe).problems
+    assert problem.code == "torchao-not-installed"
+    assert problem.hint == "`pip install torchao`"

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.lora import (
     adapter_config,
-    adapter_facts,
     draw_adapters,
     first_values,
     name_in_base,
@@ -25,6 +24,7 @@ from fsdp_tune.model.adapters.lora import (
     stacks_without_adapters,
 )
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.inspect import adapter_facts
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
@@ -81,15 +81,15 @@ def test_first_values_have_the_distribution_of_peft() -> None:
 def test_facts_count_modules_and_trained_parameters(llama: str) -> None:
     model = build_empty(recipe_with(llama, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]}))
     facts = adapter_facts(model)
-    assert facts["modules"] == {"q_proj": 2, "v_proj": 2}
-    assert facts["trained_parameters"] == sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
-    assert facts["trained_bytes"] == 4 * facts["trained_parameters"]
+    assert facts.modules == {"q_proj": 2, "v_proj": 2}
+    assert facts.trained_parameters == sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    assert facts.trained_bytes == 4 * facts.trained_parameters
 
 
 def test_facts_count_adapted_parameters_and_experts_without_adapters(tmp_path: Path) -> None:
     lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
     model = build_empty(lora_recipe(tmp_path, lora, "mixtral"))
-    assert adapter_facts(model)["modules"] == {"down_proj": 2, "q_proj": 2}
+    assert adapter_facts(model).modules == {"down_proj": 2, "q_proj": 2}
     stacks = stacks_without_adapters(model)
     assert list(stacks) == [f"model.layers.{index}.mlp.experts.gate_up_proj" for index in (0, 1)]
     assert sum(stacks.values()) == pytest.approx(

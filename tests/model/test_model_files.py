@@ -8,25 +8,16 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.tokenise.tokenizer import TokenizerOrigin
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.recipe.schema.recipe import Lora, Model, Recipe, Tokens
-
-FACTS = {
-    "config": {"model_type": "gpt2", "use_cache": False},
-    "exported_config": {"model_type": "gpt2", "use_cache": True},
-    "base_folder": None,
-    "generation_config": {"temperature": 0.5},
-    "architecture": "GPT2LMHeadModel",
-    "embedding_rows": 9,
-    "base_layout": {},
-}
-
+from tests.model.recipes import model_facts
 
 NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def facts_of(config: dict[str, Any]) -> dict[str, Any]:
-    return FACTS | {"config": config, "exported_config": config}
+def facts_of(config: dict[str, Any], **changes: Any) -> ModelFacts:
+    return model_facts(config=config, exported_config=config, **changes)
 
 
 class FakeTokenizer:
@@ -59,7 +50,7 @@ def test_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> N
 
 
 def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
-    save_model_files(tmp_path, FACTS, FakeTokenizer(), TokenizerOrigin())
+    save_model_files(tmp_path, model_facts(), FakeTokenizer(), TokenizerOrigin())
     config = json.loads((tmp_path / "config.json").read_text())
     assert "vocab_size" not in config
     assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (["GPT2LMHeadModel"], True, 7)
@@ -69,7 +60,7 @@ def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("rows", "kept"), [(9, 3), (2, 3)])
 def test_padding_id_of_the_base_stays_in_the_config(tmp_path: Path, rows: int, kept: int) -> None:
-    save_model_files(tmp_path, facts_of({"pad_token_id": 3}) | {"embedding_rows": rows}, FakeTokenizer(), TokenizerOrigin())
+    save_model_files(tmp_path, facts_of({"pad_token_id": 3}, embedding_rows=rows), FakeTokenizer(), TokenizerOrigin())
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == kept
     assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 8
 
@@ -93,30 +84,30 @@ def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_tr
     with torch.no_grad():
         trained.get_input_embeddings().weight.normal_()[config.pad_token_id] = 0  # that row gets no gradient
     trained.save_pretrained(tmp_path)
-    save_model_files(tmp_path, facts_of(config.to_dict()) | {"architecture": type(trained).__name__}, FakeTokenizer(), TokenizerOrigin())
+    save_model_files(tmp_path, facts_of(config.to_dict(), architecture=type(trained).__name__), FakeTokenizer(), TokenizerOrigin())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[4, 8, 8, 1, 3, 0, 5, 6, 7, 2]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
 
 
 def test_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
-    save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer(), TokenizerOrigin())
+    save_model_files(tmp_path, model_facts(embedding_rows=5), FakeTokenizer(), TokenizerOrigin())
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
 
 
 def test_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
     with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
-        check_vocabulary({"embedding_rows": 1000}, Recipe(), 1001)
+        check_vocabulary(model_facts(embedding_rows=1000), Recipe(), 1001)
     assert caught.value.exit_code == 2
-    check_vocabulary({"embedding_rows": 1000}, Recipe(), 1000)
+    check_vocabulary(model_facts(embedding_rows=1000), Recipe(), 1000)
 
 
 @pytest.mark.parametrize("says", [Model(resize_embeddings=True), Model(tokens=Tokens(add=["<call>"]))])
 def test_growing_embedding_accepts_any_vocabulary(says: Model) -> None:
-    check_vocabulary({"embedding_rows": 1000}, Recipe(model=says), 1001)
+    check_vocabulary(model_facts(embedding_rows=1000), Recipe(model=says), 1001)
 
 
-FROZEN = {"embedding_rows": 1000, "is_embedding_trained": False, "trains_new_tokens": False, "tied_embeddings": True}
+FROZEN = {"embedding_rows": 1000, "is_embedding_trained": False, "trains_new_tokens": False}
 ADDS_TOKENS = Recipe(model=Model(tokens=Tokens(add=["<call>"])), lora=Lora())
 
 
@@ -126,19 +117,19 @@ ADDS_TOKENS = Recipe(model=Model(tokens=Tokens(add=["<call>"])), lora=Lora())
 )
 def test_new_rows_of_a_frozen_embedding_are_refused_with_a_way_out(recipe: Recipe, key: str) -> None:
     with pytest.raises(FsdpTuneError) as caught:
-        check_vocabulary(FROZEN, recipe, 1001)
+        check_vocabulary(model_facts(**FROZEN), recipe, 1001)
     (problem,) = caught.value.problems
     assert (problem.code, problem.where.key, caught.value.exit_code) == ("lora-new-tokens", key, 2)
     assert "modules_to_save" in str(problem.hint)
     assert "tie_word_embeddings: false" in str(problem.hint)
     with pytest.raises(FsdpTuneError) as caught:
-        check_vocabulary(FROZEN | {"tied_embeddings": False}, recipe, 1001)
+        check_vocabulary(model_facts(**FROZEN, tied_embeddings=False), recipe, 1001)
     assert "tie_word_embeddings" not in str(caught.value.problems[0].hint)
-    assert check_vocabulary(FROZEN | {"is_embedding_trained": True, "trains_new_tokens": True}, recipe, 1001) == []
+    assert check_vocabulary(model_facts(**FROZEN | {"is_embedding_trained": True, "trains_new_tokens": True}), recipe, 1001) == []
     with pytest.raises(FsdpTuneError):  # an adapter on the embedding leaves its new rows as they were drawn
-        check_vocabulary(FROZEN | {"is_embedding_trained": True}, recipe, 1001)
+        check_vocabulary(model_facts(**FROZEN | {"is_embedding_trained": True}), recipe, 1001)
 
 
 def test_added_tokens_in_spare_rows_of_a_frozen_embedding_are_noticed() -> None:
-    assert [notice.code for notice in check_vocabulary(FROZEN, ADDS_TOKENS, 1000)] == ["lora-new-tokens"]
-    assert check_vocabulary(FROZEN, Recipe(lora=Lora()), 1000) == []
+    assert [notice.code for notice in check_vocabulary(model_facts(**FROZEN), ADDS_TOKENS, 1000)] == ["lora-new-tokens"]
+    assert check_vocabulary(model_facts(**FROZEN), Recipe(lora=Lora()), 1000) == []

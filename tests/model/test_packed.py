@@ -13,7 +13,7 @@ from transformers import AutoConfig, masking_utils, modeling_flash_attention_uti
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.sequence_parallel import packing_known
 from fsdp_tune.worker.readback import isolation
@@ -117,8 +117,8 @@ def test_no_target_crosses_an_example_boundary(packed: RowStore) -> None:
 
 
 def refusals(family: str) -> list[str]:
-    problems = facts(recipe_of(family, data={"train": [{"path": "x"}], "packing": True, "max_length": 128}))["problems"]
-    return [problem["code"] for problem in problems]
+    problems = find_facts(recipe_of(family, data={"train": [{"path": "x"}], "packing": True, "max_length": 128})).problems
+    return [problem.code for problem in problems]
 
 
 @pytest.mark.parametrize("family", ISOLATED)

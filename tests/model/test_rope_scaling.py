@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -94,9 +94,9 @@ def test_only_full_attention_is_scaled_by_default() -> None:
 
 def test_scaled_row_has_no_notice_and_a_longer_one_is_refused() -> None:
     for scaling in (YARN, {"rope_type": "dynamic", "factor": 4.0}):
-        document = facts(scaled(scaling))
-        assert "positions-never-trained" not in [notice["code"] for notice in document["notices"]]
-        assert (document["problems"], document["max_positions"]) == ([], 4 * ORIGINAL)
+        document = find_facts(scaled(scaling))
+        assert "positions-never-trained" not in [notice.code for notice in document.notices]
+        assert (document.problems, document.facts and document.facts.max_positions) == ((), 4 * ORIGINAL)
     code, message = problem_of(scaled(YARN, max_length=4 * ORIGINAL + 1))
     assert (code, "4 × 64 positions is 256" in message) == ("rope-scaling-too-short", True)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading import stored_tensors
 from fsdp_tune.model.loading.construct import build_empty, build_full, is_tied, model_config
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -54,19 +54,21 @@ def test_stored_head_is_kept_and_reported(family: str, kind: str, tmp_path: Path
     assert difference.count_nonzero() == 1
     assert difference[-1, -1].item() == pytest.approx(0.5)
     assert not is_tied(empty)
-    document = facts(recipe)
-    [notice] = [each for each in document["notices"] if each["code"] == "weights-untied"]
-    assert f"`{HEAD}` and `{EMBEDDINGS[family]}`" in notice["message"]
-    assert document["parameters"] == sum(parameter.numel() for parameter in full.parameters())
-    assert (document["config"]["tie_word_embeddings"], document["tied_embeddings"]) == (False, False)
+    document = find_facts(recipe)
+    assert document.facts is not None
+    [notice] = [each for each in document.notices if each.code == "weights-untied"]
+    assert f"`{HEAD}` and `{EMBEDDINGS[family]}`" in notice.message
+    assert document.facts.parameters == sum(parameter.numel() for parameter in full.parameters())
+    assert (document.facts.config["tie_word_embeddings"], document.facts.tied_embeddings) == (False, False)
 
 
 @pytest.mark.parametrize("kind", ["single", "sharded", "pickle"])
 def test_equal_copies_stay_tied(kind: str, tmp_path: Path) -> None:
     recipe = trained(save_base(tmp_path, "llama", change=0.0, kind=kind))
-    document = facts(recipe)
-    assert document["tied_embeddings"] is True
-    assert not [each for each in document["notices"] if each["code"] == "weights-untied"]
+    document = find_facts(recipe)
+    assert document.facts is not None
+    assert document.facts.tied_embeddings is True
+    assert not [each for each in document.notices if each.code == "weights-untied"]
     assert is_tied(build_full(recipe))
 
 
@@ -90,7 +92,7 @@ def test_nested_setting_is_read(tmp_path: Path) -> None:
 
 def test_recipe_that_unties_gets_no_notice(tmp_path: Path) -> None:
     recipe = trained(save_base(tmp_path, "llama", change=0.5), config_overrides={"tie_word_embeddings": False})
-    assert not [each for each in facts(recipe)["notices"] if each["code"] == "weights-untied"]
+    assert not [each for each in find_facts(recipe).notices if each.code == "weights-untied"]
     assert build_full(recipe).lm_head.weight[-1, -1] != build_full(recipe).model.embed_tokens.weight[-1, -1]
 
 

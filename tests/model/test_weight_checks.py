@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.stored_tensors import check_weight_files
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -97,5 +97,5 @@ def test_pointer_in_place_of_an_adapter_is_reported(base: Path, tmp_path: Path) 
 
 def test_inspection_has_the_problems_of_weight_files(base: Path) -> None:
     (base / SINGLE).write_bytes(POINTER)
-    document = facts(recipe_of({"name_or_path": str(base)}, data={"train": [{"path": "x"}], "max_length": 64}))
-    assert [problem["code"] for problem in document["problems"]] == ["model-weights-pointer"]
+    document = find_facts(recipe_of({"name_or_path": str(base)}, data={"train": [{"path": "x"}], "max_length": 64}))
+    assert [problem.code for problem in document.problems] == ["model-weights-pointer"]

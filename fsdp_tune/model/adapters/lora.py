@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -392,19 +392,6 @@ def stacks_without_adapters(model: nn.Module) -> dict[str, float]:
     base = {name: p for wrapped_name, p in model.named_parameters() if (name := name_in_base(wrapped_name)) is not None}
     total, adapted = count_elements(base.items()), adapters_of(model)
     return {name: p.numel() / total for name, p in base.items() if is_stack(name, p) and name not in adapted}
-
-
-def adapter_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what `validate` and a run print: adapted modules by the last part of their names, parameters and bytes that are trained."""
-    modules = Counter(name.rpartition(".")[2] for name in adapters_of(model))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    base = count_elements((name, p) for name, p in model.named_parameters() if not is_of_adapter(name))
-    return {
-        "modules": dict(sorted(modules.items())),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "share": sum(p.numel() for p in trained) / base,
-        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
-    }
 
 
 # ---- First values

@@ -13,8 +13,9 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.data.tokenise.tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
+from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import LAYOUT_FILE, BaseLayout
+from fsdp_tune.run.base_model import LAYOUT_FILE
 
 
 class Tokenizer(SavedTokenizer, Protocol):
@@ -28,37 +29,39 @@ class Tokenizer(SavedTokenizer, Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
-def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
-    """Write config.json, generation_config.json, the tokenizer, base_layout.json, and of an adapter its adapter_config.json. `facts` is the
-    document of `model.loading.inspect`, `origin` the tokenizer before the recipe changed it."""
+def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
+    """Write config.json, generation_config.json, the tokenizer, base_layout.json, and of an adapter its adapter_config.json.
+
+    `origin` is the tokenizer before the recipe changed it.
+    """
     save_tokenizer(directory, tokenizer, origin)
-    config = facts["exported_config"]
+    config = facts.exported_config
     # Not as strict JSON: transformers 4 writes and reads a bare `Infinity`, as in the configurations of Mamba 2.
     write_file(directory / "config.json", json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n")
-    generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
+    generation = with_special_tokens(facts.generation_config, tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     write_json(directory / "generation_config.json", generation)
-    if "auto_map" in config and facts["base_folder"] is not None:
-        for path in sorted(Path(facts["base_folder"]).glob("*.py")):
+    if "auto_map" in config and facts.base_folder is not None:
+        for path in sorted(Path(facts.base_folder).glob("*.py")):
             if resolves_inside(path, path.parent):
                 write_file(directory / path.name, path.read_bytes())
-    BaseLayout.from_dict(facts["base_layout"]).write(directory / LAYOUT_FILE)
-    if "adapter_config" in facts:
-        write_json(directory / CONFIG_FILE, facts["adapter_config"])
+    facts.base_layout.write(directory / LAYOUT_FILE)
+    if facts.adapter_config is not None:
+        write_json(directory / CONFIG_FILE, facts.adapter_config)
 
 
-def _changes_of_run(facts: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of config.json that tokenizer and model of the run set, without those that have this value already."""
-    before = facts["config"]
+    before = facts.config
     config = with_special_tokens(before, tokenizer, ("bos_token_id", "eos_token_id"))
     # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
     # So config.json keeps the id of the training; `generate` pads with the id of the generation config.
     padding = config.get("pad_token_id")
-    if isinstance(padding, int) and padding >= max(facts["embedding_rows"], len(tokenizer)):
+    if isinstance(padding, int) and padding >= max(facts.embedding_rows, len(tokenizer)):
         config["pad_token_id"] = None
     # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
-    if len(tokenizer) > facts["embedding_rows"]:
+    if len(tokenizer) > facts.embedding_rows:
         config["vocab_size"] = len(tokenizer)
-    return changed_fields(before, config) | {"architectures": [facts["architecture"]]}
+    return changed_fields(before, config) | {"architectures": [facts.architecture]}
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
@@ -79,10 +82,10 @@ def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Seq
     return changed
 
 
-def check_vocabulary(facts: dict[str, Any], recipe: Recipe, vocabulary_size: int) -> list[Notice]:
+def check_vocabulary(facts: ModelFacts, recipe: Recipe, vocabulary_size: int) -> list[Notice]:
     """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU kernel, and new rows that
     `lora:` would freeze. Raises: usage error."""
-    rows, model = int(facts["embedding_rows"]), recipe.model
+    rows, model = facts.embedding_rows, recipe.model
     has_grown = vocabulary_size > rows
     if has_grown and not model.grows_embedding:
         raise usage_error(
@@ -92,14 +95,12 @@ def check_vocabulary(facts: dict[str, Any], recipe: Recipe, vocabulary_size: int
         )
     if recipe.lora is None:
         return []
-    if has_grown and not facts["trains_new_tokens"]:
-        raise untrained_tokens(recipe, is_tied=facts["tied_embeddings"])
-    if facts["is_embedding_trained"] or not model.tokens.add:
+    if has_grown and not facts.trains_new_tokens:
+        raise untrained_tokens(recipe, is_tied=facts.tied_embeddings)
+    if facts.is_embedding_trained or not model.tokens.add:
         return []
     message = "`lora:` freezes the embedding: tokens of `model.tokens.add` that the base was not trained with keep its values"
-    return [
-        Notice("lora-new-tokens", message, where=Where(key="model.tokens.add"), hint=_trained_in_full(is_tied=facts["tied_embeddings"]))
-    ]
+    return [Notice("lora-new-tokens", message, where=Where(key="model.tokens.add"), hint=_trained_in_full(is_tied=facts.tied_embeddings))]
 
 
 def untrained_tokens(recipe: Recipe, *, is_tied: bool) -> FsdpTuneError:

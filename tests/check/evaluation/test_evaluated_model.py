@@ -19,10 +19,10 @@ from fsdp_tune.jobs.train import base_of
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.loading.inspect import facts
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
-from tests.model.recipes import recipe_of
+from tests.model.recipes import facts_of_model, recipe_of
 from tests.parity.peft_adapters import make_adapter
 
 UNTIED = {"model": {"config_overrides": {"tie_word_embeddings": False}}, "lora": {"modules_to_save": ["lm_head"]}}
@@ -70,7 +70,7 @@ def trained(base: Path, adapter: Path, sections: dict[str, Any], *, tied: bool =
     rest = {name: value for name, value in sections.items() if name not in ("lora", "model")}
     model = {"name_or_path": str(base), **sections.get("model", {})}
     recipe = recipe_of(model, lora={**lora, "adapter": str(made)}, **rest, data={"train": [{"path": "hand-made"}], "max_length": 64})
-    base_of(recipe, facts(recipe)).write(made / BASE_FILE)
+    base_of(recipe, facts_of_model(recipe)).write(made / BASE_FILE)
     return recipe, logits(build_full(recipe))
 
 
@@ -83,7 +83,7 @@ def test_adapter_is_evaluated_and_merged_on_the_base_that_it_was_trained_on(trai
     merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "merged", dtype="fp32"))
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(evaluated(tmp_path / "merged"), wanted, atol=1e-4, rtol=1e-4)
-    assert facts(recipe)["notices"] == [], "it continues on the same base"
+    assert find_facts(recipe).notices == (), "it continues on the same base"
 
     (tmp_path / "adapter" / BASE_FILE).unlink()
     if training not in ("plain", "untied"):
@@ -98,7 +98,7 @@ def test_recipe_that_continues_an_adapter_on_another_base_is_noticed(training: s
     trained(base, tmp_path / "adapter", {**sections, "lora": lora}, tied=False)
     data = {"train": [{"path": "hand-made"}], "max_length": 64}
     plain = recipe_of({"name_or_path": str(base)}, lora={"r": 4, "adapter": str(tmp_path / "adapter"), **lora}, data=data)
-    codes = [notice["code"] for notice in facts(plain)["notices"]]
+    codes = [notice.code for notice in find_facts(plain).notices]
     wanted = ["adapter-precision-differs"] if "quantization" in sections else []
     changed = json.loads((tmp_path / "adapter" / BASE_FILE).read_text())["config_changes"]
     assert codes == [*wanted, *(["adapter-config-differs"] if changed else [])]
