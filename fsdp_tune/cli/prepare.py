@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from fsdp_tune.jobs.options import PrepareOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
 
 LONGEST_RUN = 600
 """Characters of one part of an example that are shown; the middle of a longer one is left out."""
@@ -43,21 +44,21 @@ def prepare(
     """
     from fsdp_tune.cli.rows_page import SAMPLES, rows_page
     from fsdp_tune.core.atomic import write_file
-    from fsdp_tune.jobs.answers import DecodedExample, PrepareAnswer, PrepareShownAnswer
+    from fsdp_tune.jobs.answers import PrepareAnswer, PrepareShownAnswer
 
     loaded = recipe.load()
     options = replace(options, show=max(options.show, 1) if ids else options.show)
     done = fsdp_tune.prepare(loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen)
     data = done.data
-    found = PrepareAnswer(data.path, data.key, data.reused, data.train, data.evals, data.report)
-    shown = [[DecodedExample(**example) for example in row] for row in done.rows]
-    screen.document(PrepareShownAnswer(**given(found), shown=shown) if shown else found)
+    found = PrepareAnswer(data.path, data.key, data.reused, data.train, data.evals, data.report.as_dict())
+    screen.document(PrepareShownAnswer(**given(found), shown=done.rows) if done.rows else found)
     show_data(screen, data)
-    examples = [example for row in done.rows for example in row] or [data.report["example"]]
-    for example in examples:
+    for example in (example for row in done.rows for example in row):
         show_example(screen, example)
         if ids:
             show_ids(screen, example)
+    if not done.rows and data.report.example is not None:
+        show_example(screen, data.report.example)
     if html is not None:
         write_file(html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples))
         screen.message(f"the page is {html}")
@@ -69,15 +70,15 @@ def show_data(screen: Screen, data: Prepared) -> None:
     rows = [
         [
             name,
-            f"{account['rows']:,}",
-            f"{account['examples']:,}",
-            f"{account['tokens']:,}",
-            f"{account['supervised_tokens']:,}",
-            _spread(account["supervised_tokens_per_example"]),
-            _spread(account["tokens_per_example"]),
-            f"{100 * account['fill']:.1f} %",
+            f"{account.rows:,}",
+            f"{account.examples:,}",
+            f"{account.tokens:,}",
+            f"{account.supervised_tokens:,}",
+            str(account.supervised_tokens_per_example),
+            str(account.tokens_per_example),
+            f"{100 * account.fill:.1f} %",
         ]
-        for name, account in report["sets"].items()
+        for name, account in report.sets.items()
     ]
     columns = ["set", "rows", "examples", "tokens", "trained", "trained each ¹", "tokens each ¹", "of max_length"]
     screen.table(f"data ({'from the cache' if data.reused else 'prepared'}: {data.path})", columns, rows)
@@ -86,37 +87,36 @@ def show_data(screen: Screen, data: Prepared) -> None:
         screen.message(line)
 
 
-def _lines(report: dict[str, Any]) -> list[str]:
+def _lines(report: DataReport) -> list[str]:
     from fsdp_tune.data.account import key_lines, source_lines
 
-    kinds = [f"{given['path']}: {given['format']}, loss on {given['loss_on']}" for given in report["inputs"]]
-    dropped = sum(account[why]["rows"] for account in report["sets"].values() for why in ("dropped_too_long", "dropped_nothing_left"))
-    left_out = report["rows_bad"]["rows"] + report["rows_untrained"]["rows"] + dropped
-    eos, bos = report["eos"], report["bos"]
-    cut = sum(account["truncated"] for account in report["sets"].values())
-    before_cut = ", before the cut" if cut or any(account["cut_by_packing"] for account in report["sets"].values()) else ""
-    repeated = report["sets"]["train"].get("repeated", {"rows": 0, "first": []})  # an older cache has no count
+    kinds = [f"{given.path}: {given.format}, loss on {given.loss_on}" for given in report.inputs]
+    left_out = report.rows_bad.rows + report.rows_untrained.rows + sum(account.dropped for account in report.sets.values())
+    eos, bos = report.eos, report.bos
+    cut = sum(account.truncated for account in report.sets.values())
+    before_cut = ", before the cut" if cut or any(account.cut_by_packing for account in report.sets.values()) else ""
+    repeated = report.sets["train"].repeated
     return [
         *kinds,
         *key_lines(report),
         *source_lines(report),
-        f"{report['rows_read']:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
+        f"{report.rows_read:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
         *(
-            [f"{repeated['rows']:,} training rows have the content of an earlier one: {', '.join(repeated['first'][:3])}"]
-            if repeated["rows"]
+            [f"{repeated.rows:,} training rows have the content of an earlier one: {', '.join(repeated.first[:3])}"]
+            if repeated.rows
             else []
         ),
-        f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples{before_cut}",
+        f"end of sequence `{eos.token}` trained in {eos.supervised:,} of {eos.examples:,} examples{before_cut}",
         "beginning of sequence: none in this tokenizer"
         if bos is None
-        else f"beginning of sequence once in {bos['once']:,} of {bos['examples']:,} examples, more often in {bos['more']:,}",
+        else f"beginning of sequence once in {bos.once:,} of {bos.examples:,} examples, more often in {bos.more:,}",
     ]
 
 
-def show_example(screen: Screen, example: dict[str, Any]) -> None:
+def show_example(screen: Screen, example: DecodedExample | ReportedExample) -> None:
     """Print a decoded example: trained text is green on a terminal, in brackets elsewhere."""
-    screen.message(f"{example['where']} (trained: {'green' if screen.is_live else BEGIN + '…' + END})")
-    runs = [(_shortened(text), trained) for text, trained in example["runs"]]
+    screen.message(f"{example.where} (trained: {'green' if screen.is_live else BEGIN + '…' + END})")
+    runs = [(_shortened(text), trained) for text, trained in example.runs]
     if screen.is_live:
         typer.echo(
             "".join(typer.style(printable(text), fg="green") if trained else printable(text) for text, trained in runs), file=screen.talk
@@ -125,16 +125,12 @@ def show_example(screen: Screen, example: dict[str, Any]) -> None:
         screen.message("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs))
 
 
-def show_ids(screen: Screen, example: dict[str, Any]) -> None:
+def show_ids(screen: Screen, example: DecodedExample) -> None:
     """Print the token ids of each part of an example."""
-    for (_, trained), ids in zip(example["runs"], example["ids"], strict=True):
+    for (_, trained), ids in zip(example.runs, example.ids, strict=True):
         screen.message(f"  {'trained' if trained else 'context'}: {_shortened(' '.join(map(str, ids)))}")
 
 
 def _shortened(text: str) -> str:
     half = LONGEST_RUN // 2
     return text if len(text) <= LONGEST_RUN else f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
-
-
-def _spread(values: dict[str, float]) -> str:
-    return f"{values['min']:,.0f} / {values['median']:,.0f} / {values['max']:,.0f}"

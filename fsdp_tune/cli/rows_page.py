@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from fsdp_tune.cli.terminal import printable
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.account import SourceSample
 from fsdp_tune.data.format.row_account import describe_use
+from fsdp_tune.data.report import DataReport, DecodedExample
 from fsdp_tune.pages.html_pages import html_document, html_table
 
 SAMPLES = 10
@@ -19,7 +19,7 @@ SAMPLES = 10
 BINS, BAR_WIDTH, BAR_HEIGHT = 32, 6, 40
 
 
-def rows_page(name: str, report: dict[str, Any], notices: Sequence[Notice], samples: Sequence[SourceSample]) -> str:
+def rows_page(name: str, report: DataReport, notices: Sequence[Notice], samples: Sequence[SourceSample]) -> str:
     """Return a complete document. Every text of a row, a recipe or a file is escaped."""
     longest = max((int(sample.lengths.max()) for sample in samples if len(sample.lengths)), default=1)
     parts = [
@@ -33,21 +33,21 @@ def rows_page(name: str, report: dict[str, Any], notices: Sequence[Notice], samp
     return html_document(f"Rows of {name}", parts)
 
 
-def _sets(report: dict[str, Any]) -> str:
+def _sets(report: DataReport) -> str:
     rows = [
         [
             escape(name),
-            *(f"{account[key]:,}" for key in ("rows", "examples", "tokens")),
-            f"{account['supervised_tokens'] / max(account['tokens'], 1):.1%}",
-            f"{account['truncated']:,}",
-            f"{account['split']:,}",
-            f"{account['dropped_too_long']['rows'] + account['dropped_nothing_left']['rows']:,}",
-            f"{account['fill']:.1%}",
+            *(f"{number:,}" for number in (account.rows, account.examples, account.tokens)),
+            f"{account.trained_share:.1%}",
+            f"{account.truncated:,}",
+            f"{account.split:,}",
+            f"{account.dropped:,}",
+            f"{account.fill:.1%}",
         ]
-        for name, account in report["sets"].items()
+        for name, account in report.sets.items()
     ]
-    bad, untrained = report["rows_bad"]["rows"], report["rows_untrained"]["rows"]
-    read = f"<p>{report['rows_read']:,} rows read, {bad:,} cannot be used, {untrained:,} have no token to train.</p>"
+    bad, untrained = report.rows_bad.rows, report.rows_untrained.rows
+    read = f"<p>{report.rows_read:,} rows read, {bad:,} cannot be used, {untrained:,} have no token to train.</p>"
     head = ("set", "rows", "examples", "tokens", "trained", "truncated", "split", "dropped", "of max_length")
     return f"<h2>Sets</h2>\n{read}\n" + html_table(head, rows)
 
@@ -57,8 +57,8 @@ def _sources(samples: Sequence[SourceSample], longest: int) -> str:
         [
             escape(_source_name(sample)),
             f"{len(sample.lengths):,}",
-            f"{sample.account['tokens']:,}",
-            f"{sample.account['supervised_tokens'] / max(sample.account['tokens'], 1):.1%}",
+            f"{sample.account.tokens:,}",
+            f"{sample.account.supervised_tokens / max(sample.account.tokens, 1):.1%}",
             f"{sample.cut:,}",
             _spread(sample),
             _histogram(sample, longest),
@@ -69,12 +69,12 @@ def _sources(samples: Sequence[SourceSample], longest: int) -> str:
     return "<h2>Training sources</h2>\n" + html_table(head, rows)
 
 
-def _keys(report: dict[str, Any]) -> str:
+def _keys(report: DataReport) -> str:
     """Return the account of the keys of every source: each is read, is metadata, or is ignored."""
     rows = [
-        [_text(given["path"]), _text(each["key"]), _text(describe_use(each["how"], each["meaning"])), f"{each['rows']:,}"]
-        for given in report["inputs"]
-        for each in given["keys"]
+        [_text(given.path), _text(each.key), _text(describe_use(each.how, each.meaning)), f"{each.rows:,}"]
+        for given in report.inputs
+        for each in given.keys
     ]
     return "<h2>Keys of the rows</h2>\n" + html_table(("source", "key", "use", "rows"), rows) if rows else ""
 
@@ -106,12 +106,12 @@ def _examples(sample: SourceSample) -> str:
     return "\n".join([f"<h2>{escape(_source_name(sample))}</h2>", *map(_example, sample.examples)])
 
 
-def _example(example: dict[str, Any]) -> str:
-    runs = list(zip(example["runs"], example["ids"], strict=True))
+def _example(example: DecodedExample) -> str:
+    runs = list(zip(example.runs, example.ids, strict=True))
     text = "".join(f"<mark>{_text(text)}</mark>" if trained else _text(text) for (text, trained), _ in runs)
     ids = " ".join(f"<mark>{_joined(ids)}</mark>" if trained else _joined(ids) for (_, trained), ids in runs)
     tokens, trained = sum(len(ids) for _, ids in runs), sum(len(ids) for (_, trained), ids in runs if trained)
-    facts = f"{_text(example['where'])}: {tokens:,} tokens, {trained:,} trained"
+    facts = f"{_text(example.where)}: {tokens:,} tokens, {trained:,} trained"
     return f"<p>{facts}</p>\n<pre>{text}</pre>\n<details><summary>ids</summary><pre>{ids}</pre></details>"
 
 
@@ -125,4 +125,4 @@ def _text(text: str) -> str:
 
 
 def _source_name(sample: SourceSample) -> str:
-    return printable(sample.account["label"] or sample.account["path"])
+    return printable(sample.account.name)

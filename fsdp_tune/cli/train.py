@@ -31,7 +31,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
-    from fsdp_tune.jobs.answers import CheckedSource, ValidateAnswer
+    from fsdp_tune.jobs.answers import ValidateAnswer
     from fsdp_tune.planner.predict.memory import total_steps
     from fsdp_tune.recipe.schedule import rate_line
     from fsdp_tune.recipe.world import batch_arithmetic
@@ -49,7 +49,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
             arithmetic=arithmetic,
             rate=rate.removeprefix("rate: "),
             model=found.model.as_dict() if found.model is not None else {},
-            data=[CheckedSource(**each) for each in found.inputs],
+            data=found.inputs,
             unchecked=list(found.unchecked),
         )
     )
@@ -72,10 +72,10 @@ def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: s
     screen.message(f"batch: {arithmetic}")
     screen.message(rate)
     for each in found.inputs:
-        rows = f"first {each['rows_looked_at']} rows are fine"
-        screen.message(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")
-        if each["keys"]:
-            screen.message(f"data keys: {each['path']}: {account_line(each['keys'])}")
+        rows = f"first {each.rows_looked_at} rows are fine"
+        screen.message(f"data: {each.set} from {each.path}: {each.format}, loss on {each.loss_on}; {rows}")
+        if each.keys:
+            screen.message(f"data keys: {each.path}: {account_line(each.keys)}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     screen.message(f"{loaded.path} is valid")

@@ -20,6 +20,7 @@ from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.batches import filling_lines
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
 from fsdp_tune.jobs.train import Preview, WrittenRun, takes_best
 from fsdp_tune.launch.command.resume import commands_to_resume
@@ -279,15 +280,14 @@ def _word(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
+def data_lines(report: DataReport, *, reused: bool) -> list[str]:
     """Return one line for each set, with what of it is trained and what was cut, and one for each of several training sources."""
     lines: list[str] = []
-    for name, account in sorted(report["sets"].items(), key=lambda item: item[0] != "train"):
-        supervised, tokens = account["supervised_tokens"], account["tokens"]
-        parts = [f"{account['rows']:,} rows, {tokens:,} tokens, {supervised:,} trained ({supervised / max(tokens, 1):.0%})"]
-        parts += [f"{account['truncated']:,} truncated"] if account["truncated"] else []
-        dropped = account["dropped_too_long"]["rows"] + account["dropped_nothing_left"]["rows"]
-        parts += [f"{dropped:,} dropped"] if dropped else []
+    for name, account in sorted(report.sets.items(), key=lambda item: item[0] != "train"):
+        trained = f"{account.supervised_tokens:,} trained ({account.trained_share:.0%})"
+        parts = [f"{account.rows:,} rows, {account.tokens:,} tokens, {trained}"]
+        parts += [f"{account.truncated:,} truncated"] if account.truncated else []
+        parts += [f"{account.dropped:,} dropped"] if account.dropped else []
         lines.append(f"data {name}: {', '.join(parts)}{' (from the cache)' if reused else ''}")
     lines += [f"data keys: {line}" for line in key_lines(report)]
     return [*lines, *(f"data train: {line}" for line in source_lines(report))]

@@ -14,34 +14,34 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.data.format.row_account import IGNORE_KEY, account_line, ignored_by_none, ignoring_hint, listed_keys
 from fsdp_tune.data.inputs import TRAIN, Input, bad_row_problem
 from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.report import DataReport, DecodedExample, InputAccount, NamedRows, SetAccount, Spread
 from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples, PackedRows
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
-def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> dict[str, Any]:
-    """Return the numbers of one set. `examples` are complete or split rows of the source; `rows` are the units of a global batch."""
+def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> SetAccount:
     rows = len(packed.rows) - 1
     tokens = int(cut.segments[:, 1].sum())
-    return {
-        "rows": rows,
-        "examples": len(cut.segments),
-        "tokens": tokens,
-        "supervised_tokens": int(cut.supervised.sum()),
-        "supervised_tokens_per_example": spread(cut.supervised),
-        "tokens_per_example": spread(cut.segments[:, 1]),
-        "cut_by_packing": len(packed.cuts),
-        "truncated": len(cut.truncated),
-        "first_truncated": rows_named(cut.truncated, names)["first"],
-        "split": cut.split,
-        "dropped_too_long": rows_named(cut.dropped, names),
-        "dropped_nothing_left": rows_named(cut.emptied, names),
-        "fill": tokens / (rows * max_length) if rows else 0.0,
-    }
+    return SetAccount(
+        rows=rows,
+        examples=len(cut.segments),
+        tokens=tokens,
+        supervised_tokens=int(cut.supervised.sum()),
+        supervised_tokens_per_example=spread(cut.supervised),
+        tokens_per_example=spread(cut.segments[:, 1]),
+        cut_by_packing=len(packed.cuts),
+        truncated=len(cut.truncated),
+        first_truncated=rows_named(cut.truncated, names).first,
+        split=cut.split,
+        dropped_too_long=rows_named(cut.dropped, names),
+        dropped_nothing_left=rows_named(cut.emptied, names),
+        fill=tokens / (rows * max_length) if rows else 0.0,
+    )
 
 
-def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cut) -> list[dict[str, Any]]:
+def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cut) -> list[InputAccount]:
     """Return the share of each of `count` sources in an epoch: rows, repeats of each row, tokens and their share of the set.
 
     `available` are the examples of a set, `drawn` those of one epoch, `pieces` the segments of `drawn` after cutting.
@@ -51,71 +51,67 @@ def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cu
     tokens = np.bincount(pieces.sources, pieces.segments[:, 1], minlength=count)
     supervised = np.bincount(pieces.sources, pieces.supervised, minlength=count)
     return [
-        {
-            "rows": int(rows[source]),
-            "rows_drawn": int(drawn_rows[source]),
-            "repeats": drawn_rows[source] / max(rows[source], 1),
-            "tokens": int(tokens[source]),
-            "supervised_tokens": int(supervised[source]),
-            "share": tokens[source] / max(tokens.sum(), 1),
-        }
+        InputAccount(
+            rows=int(rows[source]),
+            rows_drawn=int(drawn_rows[source]),
+            repeats=float(drawn_rows[source] / max(rows[source], 1)),
+            tokens=int(tokens[source]),
+            supervised_tokens=int(supervised[source]),
+            share=float(tokens[source] / max(tokens.sum(), 1)),
+        )
         for source in range(count)
     ]
 
 
-def mean_tokens(report: dict[str, Any]) -> list[float]:
+def mean_tokens(report: DataReport) -> list[float]:
     """Return the tokens of a mean row of each training source."""
-    return [account["tokens"] / max(account["rows"], 1) for account in report["inputs"] if account["set"] == TRAIN]
+    return [account.tokens / max(account.rows, 1) for account in report.inputs if account.set == TRAIN]
 
 
-def source_lines(report: dict[str, Any]) -> list[str]:
+def source_lines(report: DataReport) -> list[str]:
     """Return one line for each training source about its share of an epoch; no lines for a single source, and for a stream one line on
     what was read of it."""
-    sources = [given for given in report["inputs"] if given["set"] == TRAIN]
-    if rows := report.get("stream_sample_rows"):
+    sources = [given for given in report.inputs if given.set == TRAIN]
+    if rows := report.stream_sample_rows:
         return [f"a stream: these figures are of the first rows of each source, at most {rows:,}"]
     if len(sources) < 2:
         return []
     return [
-        f"{given['label'] or given['path']}: {given['rows']:,} rows, each drawn {given['repeats']:,.4g} times an epoch, "
-        f"{given['tokens']:,} tokens ({given['share']:.1%} of the training tokens)"
+        f"{given.name}: {given.rows:,} rows, each drawn {given.repeats:,.4g} times an epoch, "
+        f"{given.tokens:,} tokens ({given.share:.1%} of the training tokens)"
         for given in sources
     ]
 
 
-def key_lines(report: dict[str, Any]) -> list[str]:
+def key_lines(report: DataReport) -> list[str]:
     """Return one line for each source: which keys of its rows are read, and which are ignored."""
-    stored = [(given, account_line(given["keys"])) for given in report["inputs"]]
-    return [f"{given['label'] or given['path']}: {line}" for given, line in stored if line]
+    stored = [(given, account_line(given.keys)) for given in report.inputs]
+    return [f"{given.name}: {line}" for given, line in stored if line]
 
 
-def spread(values: Int64) -> dict[str, float]:
+def spread(values: Int64) -> Spread:
     """Return minimum, median and maximum; zeros if there are no values."""
-    if len(values) == 0:
-        return {"min": 0, "median": 0, "max": 0}
-    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
+    return Spread(int(values.min()), float(np.median(values)), int(values.max())) if len(values) else Spread()
 
 
-def rows_named(origins: Int64, names: Sequence[str]) -> dict[str, Any]:
-    """Return the number of rows, and the first of them as `file:row`."""
-    return {"rows": len(origins), "first": [f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()]}
+def rows_named(origins: Int64, names: Sequence[str]) -> NamedRows:
+    return NamedRows(len(origins), tuple(f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
     """Examples of one training source, as packing and `overlong` left them."""
 
-    account: dict[str, Any]
-    """The entry of the source in `inputs` of the report."""
+    account: InputAccount
     lengths: Int64
     """Number of tokens of each example or part of one."""
     cut: int
     """Number of them that are a part of an example."""
-    examples: list[dict[str, Any]]
-    """Some of them, decoded."""
+    examples: list[DecodedExample]
+    """Some of them."""
 
 
-def sample_sources(train: Path | str, inputs: Sequence[dict[str, Any]], encoder: Encoder, count: int) -> list[SourceSample]:
+def sample_sources(train: Path | str, inputs: Sequence[InputAccount], encoder: Encoder, count: int) -> list[SourceSample]:
     """Return `count` examples of each training source, spread evenly; `inputs` are those of the report."""
     store = RowStore(train)
     segments = store.segments()
@@ -123,11 +119,11 @@ def sample_sources(train: Path | str, inputs: Sequence[dict[str, Any]], encoder:
     samples: list[SourceSample] = []
     files = 0
     for account in inputs:
-        own = np.flatnonzero((segments.files >= files) & (segments.files < files + account["files"]))
-        files += account["files"]
-        if account["set"] != TRAIN:
+        own = np.flatnonzero((segments.files >= files) & (segments.files < files + account.files))
+        files += account.files
+        if account.set != TRAIN:
             continue
-        examples: list[dict[str, Any]] = []
+        examples: list[DecodedExample] = []
         for at in spread_indices(len(own), count):
             segment = int(own[at])
             row = int(segments.rows[segment])
@@ -142,13 +138,12 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [(2 * at + 1) * length // (2 * count) for at in range(count)]
 
 
-def decoded_row(store: RowStore, row: int, encoder: Encoder) -> list[dict[str, Any]]:
-    """Return the examples of a row: `where` it is from, `runs` of text that are trained or not, and the `ids` of each run."""
+def decoded_row(store: RowStore, row: int, encoder: Encoder) -> list[DecodedExample]:
     examples = zip(store.origins(row), examples_of(store[row]), strict=True)
-    return [{"where": f"{file}:{number}"} | _marked(example, encoder) for (file, number), example in examples]
+    return [_decoded(example, encoder, f"{file}:{number}") for (file, number), example in examples]
 
 
-def _marked(row: Row, encoder: Encoder) -> dict[str, Any]:
+def _decoded(row: Row, encoder: Encoder, where: str) -> DecodedExample:
     """Return the row as text, in runs that are trained or not, with their ids. Joined, the runs are the decoded row.
 
     Tokens are decoded from the beginning of the row each time, because some tokenizers write the space of a token only if
@@ -165,7 +160,7 @@ def _marked(row: Row, encoder: Encoder) -> dict[str, Any]:
         runs.append((text[len(done) :], trained))
         ids.append(tokens[begin:end])
         done, begin = text, end
-    return {"runs": runs, "ids": ids}
+    return DecodedExample(where, runs, ids)
 
 
 def examples_of(row: Row) -> list[Row]:
@@ -275,7 +270,7 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> No
         )
 
 
-def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, Any]]:
+def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *, bad_rows_name: str) -> list[dict[str, Any]]:
     """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
@@ -286,7 +281,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
         *_text_notices(report),
-        *_note_notices(report["notes"]),
+        *_note_notices(report.notes),
     ]
     return [notice_fields(notice) for notice in notices]
 
@@ -296,23 +291,23 @@ def notice_fields(notice: Notice) -> dict[str, Any]:
     return {"code": notice.code, "message": notice.message, "hint": notice.hint}
 
 
-def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]:
-    read = report["rows_read"]
-    if bad := report["rows_bad"]["rows"]:
+def _row_notices(report: DataReport, bad_rows_name: str) -> Iterator[Notice]:
+    read = report.rows_read
+    if bad := report.rows_bad.rows:
         yield Notice(
             "bad-rows-skipped",
             f"{bad:,} of {read:,} rows cannot be used and were left out",
             hint=f"`{bad_rows_name}` next to the data lists them",
         )
-    if untrained := report["rows_untrained"]["rows"]:
-        first = _first(report["rows_untrained"])
-        yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
+    if untrained := report.rows_untrained.rows:
+        message = f"{untrained:,} of {read:,} rows have no token to train and were left out"
+        yield Notice("rows-untrained", message, hint=report.rows_untrained.describe_first())
 
 
-def _key_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
-    unknown = ignored_by_none(recipe.data.ignore_columns, (given["keys"] for given in report["inputs"]))
+def _key_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
+    unknown = ignored_by_none(recipe.data.ignore_columns, (given.keys for given in report.inputs))
     if unknown and not recipe.data.streaming:  # only the first rows of a stream are known here
-        keys = [each["key"] for given in report["inputs"] for each in given["keys"]]
+        keys = [each.key for given in report.inputs for each in given.keys]
         yield Notice(
             "nothing-to-ignore",
             f"`{IGNORE_KEY}` names {listed_keys(unknown)}, which no row has",
@@ -320,85 +315,76 @@ def _key_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
         )
 
 
-def _split_notices(report: dict[str, Any]) -> Iterator[Notice]:
-    split = report["rows_split"]
-    if split["rows"]:
+def _split_notices(report: DataReport) -> Iterator[Notice]:
+    split = report.rows_split
+    if split.rows:
         yield Notice(
             "chats-split",
-            f"{split['rows']:,} conversations were split into {split['examples']:,} examples, each with the context of its answers at "
+            f"{split.rows:,} conversations were split into {split.examples:,} examples, each with the context of its answers at "
             "inference: the chat template renders earlier messages differently once more follow (it may drop their reasoning)",
             hint="each example repeats its context, which costs tokens; `data.loss_on: last_assistant` trains the last answer only",
         )
 
 
-def _repeat_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+def _repeat_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
     if recipe.data.streaming:  # only the first rows are known here, so that their repeats say nothing
         return
-    for account in report["inputs"]:
-        if account["repeats"] > MANY_REPEATS:
+    for account in report.inputs:
+        if account.repeats > MANY_REPEATS:
             yield Notice(
                 "source-repeated",
-                f"`{account['path']}`: each of its {account['rows']:,} rows is drawn {account['repeats']:.1f} times an epoch; "
-                f"the source makes up {account['share']:.0%} of the training tokens",
+                f"`{account.path}`: each of its {account.rows:,} rows is drawn {account.repeats:.1f} times an epoch; "
+                f"the source makes up {account.share:.0%} of the training tokens",
                 hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or `data.mixture.weight_by: tokens`",
             )
 
 
-def _eval_notices(report: dict[str, Any]) -> Iterator[Notice]:
-    for name, account in report["sets"].items():
-        if "also_trained" in account and account["also_trained"]["rows"]:
+def _eval_notices(report: DataReport) -> Iterator[Notice]:
+    for name, account in report.sets.items():
+        if account.also_trained.rows:
             yield Notice(
                 "eval-rows-trained",
-                f"{name}: {_counted(account['also_trained'])} with the content of a training row: the loss on them measures memorization",
-                hint=f"remove them from one of the two sets; {_first(account['also_trained'])}",
+                f"{name}: {account.also_trained} with the content of a training row: the loss on them measures memorization",
+                hint=f"remove them from one of the two sets; {account.also_trained.describe_first()}",
             )
 
 
-def _counted(rows: dict[str, Any]) -> str:
-    return f"{rows['rows']:,} {'row' if rows['rows'] == 1 else 'rows'}"
-
-
-def _first(rows: dict[str, Any]) -> str:
-    return f"the first: {', '.join(rows['first'][:3])}"
-
-
-def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+def _length_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
     limit = f"data.max_length ({recipe.data.max_length} tokens)"
-    for name, account in report["sets"].items():
-        cut = {"rows": account["truncated"], "first": account["first_truncated"]}
-        if cut["rows"]:
-            yield Notice(
-                "rows-truncated", f"{name}: {_counted(cut)} truncated at {limit}: the text after it is not trained", hint=_first(cut)
-            )
-        for key, why in (
-            ("dropped_too_long", f"longer than {limit}"),
-            ("dropped_nothing_left", f"all trained tokens come after {limit}"),
+    for name, account in report.sets.items():
+        cut = NamedRows(account.truncated, account.first_truncated)
+        if cut.rows:
+            message = f"{name}: {cut} truncated at {limit}: the text after it is not trained"
+            yield Notice("rows-truncated", message, hint=cut.describe_first())
+        for dropped, why in (
+            (account.dropped_too_long, f"longer than {limit}"),
+            (account.dropped_nothing_left, f"all trained tokens come after {limit}"),
         ):
-            if account[key]["rows"]:
-                yield Notice("rows-dropped", f"{name}: {_counted(account[key])} left out: {why}", hint=_first(account[key]))
-    train = report["sets"]["train"]
-    if recipe.data.packing and train["fill"] < POOR_FILL and train["rows"] > 1:
-        fill = f"packed rows are filled to {100 * train['fill']:.0f} % only"
+            if dropped.rows:
+                yield Notice("rows-dropped", f"{name}: {dropped} left out: {why}", hint=dropped.describe_first())
+    train = report.sets[TRAIN]
+    if recipe.data.packing and train.fill < POOR_FILL and train.rows > 1:
+        fill = f"packed rows are filled to {100 * train.fill:.0f} % only"
         yield Notice("poor-fill", fill, hint="a larger `data.max_length` packs better")
 
 
-def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[Notice]:
-    eos = report["eos"]
-    if missing := eos["examples"] - eos["supervised"]:
+def _end_notices(inputs: Sequence[Input], report: DataReport) -> Iterator[Notice]:
+    eos = report.eos
+    if missing := eos.examples - eos.supervised:
         yield Notice(
             "eos-untrained",
-            f"{missing:,} of {eos['examples']:,} examples do not train the token `{eos['token']}` (EOS): the model may not learn to stop",
+            f"{missing:,} of {eos.examples:,} examples do not train the token `{eos.token}` (EOS): the model may not learn to stop",
             hint="`data.append_eos: true` adds it",
         )
-    if appended := eos["appended_to_chats"]:
+    if appended := eos.appended_to_chats:
         yield Notice(
             "eos-not-in-template",
-            f"the chat template does not end answers with `{eos['token']}`, so it was appended to {appended:,} conversations",
+            f"the chat template does not end answers with `{eos.token}`, so it was appended to {appended:,} conversations",
             hint="if answers end with another token, set it as `model.tokens.eos`, or generation will not stop there",
         )
-    if repeated := report["bos_repeated_in_text"]:
+    if repeated := report.bos_repeated_in_text:
         yield Notice("bos-twice", f"{repeated:,} examples contain the beginning-of-sequence token more than once", hint="check the texts")
-    if missing := report["bos_missing_in_chat"]:
+    if missing := report.bos_missing_in_chat:
         yield Notice(
             "bos-not-in-template",
             f"the chat template does not write the beginning-of-sequence token in {missing:,} conversations; "
@@ -409,15 +395,15 @@ def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[No
         yield Notice("dated-template", "the chat template writes today's date: the prepared data contain the date of their preparation")
 
 
-def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
-    kept = report["rows_kept"]
-    if count := report["joined_without_space"]:
+def _text_notices(report: DataReport) -> Iterator[Notice]:
+    kept = report.rows_kept
+    if count := report.joined_without_space:
         yield Notice(
             "no-space",
             f"in {count:,} of {kept:,} rows there is no white space between prompt and completion",
             hint='add a separator (`data.separator: "\\n"`), unless the prompt itself marks the beginning of the answer',
         )
-    for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
+    for prompt in sorted({account.alpaca_prompt for account in report.inputs if account.alpaca_prompt}):
         yield Notice("alpaca-prompt", f"alpaca rows are formatted with {prompt}")
 
 
@@ -467,13 +453,13 @@ _NOTES = (
 """Message and hint for each kind of note on rows (`data.format.row_account`), to which details and rows are appended."""
 
 
-def _note_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
+def _note_notices(notes: dict[str, dict[str, NamedRows]]) -> Iterator[Notice]:
     for kind in _NOTES:
         if details := notes.get(kind.code):
-            first = _first(next(iter(details.values())))
+            first = next(iter(details.values())).describe_first()
             yield Notice(kind.code, f"{kind.message}: {_listed(details)}", hint=f"{kind.hint}; {first}" if kind.hint else first)
 
 
-def _listed(details: dict[str, Any]) -> str:
-    listed = [f"{detail} ({_counted(rows)})" for detail, rows in details.items()]
+def _listed(details: dict[str, NamedRows]) -> str:
+    listed = [f"{detail} ({rows})" for detail, rows in details.items()]
     return ", ".join(listed[:SHOWN_DETAILS]) + (f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else "")

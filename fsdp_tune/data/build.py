@@ -31,6 +31,7 @@ from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.read.file_access import Stamp
 from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.report import BeginTokens, DataReport, EndTokens, InputAccount, SetAccount, SplitRows
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -112,7 +113,7 @@ def build_store(
     index = _index(recipe, inputs, examples, writer, names)
     report = _report(inputs, found, examples, index, names, encoder)
     notices = data_notices(recipe, inputs, report, bad_rows_name=BAD_ROWS_NAME)
-    return {"files": names, "sets": index.folders, "report": report, "notices": notices}
+    return {"files": names, "sets": index.folders, "report": report.as_dict(), "notices": notices}
 
 
 def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Bar | None) -> TokenisedRows:
@@ -158,9 +159,9 @@ class Index:
 
     folders: dict[str, str] = field(default_factory=dict[str, str])
     """Folder of each set by its name."""
-    accounts: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    accounts: dict[str, SetAccount] = field(default_factory=dict[str, SetAccount])
     """Account of each set by its name."""
-    sources: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, list[dict[str, Any]]])
+    sources: dict[str, list[InputAccount]] = field(default_factory=dict[str, list[InputAccount]])
     """Accounts of all sources within each set."""
 
 
@@ -187,11 +188,9 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
-        index.accounts[name] = set_account(pieces, rows, names, data.max_length)
-        if repeated is not None:
-            index.accounts[name]["repeated"] = rows_named(repeated, names)
-        else:
-            index.accounts[name]["also_trained"] = rows_named(_also_trained(chosen, training_hashes), names)
+        copies = {"repeated": repeated} if repeated is not None else {"also_trained": _also_trained(chosen, training_hashes)}
+        account = set_account(pieces, rows, names, data.max_length)
+        index.accounts[name] = account.model_copy(update={what: rows_named(origins, names) for what, origins in copies.items()})
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
     if len(sets) > 1 and len(index.folders) == 1:
         refuse_empty_set("held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length)
@@ -250,38 +249,34 @@ def _cut(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: M
 
 def _report(
     inputs: Sequence[Input], found: TokenisedRows, examples: Examples, index: Index, names: Sequence[str], encoder: Encoder
-) -> dict[str, Any]:
-    """Return the account of the complete store, in JSON."""
+) -> DataReport:
+    """Return the account of the complete store."""
     counts = found.counts
     bad = np.array([(file, row.number) for file, row in found.bad], np.int64).reshape(-1, 2)
     untrained = np.array(found.untrained, np.int64).reshape(-1, 2)
     has_bos = encoder.bos_id is not None and encoder.bos_id != encoder.eos_id
-    return {
-        "rows_read": counts["rows"],
-        "rows_bad": rows_named(bad, names),
-        "rows_untrained": rows_named(untrained, names),
-        "rows_kept": len(examples),
-        "rows_split": {"rows": counts["split_rows"], "examples": counts["split_examples"]},
-        "inputs": [
-            _input_account(opened, index.sources[opened.set_name][number]) | {"keys": key_account(found.keys, number)}
+    return DataReport(
+        rows_read=counts["rows"],
+        rows_bad=rows_named(bad, names),
+        rows_untrained=rows_named(untrained, names),
+        rows_kept=len(examples),
+        rows_split=SplitRows(counts["split_rows"], counts["split_examples"]),
+        inputs=tuple(
+            index.sources[opened.set_name][number].model_copy(update=_described(opened) | {"keys": key_account(found.keys, number)})
             for number, opened in enumerate(inputs)
-        ],
-        "sets": index.accounts,
-        "eos": {
-            "token": encoder.eos_token,
-            "supervised": counts["eos_supervised"],
-            "examples": len(examples),
-            "appended_to_chats": counts["eos_appended_to_chat"],
-        },
-        "bos": {"once": counts["bos_once"], "more": counts["bos_more"], "examples": len(examples)} if has_bos else None,
-        "bos_repeated_in_text": counts["bos_repeated_in_text"],
-        "bos_missing_in_chat": counts["bos_missing_in_chat"],
-        "joined_without_space": counts["no_space"],
-        "notes": found.notes.report(names),
-    }
+        ),
+        sets=index.accounts,
+        eos=EndTokens(encoder.eos_token, counts["eos_supervised"], len(examples), counts["eos_appended_to_chat"]),
+        bos=BeginTokens(counts["bos_once"], counts["bos_more"], len(examples)) if has_bos else None,
+        bos_repeated_in_text=counts["bos_repeated_in_text"],
+        bos_missing_in_chat=counts["bos_missing_in_chat"],
+        joined_without_space=counts["no_space"],
+        notes=found.notes.report(names),
+    )
 
 
-def _input_account(opened: Input, drawn: dict[str, Any]) -> dict[str, Any]:
+def _described(opened: Input) -> dict[str, str | int | None]:
+    """Return the fields of `InputAccount` that do not depend on the rows."""
     settings = opened.settings
     prompt = None
     if settings.format == "alpaca":
@@ -294,5 +289,4 @@ def _input_account(opened: Input, drawn: dict[str, Any]) -> dict[str, Any]:
         "format": settings.format,
         "loss_on": settings.loss_on,
         "alpaca_prompt": prompt,
-        **drawn,
     }

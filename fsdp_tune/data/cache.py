@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
 from fsdp_tune.core.ownership import LOCKLESS, live_owner
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
@@ -241,10 +242,10 @@ def _store(path: Path) -> CacheEntry:
 
 
 def _described(manifest: Manifest) -> str:
-    sets = manifest.facts["report"]["sets"]
+    sets = DataReport.model_validate(manifest.facts["report"]).sets
     files = [Path(name).name for name in manifest.facts["files"]]
     others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    rows = ", ".join(f"{name} {account['rows']:,}" for name, account in sorted(sets.items(), key=lambda item: item[0] != "train"))
+    rows = ", ".join(f"{name} {account.rows:,}" for name, account in sorted(sets.items(), key=lambda item: item[0] != "train"))
     return f"rows of {files[0]}{others}: {rows}"
 
 

@@ -22,6 +22,7 @@ from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.read.file_access import FileDigests
+from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -57,7 +58,7 @@ class Prepared(Document):
     train_rows: int
     vocabulary_size: int
     pad_token_id: int
-    report: dict[str, Any]
+    report: DataReport
     notices: list[dict[str, Any]]
     reused: bool = False
     """Whether the data were found in the cache."""
@@ -65,6 +66,9 @@ class Prepared(Document):
     """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return Document.as_dict(self) | {"report": self.report.as_dict()}
 
     def as_notices(self) -> list[Notice]:
         return [*self._unstamped(), *self._stored_notices()]
@@ -125,9 +129,9 @@ def prepare(
     named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
     prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
     if recipe.data.streaming:
-        report = prepared.report | {"stream_sample_rows": SAMPLE_ROWS}
+        report = prepared.report.model_copy(update={"stream_sample_rows": SAMPLE_ROWS})
         prepared = replace(prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)])
-    bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
+    bad, rows = prepared.report.rows_bad.rows, prepared.report.rows_read
     refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
     if check_rows:
         _refuse_few_rows(recipe, prepared)
@@ -155,10 +159,10 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
     return stamps, found, rows
 
 
-def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: dict[str, Any]) -> list[dict[str, Any]]:
+def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, Any]]:
     """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows from the sample."""
     data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
-    full = data.max_length * report["sets"][TRAIN]["fill"]
+    full = data.max_length * report.sets[TRAIN].fill
     total = 0.0  # rows of the run
     for source, rows, tokens in zip(data.train, source_rows, mean_tokens(report), strict=True):
         if source.repeats is None or rows is None:
@@ -172,22 +176,28 @@ def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: dic
     return [notice_fields(Notice("stream-short", message, hint=hint))]
 
 
-def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, Any]], *, reused: bool) -> Prepared:
+def _prepared(
+    path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, str | None]], *, reused: bool
+) -> Prepared:
     """`named` are path and label of each source."""
     # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the recipe.
     folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
-    report: dict[str, Any] = manifest.facts["report"]
-    accounts = [account | names for account, names in zip(report["inputs"], named, strict=True)]
-    report = report | {"inputs": accounts, "sets": {name: report["sets"][name] for name in folders}}
+    report = DataReport.model_validate(manifest.facts["report"])
+    example = decoded_rows(path / folders[TRAIN], encoder, 1)[0][0]
+    changes = {
+        "inputs": tuple(account.model_copy(update=names) for account, names in zip(report.inputs, named, strict=True)),
+        "sets": {name: report.sets[name] for name in folders},
+        "example": ReportedExample(example.where, example.runs),
+    }
     return Prepared(
         key=key,
         path=str(path),
         train=str(path / folders[TRAIN]),
         evals={label: str(path / folder) for label, folder in folders.items() if label != TRAIN},
-        train_rows=report["sets"][TRAIN]["rows"],
+        train_rows=report.sets[TRAIN].rows,
         vocabulary_size=encoder.vocabulary_size,
         pad_token_id=encoder.pad_id,
-        report=_with_example(report, path / folders[TRAIN], encoder),
+        report=report.model_copy(update=changes),
         notices=manifest.facts["notices"],
         reused=reused,
     )
@@ -221,13 +231,7 @@ def _entry(entry: DataSource) -> dict[str, Any]:
     return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 
 
-def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:
-    """Return the report with one decoded training example, in runs that are trained or not."""
-    example = decoded_rows(train, encoder, 1)[0][0]
-    return report | {"example": {name: example[name] for name in ("where", "runs")}}
-
-
-def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[dict[str, Any]]]:
+def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[DecodedExample]]:
     """Return rows spread evenly over a set, each as a list of its decoded examples."""
     store = RowStore(train)
     return [decoded_row(store, row, encoder) for row in spread_indices(len(store), count)]
@@ -237,11 +241,11 @@ def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
     """Refuse data that do not fill one global batch. Raises: usage error."""
     rows, wanted = prepared.train_rows, recipe.global_batch_size
     if rows < wanted:
-        account = prepared.report["sets"][TRAIN]
-        packing = f", packed from {account['examples']:,} examples" if recipe.data.packing else ""
+        account = prepared.report.sets[TRAIN]
+        packing = f", packed from {account.examples:,} examples" if recipe.data.packing else ""
         raise usage_error(
             "too-few-rows",
-            f"there are {rows:,} rows to train on{packing} ({prepared.report['rows_read']:,} were read), and one step takes {wanted:,}",
+            f"there are {rows:,} rows to train on{packing} ({prepared.report.rows_read:,} were read), and one step takes {wanted:,}",
             hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, or give more data",
         )
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.report import DecodedExample, KeyAccount
 from fsdp_tune.merge.merge_options import MergeAnswer
 from fsdp_tune.model.loading.model_facts import ModelFacts
 from fsdp_tune.planner.predict.predict import Plan
@@ -131,16 +132,6 @@ class CheckedSource(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyAccount(JsonAnswer):
-    """What becomes of a key of the rows."""
-
-    key: str
-    how: str
-    meaning: str
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
 class ValidateAnswer(JsonAnswer):
     recipe: str
     """The file."""
@@ -159,15 +150,6 @@ class ValidateAnswer(JsonAnswer):
     data: list[CheckedSource]
     unchecked: list[str]
     """What could not be checked here, a sentence each."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedExample(JsonAnswer):
-    where: str
-    runs: list[tuple[str, bool]]
-    """Text, and whether it is trained."""
-    ids: list[list[int]]
-    """Token ids of each part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
@@ -28,6 +27,7 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.answers import CheckedSource
 from fsdp_tune.model.loading.model_facts import ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -49,8 +49,7 @@ class Inspection:
     """None if the model could not be built."""
     vocabulary_size: int | None = None
     """Tokens of the tokenizer; None if it could not be loaded."""
-    inputs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """For each data source, what its first rows are."""
+    inputs: list[CheckedSource] = field(default_factory=list[CheckedSource])
     problems: list[Problem] = field(default_factory=list[Problem])
     notices: list[Notice] = field(default_factory=list[Notice])
     unchecked: list[str] = field(default_factory=list[str])
@@ -187,14 +186,16 @@ def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspec
         total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
         hint = ignoring_unread(bad) or skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
         found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
+    keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
+    settings = opened.settings
     found.inputs.append(
-        {
-            "key": opened.source.key,
-            "set": opened.set_name,
-            "path": opened.entry.path,
-            "format": opened.settings.format,
-            "loss_on": opened.settings.loss_on,
-            "rows_looked_at": seen,
-            "keys": key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0),
-        }
+        CheckedSource(
+            key=opened.source.key,
+            set=opened.set_name,
+            path=opened.entry.path,
+            format=settings.format,
+            loss_on=settings.loss_on,
+            rows_looked_at=seen,
+            keys=list(keys),
+        )
     )

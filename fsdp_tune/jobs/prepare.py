@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.data.account import SourceSample, sample_sources
 from fsdp_tune.data.preparation import Prepared, decoded_rows
 from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.report import DecodedExample
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
@@ -22,7 +22,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 class Preparation:
     data: Prepared
     """Where the sets are, and the account of rows and tokens."""
-    rows: list[list[dict[str, Any]]]
+    rows: list[list[DecodedExample]]
     """The rows requested by `show`, each a list of decoded examples."""
     samples: list[SourceSample]
     """As many examples of each training source as `samples` requests."""
@@ -60,7 +60,7 @@ def prepare(
         return Preparation(
             data,
             decoded_rows(data.train, encoder, show) if show else [],
-            sample_sources(data.train, data.report["inputs"], encoder, samples) if samples else [],
+            sample_sources(data.train, data.report.inputs, encoder, samples) if samples else [],
         )
 
 

@@ -19,7 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.preparation import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
+from fsdp_tune.jobs.answers import CheckAnswer, CheckedSource, RehearseAnswer
 from fsdp_tune.jobs.inspection import FIRST_ROWS, Inspection, inspect
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
@@ -42,8 +42,7 @@ class Validation:
     """The recipe with every key decided, and the reasons."""
     model: ModelFacts | None
     """None if the model could not be built."""
-    inputs: list[dict[str, Any]]
-    """For each data source, its format, what is trained, and how many rows were read."""
+    inputs: list[CheckedSource]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...]
     """What could not be checked here, one sentence each."""

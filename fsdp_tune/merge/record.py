@@ -18,6 +18,7 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.core.version import __version__
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.write import Layout, Written
 from fsdp_tune.merge.destination import RECORD_NAME, put
@@ -193,10 +194,11 @@ def _data_values(run: RunDir) -> list[tuple[str, str]]:
     """Return size and digest of the training data; nothing if their account cannot be read."""
     try:
         data = json.loads(run.data_json.read_bytes())
-        if "stream_sample_rows" in data["report"]:  # the account is of the first rows of each source
+        report = DataReport.model_validate(data["report"])
+        if report.stream_sample_rows is not None:  # the account is of the first rows of each source
             return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]
-        account = data["report"]["sets"]["train"]
-        size = f"{account['rows']:,} rows of {account['examples']:,} examples, {account['tokens']:,} tokens an epoch"
+        account = report.sets["train"]
+        size = f"{account.rows:,} rows of {account.examples:,} examples, {account.tokens:,} tokens an epoch"
         return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -18,6 +18,7 @@ from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
+from fsdp_tune.data.report import InputAccount
 from fsdp_tune.pages.run_record import Curve, Line, RunRecord, number
 from fsdp_tune.run.events import EVENTS, SAMPLES, names_of
 
@@ -319,26 +320,25 @@ def source_tables(runs: Sequence[RunRecord]) -> list[Table]:
     tables: list[Table] = []
     for same in by_key.values():
         assert same[0].data is not None
-        rows = [_source(given) for given in same[0].data.report.get("inputs", [])]
+        rows = [_source(given) for given in same[0].data.report.inputs]
         names = ", ".join(run.label for run in same) if len(runs) > 1 else ""
-        sample = same[0].data.report.get("stream_sample_rows")
+        sample = same[0].data.report.stream_sample_rows
         stream = f"a stream: these figures are of the first rows of each source, at most {sample:,}" if sample else ""
         tables.append(Table(head, rows, ": ".join(part for part in (names, stream) if part)))
     return tables
 
 
-def _source(given: Mapping[str, Any]) -> list[str]:
-    repeats = number(given.get("repeats")) if given.get("set") == TRAIN else None
+def _source(given: InputAccount) -> list[str]:
     return [
-        str(given.get("set", UNKNOWN)),
-        mask_text(str(given.get("label") or given.get("path") or UNKNOWN)),
-        str(given.get("format") or UNKNOWN),
-        str(given.get("loss_on") or UNKNOWN),
-        *(
-            _count(given.get(name)) if name != "repeats" else _figure(repeats)
-            for name in ("rows", "repeats", "tokens", "supervised_tokens")
-        ),
-        _percent(number(given.get("share"))),
+        given.set or UNKNOWN,
+        mask_text(given.name or UNKNOWN),
+        given.format or UNKNOWN,
+        given.loss_on or UNKNOWN,
+        _count(given.rows),
+        _figure(given.repeats if given.set == TRAIN else None),
+        _count(given.tokens),
+        _count(given.supervised_tokens),
+        _percent(given.share),
     ]
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
@@ -66,6 +66,18 @@ class Document:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = str(error).partition("\n")[0]
             raise _unreadable(path, f"is damaged: {reason}", "remove it: each start of the run writes it again") from error
+
+
+class PartialFacts(BaseModel):
+    """Base of what a document contains, if some fields do not always apply, or are not in the files of earlier versions.
+
+    A field that is absent has its default, and `as_dict` leaves it out.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
 
 
 @functools.cache

@@ -177,7 +177,7 @@ def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeReque
 def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
     store = RowStore(prepared.train)
     if not recipe.data.streaming:
-        return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report["inputs"]))
+        return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report.inputs))
     hashes, means = evaluation_hashes(prepared.train), mean_tokens(prepared.report)
     stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows, hashes, means)
     refuse_changed_files(prepared.stamps, stream.stamps())

@@ -124,7 +124,7 @@ def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path:
         assert document.document["data"].get("streaming") is (document is small)
         recipe = resolve(load_recipe(str(document.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
         report = prepare(recipe, load_encoder(recipe)).report
-        prepared.append(report["rows_read"])
+        prepared.append(report.rows_read)
         assert ("a stream" in " ".join(source_lines(report))) is (document is small)
     assert prepared == [1800, 800]
 
@@ -289,10 +289,10 @@ def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
     length = small.document["data"]["max_length"]
     assert length % MAX_LENGTH_TOKENS == 0
     assert f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens" in small.changes
-    sets = prepare(resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe, encoder).report[
-        "sets"
-    ]
-    assert min(account["supervised_tokens_per_example"]["min"] for account in sets.values()) >= 1
+    sets = prepare(
+        resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe, encoder
+    ).report.sets
+    assert min(account.supervised_tokens_per_example.min for account in sets.values()) >= 1
 
 
 def test_single_long_prompt_does_not_raise_max_length(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from fsdp_tune.cli import terminal
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import Resolution
 from tests.model.recipes import model_facts
 from tests.planner.recipes import resolved
@@ -226,11 +227,13 @@ def test_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
         "from types import SimpleNamespace\n"
         "from fsdp_tune.cli.output import command\n"
         "from fsdp_tune.cli import prepare\n"
+        "from fsdp_tune.data.report import DataReport\n"
         "prepare._lines = lambda report: []\n"
         "spread = {'min': 2, 'median': 300, 'max': 4096}\n"
         "account = {'rows': 889, 'examples': 889, 'tokens': 6686123, 'supervised_tokens': 2492, 'fill': 0.235,\n"
         "           'supervised_tokens_per_example': spread, 'tokens_per_example': spread}\n"
-        "data = SimpleNamespace(report={'sets': {'train': account, 'held_out': account}}, reused=False, path='/c')\n"
+        "report = DataReport.model_validate({'sets': {'train': account, 'held_out': account}})\n"
+        "data = SimpleNamespace(report=report, reused=False, path='/c')\n"
         "with command(False) as screen: prepare.show_data(screen, data)"
     )
     lines = shown_on_a_terminal(program, columns).replace("\r", "").splitlines()
@@ -248,5 +251,5 @@ def test_data_lines_start_with_the_training_set() -> None:
         "dropped_too_long": {"rows": 1},
         "dropped_nothing_left": {"rows": 0},
     }
-    lines = data_lines({"sets": {"held_out": account, "train": account}, "inputs": []}, reused=True)
+    lines = data_lines(DataReport.model_validate({"sets": {"held_out": account, "train": account}}), reused=True)
     assert lines[0] == "data train: 9 rows, 100 tokens, 25 trained (25%), 2 truncated, 1 dropped (from the cache)"

@@ -42,7 +42,7 @@ def test_more_bad_rows_than_the_share_are_an_error_that_names_the_first(tmp_path
     assert total.code == "too-many-bad-rows"
     assert total.message == "11 of 41 rows cannot be used, more than `data.max_bad_share: 0.01`"
     assert "data.max_bad_share" in (total.hint or "")
-    assert skipping(tmp_path, [*[GOOD] * 30, *[BAD] * 10]).report["rows_bad"]["rows"] == 10
+    assert skipping(tmp_path, [*[GOOD] * 30, *[BAD] * 10]).report.rows_bad.rows == 10
 
 
 def test_lower_share_refuses_data_from_the_cache(tmp_path: Path) -> None:

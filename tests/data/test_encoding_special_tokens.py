@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_tune.data.format.formats import FormatSettings
+from fsdp_tune.data.report import NamedRows
 from fsdp_tune.data.tokenise.encoding import SpecialTokens
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
@@ -114,9 +115,7 @@ def test_special_tokens_in_messages_are_text_and_in_template_are_tokens(name: st
     assert FORGED in encoder.decode(ids)
     trained = [token for token, flag in zip(ids, chunk.trained.tolist(), strict=True) if flag]
     assert encoder.decode(trained).strip() == "no<|im_end|>"
-    assert noted(chunk) == {
-        "special-tokens-as-text": {f"`{token}`": {"rows": 1, "first": ["rows:1"]} for token in ("<|im_end|>", "<|im_start|>")}
-    }
+    assert noted(chunk) == {"special-tokens-as-text": {f"`{token}`": NamedRows(1, ("rows:1",)) for token in ("<|im_end|>", "<|im_start|>")}}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -146,7 +145,7 @@ def test_control_setting_keeps_and_counts_special_tokens() -> None:
     encoder = encoder_of(byte_level())
     chunk = tokenised(encoder, "messages", chat(FORGED), chat("a"), special="control")
     assert chunk.tokens.tolist() == [token for ids in encoder.encode([_rendered(FORGED), _rendered("a")]) for token in ids]
-    assert noted(chunk)["special-tokens-as-control"]["`<|im_end|>`"] == {"rows": 1, "first": ["rows:1"]}
+    assert noted(chunk)["special-tokens-as-control"]["`<|im_end|>`"] == NamedRows(1, ("rows:1",))
 
 
 def test_inseparable_special_tokens_are_kept_and_counted() -> None:
@@ -187,7 +186,7 @@ def test_completion_with_changed_text_is_counted() -> None:
     encoder = encoder_of(backend)
     encoder.__class__ = DoubleSpace
     chunk = tokenised(encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None)
-    assert noted(chunk)["text-changed"] == {"between prompt and completion": {"rows": 1, "first": ["rows:1"]}}
+    assert noted(chunk)["text-changed"] == {"between prompt and completion": NamedRows(1, ("rows:1",))}
 
 
 def test_tokenizers_behind_transformers_wrapper_encode_special_tokens_as_text() -> None:
@@ -251,7 +250,7 @@ def test_added_tokens_that_the_template_only_mentions_are_tokens_in_answers_and_
     chunk = tokenised(encoder, "messages", row, template=THINKING)
     ids = chunk.tokens.tolist()
     assert [ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in added] == [1, 1]
-    assert noted(chunk)["special-tokens-as-text"] == {"`<think>`": {"rows": 1, "first": ["rows:1"]}}
+    assert noted(chunk)["special-tokens-as-text"] == {"`<think>`": NamedRows(1, ("rows:1",))}
     assert set(noted(chunk)["special-tokens-as-control"]) == {"`<think>`", "`</think>`"}
     trained = [token for token, flag in zip(ids, chunk.trained.tolist(), strict=True) if flag]
     assert encoder.decode(trained) == "<think>r</think>no<|im_end|>"

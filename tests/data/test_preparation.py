@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
+from fsdp_tune.data.report import BeginTokens, NamedRows, ReportedExample, Spread
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.stream.row_stream import StreamUnit
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -58,13 +59,13 @@ def test_bos_token_occurs_once_and_is_never_trained(tmp_path: Path) -> None:
     encoder = ByteEncoder(adds_bos=True)
     found = prepared(tmp_path, rows, encoder=encoder)
     assert shown(found, encoder) == ["<s>[abc</s>]", "<s>[abc</s>]"]
-    assert found.report["bos"] == {"once": 2, "more": 0, "examples": 2}
+    assert found.report.bos == BeginTokens(2, 0, 2)
 
 
 def test_beginning_of_sequence_inside_a_text_is_counted(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab<s>c"}, {"text": "d"}])
     found = prepared(tmp_path, rows, encoder=ByteEncoder(adds_bos=True))
-    assert found.report["bos"] == {"once": 1, "more": 1, "examples": 2}
+    assert found.report.bos == BeginTokens(1, 1, 2)
     assert "bos-twice" in told(found)
 
 
@@ -123,7 +124,7 @@ def test_template_that_writes_the_beginning_of_sequence_itself_is_not_reported(t
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns * 2}])
     found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>", bos="<|im_start|>"), max_length=200)
-    assert found.report["bos"] == {"once": 0, "more": 1, "examples": 1}
+    assert found.report.bos == BeginTokens(0, 1, 1)
     assert told(found) == {}
 
 
@@ -138,7 +139,7 @@ def test_omissions_of_a_template_are_reported_once_with_counts(tmp_path: Path) -
         "not-rendered": "the chat template omits: `name` of `user` messages (2 rows), tools (2 rows)",
         "unanswered-turns": "turns after the last answer were left out, in conversations that end with: `user` (1 row)",
     }
-    assert found.report["notes"]["not-rendered"]["tools"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:4"]}
+    assert found.report.notes["not-rendered"]["tools"] == NamedRows(2, (f"{rows}:2", f"{rows}:4"))
 
 
 def test_ignored_tool_call_error_names_its_row(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_rows_without_targets_are_dropped_and_listed(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}, {"input_ids": [7]}])
     found = prepared(tmp_path, rows)
     assert found.train_rows == 1
-    assert found.report["rows_untrained"] == {"rows": 2, "first": [f"{rows}:1", f"{rows}:3"]}
+    assert found.report.rows_untrained == NamedRows(2, (f"{rows}:1", f"{rows}:3"))
     assert "2 of 3 rows" in told(found)["rows-untrained"]
 
 
@@ -248,7 +249,7 @@ def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
     rows.write_text(json.dumps(PAIRS[0]) + '\n{"prompt": \n{"prompt": "a", "completion": ""}\n')
     found = prepared(tmp_path, rows, on_bad_row="skip")
     assert found.train_rows == 1
-    assert found.report["rows_bad"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:3"]}
+    assert found.report.rows_bad == NamedRows(2, (f"{rows}:2", f"{rows}:3"))
     listed = [json.loads(line) for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()]
     assert listed[1] == {"file": str(rows), "row": 3, "column": None, "reason": "the completion is empty"}
     assert "2 of 3 rows" in told(found)["bad-rows-skipped"]
@@ -382,9 +383,9 @@ def test_packed_rows_hold_unsplit_examples_within_max_length(tmp_path: Path, pai
     rows = rows_of(found)
     assert sum(len(row.lengths) for row in rows) == 20
     assert all(len(row.input_ids) <= 40 for row in rows)
-    account = found.report["sets"]["train"]
-    assert account["fill"] == pytest.approx(account["tokens"] / (len(rows) * 40))
-    assert found.report["sets"]["e"]["rows"] == 20, "eval_packing: false"
+    account = found.report.sets["train"]
+    assert account.fill == pytest.approx(account.tokens / (len(rows) * 40))
+    assert found.report.sets["e"].rows == 20, "eval_packing: false"
 
 
 def test_wrapped_packing_cuts_and_fills(tmp_path: Path) -> None:
@@ -402,17 +403,17 @@ def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pair
     """A target whose predecessor is in the previous row is not trained."""
     found = prepared(tmp_path, pairs, packing=True, packing_strategy="wrapped", max_length=max_length, overlong="split")
     rows = rows_of(found)
-    account = found.report["sets"]["train"]
-    assert account["supervised_tokens"] == sum(int((row.labels != -100).sum()) for row in rows)
-    assert account["tokens"] == sum(len(row.input_ids) for row in rows)
-    assert (account["cut_by_packing"] > 0) == (max_length < 1000)
+    account = found.report.sets["train"]
+    assert account.supervised_tokens == sum(int((row.labels != -100).sum()) for row in rows)
+    assert account.tokens == sum(len(row.input_ids) for row in rows)
+    assert (account.cut_by_packing > 0) == (max_length < 1000)
 
 
 def test_data_that_are_reused_have_the_labels_of_the_recipe(tmp_path: Path, pairs: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", PAIRS[:2])
     for label in ("sums", "facts"):
         found = prepared(tmp_path, {"path": str(pairs), "label": label}, {"path": str(other)})
-        assert [account["label"] for account in found.report["inputs"]] == [label, None]
+        assert [account.label for account in found.report.inputs] == [label, None]
     assert found.reused
 
 
@@ -420,19 +421,19 @@ def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
     found = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3})
-    first, second = found.report["inputs"]
-    assert (first["rows"], first["rows_drawn"], first["tokens"]) == (3, 23, 23 * 42)
-    assert first["repeats"] == pytest.approx(23 / 3)
-    assert first["share"] == pytest.approx(23 * 42 / (23 * 42 + 20))
-    assert (second["rows"], second["rows_drawn"], second["repeats"], second["tokens"]) == (10, 10, 1.0, 20)
-    assert first["tokens"] + second["tokens"] == found.report["sets"]["train"]["tokens"]
+    first, second = found.report.inputs
+    assert (first.rows, first.rows_drawn, first.tokens) == (3, 23, 23 * 42)
+    assert first.repeats == pytest.approx(23 / 3)
+    assert first.share == pytest.approx(23 * 42 / (23 * 42 + 20))
+    assert (second.rows, second.rows_drawn, second.repeats, second.tokens) == (10, 10, 1.0, 20)
+    assert first.tokens + second.tokens == found.report.sets["train"].tokens
     assert told(found)["source-repeated"] == (
         f"`{long}`: each of its 3 rows is drawn 7.7 times an epoch; the source makes up 98% of the training tokens"
     )
     streamed = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, streaming=True, stream_lanes=1)
     assert "source-repeated" not in told(streamed), "only the first rows of a stream are known"
     by_tokens = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, mixture={"weight_by": "tokens"})
-    assert by_tokens.report["inputs"][0]["share"] == pytest.approx(0.7, abs=0.02)
+    assert by_tokens.report.inputs[0].share == pytest.approx(0.7, abs=0.02)
     assert by_tokens.key != found.key
 
 
@@ -441,14 +442,14 @@ def test_token_shares_are_measured_after_truncation(tmp_path: Path) -> None:
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": "y" * 9}] * 40)
     entries = [{"path": str(path), "weight": 0.5} for path in (long, short)]
     found = prepared(tmp_path, *entries, mixture={"weight_by": "tokens"}, max_length=50, overlong="truncate")
-    assert found.report["inputs"][0]["share"] == pytest.approx(0.5, abs=0.02)
+    assert found.report.inputs[0].share == pytest.approx(0.5, abs=0.02)
 
 
 def test_eval_rows_in_training_set_are_counted_and_named(tmp_path: Path, pairs: Path) -> None:
     rows = [PAIRS[3], {"prompt": "100+1 is", "completion": " 101"}, {"completion": PAIRS[7]["completion"], "prompt": PAIRS[7]["prompt"]}]
     other = write_jsonl(tmp_path / "eval.jsonl", rows)
     found = prepared(tmp_path, pairs, eval=[{"path": str(other), "label": "new", "loss_on": "all"}])
-    assert found.report["sets"]["new"]["also_trained"] == {"rows": 2, "first": [f"{other}:1", f"{other}:3"]}
+    assert found.report.sets["new"].also_trained == NamedRows(2, (f"{other}:1", f"{other}:3"))
     assert told(found)["eval-rows-trained"].startswith("new: 2 rows with the content of a training row")
     assert "eval-rows-trained" not in told(prepared(tmp_path, pairs, eval={"rows": 5}))
 
@@ -502,18 +503,18 @@ def test_fewer_rows_than_a_global_batch_is_an_error_with_the_counts(tmp_path: Pa
 def test_account_totals_match_rows(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     rows = rows_of(found)
-    account = found.report["sets"]["train"]
-    assert account["tokens"] == sum(len(row.input_ids) for row in rows)
-    assert account["supervised_tokens"] == sum(int((row.labels != -100).sum()) for row in rows)
-    assert account["supervised_tokens_per_example"] == {"min": 3, "median": 4.0, "max": 4}
-    assert found.report["eos"]["supervised"] == found.report["rows_kept"] == found.report["rows_read"] == 20
+    account = found.report.sets["train"]
+    assert account.tokens == sum(len(row.input_ids) for row in rows)
+    assert account.supervised_tokens == sum(int((row.labels != -100).sum()) for row in rows)
+    assert account.supervised_tokens_per_example == Spread(3, 4.0, 4)
+    assert found.report.eos.supervised == found.report.rows_kept == found.report.rows_read == 20
 
 
 def test_decoded_rows_show_what_is_trained(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
-    assert found.report["example"] == {"where": f"{pairs}:11", "runs": [("10+1 is", False), (" 11</s>", True)]}
+    assert found.report.example == ReportedExample(f"{pairs}:11", [("10+1 is", False), (" 11</s>", True)])
     rows = decoded_rows(found.train, ByteEncoder(), 50)
-    assert [example["where"] for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
+    assert [example.where for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
 
 
 def test_prepared_data_round_trip_through_json(tmp_path: Path, pairs: Path) -> None:
@@ -537,7 +538,7 @@ def test_several_processes_give_the_same_rows(tmp_path: Path) -> None:
 def test_rows_with_the_content_of_an_earlier_row_are_counted(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "y", "x", "z", "x")])
     found = prepared(tmp_path, train)
-    assert found.report["sets"]["train"]["repeated"] == {"rows": 2, "first": [f"{train}:3", f"{train}:5"]}
+    assert found.report.sets["train"].repeated == NamedRows(2, (f"{train}:3", f"{train}:5"))
 
 
 def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

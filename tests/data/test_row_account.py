@@ -20,6 +20,7 @@ from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings
 from fsdp_tune.data.format.row_account import MARKS, METADATA, NESTED_METADATA, TOKEN_MASKS, KeyUse
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.report import KeyAccount
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -194,9 +195,9 @@ def test_account_names_what_is_read_and_ignored(tmp_path: Path) -> None:
         f"{file}: `messages` read; `system` read as the system message; `id`, `messages.id`, `source` ignored as metadata; "
         "`messages.grade`, `stars` ignored by `data.ignore_columns`"
     ]
-    (account,) = found.report["inputs"]
-    assert {"key": "stars", "how": "ignored", "meaning": "", "rows": 1} in account["keys"]
-    assert {"key": "id", "how": "metadata", "meaning": "", "rows": 2} in account["keys"]
+    (account,) = found.report.inputs
+    assert KeyAccount("stars", "ignored", "", 1) in account.keys
+    assert KeyAccount("id", "metadata", "", 2) in account.keys
     assert not any("grade" in text or "stars" in text for text in chats_of(found, encoder))
 
 
@@ -211,14 +212,14 @@ def test_hint_of_unread_columns_names_those_of_all_rows_and_works(tmp_path: Path
     names = hint.partition("data.ignore_columns=[")[2].partition("]")[0].split(",")
     assert set(names) == {"other", *(f"extra{number}" for number in range(7))}
     found = prepared(tmp_path, file, ignore_columns=names)
-    assert found.report["rows_kept"] == 40
+    assert found.report.rows_kept == 40
     assert [notice["code"] for notice in found.notices if "`other`" in notice["message"]] == ["nothing-to-ignore"]
 
 
 def test_refused_rows_count_against_the_share_of_bad_rows(tmp_path: Path) -> None:
     rows = [{"text": f"text {number}"} | ({"stars": 5} if number < 3 else {}) for number in range(1000)]
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows), on_bad_row="skip")
-    assert found.report["rows_bad"]["rows"] == 3
+    assert found.report.rows_bad.rows == 3
 
 
 def test_ignored_column_is_no_sign_of_a_format(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_ignored_column_is_no_sign_of_a_format(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="looks like text and like prompt_completion"):
         prepared(tmp_path, file)
     found = prepared(tmp_path, file, ignore_columns=["text"])
-    assert found.report["inputs"][0]["format"] == "prompt_completion"
+    assert found.report.inputs[0].format == "prompt_completion"
     (line,) = key_lines(prepared(tmp_path, file, format="prompt_completion").report)
     assert "`text` ignored: another format reads them" in line
 
@@ -235,7 +236,7 @@ def test_ignored_columns_have_their_names_in_the_file(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", [{"q": "a", "a": "b", "stars": 5, "note": "c"}])
     entry = {"path": str(file), "rename_columns": {"q": "prompt", "a": "completion", "note": "stars2"}}
     found = prepared(tmp_path, entry, ignore_columns=["note", "stars"])
-    assert [each["key"] for each in found.report["inputs"][0]["keys"]] == ["a", "q", "note", "stars"]
+    assert [each.key for each in found.report.inputs[0].keys] == ["a", "q", "note", "stars"]
 
 
 def test_option_that_ignores_keys_is_quoted_for_shell_and_yaml(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_option_that_ignores_keys_is_quoted_for_shell_and_yaml(tmp_path: Path) -
 def test_indexes_of_pandas_are_metadata(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(",Unnamed: 0,text\n0,1,hello\n1,2,world\n")
-    assert prepared(tmp_path, path).report["rows_kept"] == 2
+    assert prepared(tmp_path, path).report.rows_kept == 2
 
 
 def test_other_members_of_an_archive_are_refused(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_other_members_of_an_archive_are_refused(tmp_path: Path) -> None:
             archive.addfile(member, io.BytesIO(content))
     with pytest.raises(FsdpTuneError, match=r"`\.jpg` is not read by the format text"):
         prepared(tmp_path, path)
-    assert prepared(tmp_path, path, ignore_columns=[".jpg"]).report["rows_kept"] == 1
+    assert prepared(tmp_path, path, ignore_columns=[".jpg"]).report.rows_kept == 1
 
 
 def test_documentation_lists_the_metadata(repository: Path) -> None:
@@ -470,10 +471,10 @@ def test_rows_of_all_formats_with_extra_keys_are_kept_excluded_or_refused(tmp_pa
         given: dict[str, Any] = {"on_bad_row": "skip", "max_bad_share": 1.0, "format": format_, "max_length": 512}
         found = prepared(tmp_path, file, encoder=encoder, **given)
         report = found.report
-        assert report["rows_bad"]["rows"] + report["rows_untrained"]["rows"] + report["rows_kept"] == report["rows_read"] == 60
+        assert report.rows_bad.rows + report.rows_untrained.rows + report.rows_kept == report.rows_read == 60
         refused = {json.loads(line)["row"] for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()}
         accepted = {key for number, (_, added) in enumerate(drawn_rows, 1) if number not in refused for key in added}
-        assert accepted - {each["key"] for each in report["inputs"][0]["keys"]} == set()
+        assert accepted - {each.key for each in report.inputs[0].keys} == set()
 
 
 def is_obeyed(format_: str, row: dict[str, Any], path: str, name: str, *, expected: Any) -> bool:

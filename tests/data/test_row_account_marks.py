@@ -163,7 +163,7 @@ def test_row_of_weight_0_is_left_out_and_counted(tmp_path: Path) -> None:
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows), encoder=encoder, max_length=256)
     assert [text for row in rows_of(found) for text in (marked(row, encoder),) if "bad" in text] == []
-    assert found.report["rows_untrained"]["rows"] == 1
+    assert found.report.rows_untrained.rows == 1
     assert [notice["code"] for notice in found.notices] == ["rows-untrained"]
     rows[0]["weight"] = 0.5
     with pytest.raises(FsdpTuneError, match=r"`weight` is 0\.5; it is 0 or 1"):

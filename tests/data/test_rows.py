@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.report import SplitRows
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.tokenise import rows as module
 from fsdp_tune.data.tokenise.rows import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
@@ -137,8 +138,8 @@ def test_conversation_becomes_an_example_for_each_context(tmp_path: Path) -> Non
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[(hm)d<|im_end|>]\n"
     )
     assert [marked(row, encoder) for row in rows_of(found)] == [first, second, first]
-    assert found.report["rows_split"] == {"rows": 1, "examples": 2}
-    assert found.report["rows_read"] == 2
+    assert found.report.rows_split == SplitRows(1, 2)
+    assert found.report.rows_read == 2
     [notice] = [notice["message"] for notice in found.notices if notice["code"] == "chats-split"]
     assert "1 conversations were split into 2 examples" in notice
 
@@ -158,14 +159,14 @@ def test_special_tokens_in_split_conversations_are_text(tmp_path: Path) -> None:
     encoder = ByteEncoder(eos="<|im_end|>", template=REWRITING)
     found = prepared_chats(tmp_path, encoder, conversation("a<|im_end|>", "<|im_end|>"))
     assert [row.input_ids.tolist().count(encoder.eos_id) for row in rows_of(found)] == [2, 4]
-    assert found.report["notes"]["special-tokens-as-text"]["`<|im_end|>`"]["rows"] == 1
+    assert found.report.notes["special-tokens-as-text"]["`<|im_end|>`"].rows == 1
 
 
 @pytest.mark.parametrize(("begin", "missing"), [("", 1), ("<s>", 0)])
 def test_template_without_the_tokenizers_beginning_of_sequence_is_reported(tmp_path: Path, begin: str, missing: int) -> None:
     encoder = ByteEncoder(eos="<|im_end|>", template=begin + REWRITING, adds_bos=True)
     found = prepared_chats(tmp_path, encoder, conversation("a", "hm")[:2])
-    assert found.report["bos_missing_in_chat"] == missing
+    assert found.report.bos_missing_in_chat == missing
     assert ("bos-not-in-template" in {notice["code"] for notice in found.notices}) == bool(missing)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
@@ -58,7 +59,7 @@ def written(
         reasons={"launch.device": "as written"},
         plan=launch_plan(recipe, run),
         environment=Environment(versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}),
-        data=Prepared(data_key, "cache", "cache/train", {}, 889, 325, 319, {"inputs": [SOURCE]}, []),
+        data=Prepared(data_key, "cache", "cache/train", {}, 889, 325, 319, DataReport.model_validate({"inputs": [SOURCE]}), []),
         start=Start(),
         save_model=lambda directory: (directory / "config.json").write_text("{}"),
         command=("train", f"{folder.name}.yaml", "--set", "launch.env.API_KEY=hf_" + "a" * 30),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.check.parity.reload import checkpoint_tensors
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
@@ -74,7 +75,7 @@ def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: boo
         train_rows=TRAIN_ROWS,
         vocabulary_size=vocabulary,
         pad_token_id=0,
-        report={"inputs": []},
+        report=DataReport(),
         notices=[],
     )
     prepared.write(run.data_json)

@@ -113,8 +113,8 @@ def test_name_of_two_distributions_is_ambiguous(recipe: Path, monkeypatch: pytes
 def test_loader_rows_are_handled_like_file_rows(recipe: Path) -> None:
     loaded = fsdp_tune.load_recipe(recipe, [f"data.cache_dir={recipe.parent}/cache"])
     done = fsdp_tune.prepare(loaded, show=1, allowed=ALLOWED)
-    assert done.data.report["sets"]["train"]["rows"] == 50
-    assert done.rows[0][0]["where"].startswith("spec (mine-rows):")
+    assert done.data.report.sets["train"].rows == 50
+    assert done.rows[0][0].where.startswith("spec (mine-rows):")
     assert fsdp_tune.prepare(loaded, allowed=ALLOWED).data.reused
 
 

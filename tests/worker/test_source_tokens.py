@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.data.report import InputAccount
 from tests.ranks import RankPool
 
-INPUTS: list[dict[str, Any]] = [
-    {"set": "eval", "label": "held", "files": 1, "tokens": 5, "repeats": 1.0},
-    {"set": "train", "label": "a", "files": 2, "tokens": 8, "repeats": 2.0},
-    {"set": "train", "label": None, "files": 1, "tokens": 12, "repeats": 1.0},
+INPUTS = [
+    InputAccount(set="eval", label="held", files=1, tokens=5, repeats=1.0),
+    InputAccount(set="train", label="a", files=2, tokens=8, repeats=2.0),
+    InputAccount(set="train", label=None, files=1, tokens=12, repeats=1.0),
 ]
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
+from fsdp_tune.data.report import KeyAccount, NamedRows
 from fsdp_tune.data.sets import NAMED_ROWS
 
 # ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
@@ -178,21 +179,19 @@ class RowAccount:
         raise RowError(reason, hint="; ".join(ways), unread=(*self.ignored, *unknown) if only_unknown else ())
 
 
-def key_account(keys: Counter[tuple[int, KeyUse]], source: int) -> list[dict[str, Any]]:
-    """Return the account of a source, in JSON: how each key of its rows is used, and in how many rows."""
+def key_account(keys: Counter[tuple[int, KeyUse]], source: int) -> tuple[KeyAccount, ...]:
+    """Return the account of a source: how each key of its rows is used, and in how many rows."""
     own = [(use, rows) for (number, use), rows in keys.items() if number == source]
-    return [
-        {"key": use.key, "how": use.how, "meaning": use.meaning, "rows": rows}
-        for use, rows in sorted(own, key=lambda item: (HOW.index(item[0].how), item[0].meaning, item[0].key))
-    ]
+    own.sort(key=lambda item: (HOW.index(item[0].how), item[0].meaning, item[0].key))
+    return tuple(KeyAccount(use.key, use.how, use.meaning, rows) for use, rows in own)
 
 
-def account_line(keys: Sequence[Mapping[str, Any]]) -> str:
+def account_line(keys: Sequence[KeyAccount]) -> str:
     """Describe the account of a source in one line; keys that every row of a format has below its columns are left out."""
     shown: dict[tuple[str, str], list[str]] = {}
     for each in keys:
-        if each["how"] != "read" or each["meaning"] or "." not in each["key"]:
-            shown.setdefault((each["how"], each["meaning"]), []).append(each["key"])
+        if each.how != "read" or each.meaning or "." not in each.key:
+            shown.setdefault((each.how, each.meaning), []).append(each.key)
     return "; ".join(f"{listed_keys(names)} {describe_use(how, meaning)}" for (how, meaning), names in shown.items())
 
 
@@ -201,9 +200,9 @@ def describe_use(how: str, meaning: str) -> str:
     return f"{_HOW_SHOWN[how]}{f' as {meaning}' if meaning else ''}"
 
 
-def ignored_by_none(ignored: Iterable[str], accounts: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
+def ignored_by_none(ignored: Iterable[str], accounts: Iterable[Sequence[KeyAccount]]) -> list[str]:
     """Return the names in `data.ignore_columns` that no row has."""
-    found = {each["key"] for keys in accounts for each in keys if each["how"] == "ignored"}
+    found = {each.key for keys in accounts for each in keys if each.how == "ignored"}
     return [name for name in ignored if name not in found]
 
 
@@ -356,10 +355,10 @@ class RowNotes:
             noted.rows += more.rows
             noted.first += more.first[: NAMED_ROWS - len(noted.first)]
 
-    def report(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return, per kind and detail, `rows` (their number) and `first` (the first ones as `file:row`), the most frequent detail first."""
-        report: dict[str, dict[str, Any]] = {}
+    def report(self, names: Sequence[str]) -> dict[str, dict[str, NamedRows]]:
+        """Return the rows per kind and detail, the most frequent detail first."""
+        report: dict[str, dict[str, NamedRows]] = {}
         for note, noted in sorted(self._noted.items(), key=lambda item: (-item[1].rows, item[0])):
-            first = [f"{names[file]}:{row}" for file, row in noted.first]
-            report.setdefault(note.kind, {})[note.detail] = {"rows": noted.rows, "first": first}
+            first = tuple(f"{names[file]}:{row}" for file, row in noted.first)
+            report.setdefault(note.kind, {})[note.detail] = NamedRows(noted.rows, first)
         return report

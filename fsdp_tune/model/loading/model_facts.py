@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.records import PartialFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,11 @@ class AdapterFacts:
     trained_bytes: int
 
 
-class ModelFacts(BaseModel):
+class ModelFacts(PartialFacts):
     """What can be known of a recipe's model without its weights.
 
     `as_dict` has only the fields that were set: those of an adapter for `lora:`, and kernels unless a problem was found before them.
     """
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     packaged: bool
     """Whether the configuration is that in this package, since the hub cannot be reached."""
@@ -58,10 +57,7 @@ class ModelFacts(BaseModel):
     layers: int = 0
     layer_parameters: int = 0
     units: tuple[tuple[str, ...], ...] = ()
-    kernels: dict[str, KernelChoice] = {}
-
-    def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True)
+    kernels: dict[str, KernelChoice] = Field(default_factory=dict[str, KernelChoice])
 
 
 @dataclass(frozen=True, slots=True)

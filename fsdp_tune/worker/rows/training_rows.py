@@ -37,6 +37,7 @@ from fsdp_tune.data.batches import (
     token_micro_batches,
 )
 from fsdp_tune.data.inputs import TRAIN
+from fsdp_tune.data.report import InputAccount
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.signals import ignore_stop_signals
@@ -367,14 +368,14 @@ class SourceTokens:
     checkpoint without such counts."""
 
     @classmethod
-    def of(cls, inputs: Sequence[dict[str, Any]]) -> SourceTokens:
+    def of(cls, inputs: Sequence[InputAccount]) -> SourceTokens:
         """`inputs` are the accounts of all sources in the report of the preparation."""
-        trained = [(index, account) for index, account in enumerate(inputs) if account["set"] == TRAIN]
+        trained = [(index, account) for index, account in enumerate(inputs) if account.set == TRAIN]
         sources = [
-            Source(index, account["label"] or str(number), account["repeats"] / max(account["tokens"], 1))
+            Source(index, account.label or str(number), account.repeats / max(account.tokens, 1))
             for number, (index, account) in enumerate(trained)
         ]
-        of_file = [index for index, account in enumerate(inputs) for _ in range(account["files"])]
+        of_file = [index for index, account in enumerate(inputs) for _ in range(account.files)]
         counts = np.zeros(len(inputs), np.int64) if len(sources) > 1 else None
         return cls(tuple(sources), np.array(of_file, np.int64), counts)
 
