@@ -147,6 +147,25 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """What the trace assumes of model and libraries."""
+
+    attention: list[str] = field(default_factory=list[str])
+    """Kernels."""
+    flash_version: int = 2
+    slice_tokens: int | None = None
+    """Tokens of which the loss computes logits at a time; None for all."""
+    torch: str = ""
+    transformers: str = ""
+    python: str = ""
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the model."""
+    max_positions: int | None = None
+    experts_inside: bool = False
+    """Whether stacks of experts are sharded inside of each expert."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One rank's training from loaded weights through `shapes.traced_steps` optimizer steps."""
 
@@ -167,8 +186,7 @@ class Trace:
     """Number of decoder layers after which the pattern repeats (2 if every second one is recomputed)."""
     first_repeated: int = 0
     """The first of the `period` traced layers that represent the layers that were not traced."""
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Assumptions of the trace: attention kernel, versions, `config` (the model's config as a mapping)."""
+    facts: TraceFacts = field(default_factory=TraceFacts)
 
     @property
     def layers(self) -> int:
@@ -190,7 +208,7 @@ class Trace:
             "traced_layers": self.traced_layers,
             "period": self.period,
             "first_repeated": self.first_repeated,
-            "facts": self.facts,
+            "facts": asdict(self.facts),
         }
         buffer = io.BytesIO()
         arrays = {name: getattr(self, name) for name in _TABLES}
@@ -219,7 +237,7 @@ class Trace:
             traced_layers=head["traced_layers"],
             period=head["period"],
             first_repeated=head["first_repeated"],
-            facts=head["facts"],
+            facts=TraceFacts(**head["facts"]),
         )
 
     def save(self, path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
-from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 
 
@@ -44,7 +44,7 @@ def test_one_loss_slice_represents_all_slices() -> None:
     hand = Hand().hold(0, 10 * slice_for(prime)).hold(1, 4 * prime)
     hand.op("mm", flops=2.0 * slice_for(prime), moved=100 + slice_for(prime), of_slice=slice_for(prime), in_slice=True)
     hand.op("mul", moved=100)
-    family = replace(hand.trace(micro_batch=prime, tokens=64), facts={"slice_tokens": 128})
+    family = replace(hand.trace(micro_batch=prime, tokens=64), facts=TraceFacts(slice_tokens=128))
     few, many = at_micro_batch(family, 1, 1), at_micro_batch(family, 8, 1)
     assert few.events["bytes"].tolist() == [640, 4], "all 64 tokens are one slice"
     assert many.events["bytes"].tolist() == [1280, 32]

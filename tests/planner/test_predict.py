@@ -13,7 +13,7 @@ from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.memory import fit_into
 from fsdp_tune.planner.predict.predict import Plan, plan
-from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
 
@@ -146,11 +146,11 @@ def test_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None
 
 @pytest.mark.parametrize(("shards", "told"), [(8, ""), (4, ""), (16, "the fullest of 16 ranks, with 1 of a layer's 8"), (6, "with 2 of")])
 def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: str) -> None:
-    mixture = replace(step(topology=Topology(shard=shards)), facts={"config": {"num_local_experts": 8}})
+    mixture = replace(step(topology=Topology(shard=shards)), facts=TraceFacts(config={"num_local_experts": 8}))
     named = [text for text in plan(resolved(), A100, mixture).assumptions if "experts" in text]
     assert len(named) == (1 if told else 0)
     assert not told or told in named[0]
-    inside = replace(mixture, facts=mixture.facts | {"experts_inside": True})
+    inside = replace(mixture, facts=replace(mixture.facts, experts_inside=True))
     assert not [text for text in plan(resolved(), A100, inside).assumptions if "experts" in text]
 
 

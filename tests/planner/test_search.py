@@ -13,7 +13,7 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.search.candidates import MLP_SLICES, Search
 from fsdp_tune.planner.search.scaling import scaling_table
 from fsdp_tune.planner.search.search import Ranking, other_trainings, rank_recipes, smallest_hardware
-from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
@@ -316,7 +316,7 @@ class MixtureTracer(ModelTracer):
     """Eight experts, stacked in one parameter."""
 
     def trace(self, recipe: Recipe) -> Trace:
-        return replace(super().trace(recipe), facts={"config": {"num_local_experts": 8}})
+        return replace(super().trace(recipe), facts=TraceFacts(config={"num_local_experts": 8}))
 
 
 def test_shards_of_experts_are_traced_at_every_size() -> None:
@@ -351,7 +351,7 @@ def test_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> 
 def test_largest_context_ends_at_the_positions_that_the_model_declares(positions: int | None, longest: int) -> None:
     class Limited(ModelTracer):
         def trace(self, recipe: Recipe) -> Trace:
-            return replace(super().trace(recipe), facts={"config": {"max_position_embeddings": -1}, "max_positions": positions})
+            return replace(super().trace(recipe), facts=TraceFacts(config={"max_position_embeddings": -1}, max_positions=positions))
 
     tracer, recipe = Limited(80), resolved()
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")

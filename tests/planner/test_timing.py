@@ -11,7 +11,7 @@ from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.timing import Group, StepTime, UnknownFigure, collective_seconds, step_time
-from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 
 A100 = find_hardware("A100-80GB")
@@ -43,7 +43,7 @@ def test_flash_attention_has_its_own_share_of_the_peak() -> None:
 
 def test_flash_attention_3_is_faster_where_the_gpu_has_its_units() -> None:
     plain = Hand().op("_scaled_dot_product_flash_attention", flops=FLOPS).trace()
-    third = replace(plain, facts={"flash_version": 3})
+    third = replace(plain, facts=TraceFacts(flash_version=3))
     hopper = replace(IDEAL, flash_3_gain=(2.0, 1.5))
     assert timed(third, hopper).step_seconds == pytest.approx(0.5)
     assert timed(third).step_seconds == timed(plain, hopper).step_seconds == pytest.approx(1.0)

@@ -92,7 +92,7 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     """
     prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
     tokens = micro_batch * traced.shapes.tokens // traced.shapes.topology.row_parts
-    slice_tokens = min(tokens, traced.facts.get("slice_tokens") or tokens)
+    slice_tokens = min(tokens, traced.facts.slice_tokens or tokens)
     slices = tokens / slice_tokens
 
     def sized(table: Records, column: str) -> npt.NDArray[Any]:

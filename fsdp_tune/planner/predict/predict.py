@@ -239,8 +239,8 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
 
 
 def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
-    version = trace.facts.get("flash_version", 2)
-    attention = [f"FlashAttention {version}" if kernel == "flash" else kernel for kernel in trace.facts.get("attention") or ["unknown"]]
+    version = trace.facts.flash_version
+    attention = [f"FlashAttention {version}" if kernel == "flash" else kernel for kernel in trace.facts.attention or ["unknown"]]
     found = [
         f"attention kernels: {', '.join(attention)}",
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
@@ -248,8 +248,8 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
     ]
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
-    experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shards
-    if experts > 1 and experts % shards and not trace.facts.get("experts_inside"):
+    experts, shards = expert_count(trace.facts.config), trace.shapes.shards
+    if experts > 1 and experts % shards and not trace.facts.experts_inside:
         fullest = -(-experts // shards)
         found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
     if any(name.startswith("host ") for name in trace.op_names):

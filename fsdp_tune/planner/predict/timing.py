@@ -208,7 +208,7 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
     """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
-    forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.get("flash_version") == 3 else (1.0, 1.0)
+    forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.flash_version == 3 else (1.0, 1.0)
     attention = np.where(backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain)
     share = np.select([kinds == FLASH, kinds == MASKED], [attention, attention * MASKED_SHARE], efficiency.matmul)
     peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]

@@ -226,7 +226,7 @@ class Search:
 
     def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[PlannedRecipe]:
         found: list[PlannedRecipe] = []
-        in_slices = base.kernels.loss == "auto" and at_prime.facts.get("slice_tokens")
+        in_slices = base.kernels.loss == "auto" and at_prime.facts.slice_tokens
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
             if recipe is None or (in_slices and micro * base.data.max_length <= in_slices):

@@ -44,7 +44,7 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
     for parameters in (False, True):
         if any_fits(found):
             break
-        climb = _Climb(search, base, trace.facts.get("max_positions"), parameters=parameters)
+        climb = _Climb(search, base, trace.facts.max_positions, parameters=parameters)
         for size in sequence_sizes(base, trace.counts.attention_heads, base.world_size):
             climb.with_ranks(size)
         found += climb.found

@@ -54,7 +54,7 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         few, many = traces if len(traces) == 2 else (None, None)
         if few is None or many is None or not alike(few, many):
             return
-        if expert_count(few.facts.get("config", {})) == 1:
+        if expert_count(few.facts.config) == 1:
             yield from ((other, at_shards(few, many, other.topology)) for other in sizes.values())
             return
     # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: the number of

@@ -135,7 +135,7 @@ def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
     """Return whether a candidate equals the requested recipe, whose `kernels.loss` may be auto."""
     changes = differences(base, recipe)
     loss = changes.pop("kernels.loss", None)
-    return not changes and loss in (None, "chunked" if trace.facts.get("slice_tokens") else "full")
+    return not changes and loss in (None, "chunked" if trace.facts.slice_tokens else "full")
 
 
 def fastest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:

@@ -25,7 +25,7 @@ from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.scopes import most_tokens
 from fsdp_tune.planner.trace.traced_step import STEPS, Run
-from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
+from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, TraceFacts, Unit
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -61,17 +61,17 @@ def assemble(
         traced_layers=run.layers,
         period=repeated.period if repeated else 1,
         first_repeated=repeated.first if repeated else 0,
-        facts={
-            "attention": sorted(run.attention),
-            "slice_tokens": most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
-            "torch": metadata.version("torch"),
-            "transformers": metadata.version("transformers"),
-            "python": platform.python_version(),
-            "config": config.to_diff_dict(),
-            "max_positions": positions_of_run(recipe, config),
-            "experts_inside": recipe.is_sharded
+        facts=TraceFacts(
+            attention=sorted(run.attention),
+            slice_tokens=most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
+            torch=metadata.version("torch"),
+            transformers=metadata.version("transformers"),
+            python=platform.python_version(),
+            config=config.to_diff_dict(),
+            max_positions=positions_of_run(recipe, config),
+            experts_inside=recipe.is_sharded
             and any(shard_dim(recipe, each.shape, topology.copy_size) for each in run.loaded.model.parameters()),
-        },
+        ),
     )
 
 

@@ -87,7 +87,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
     with fake_world(recipe.world_size):
         run = run_step(recipe, model, has_masks=has_masks)
         trace = assemble(recipe, config, run, counts, units, repeated)
-    return replace(trace, facts=trace.facts | {"flash_version": flash_version})
+    return replace(trace, facts=replace(trace.facts, flash_version=flash_version))
 
 
 def _reach(recipe: Recipe) -> int:

@@ -166,8 +166,8 @@ def test_flash_attention_is_planned_without_its_package() -> None:
     flash = trace_of(deep(2, data=data, model={"attn_implementation": "flash_attention_2"}))
     plain = trace_of(deep(2, model={"attn_implementation": "sdpa"}))
     masked = trace_of(deep(2, data=data, model={"attn_implementation": "sdpa"}))
-    assert flash.facts["attention"] == ["flash"]
-    assert masked.facts["attention"] != ["flash"]
+    assert flash.facts.attention == ["flash"]
+    assert masked.facts.attention != ["flash"]
     assert peak_memory(flash).peak_allocated_bytes - peak_memory(plain).peak_allocated_bytes <= 2 * 64 * 8, "position ids"
 
 
@@ -177,7 +177,7 @@ def test_variable_length_attention_is_planned_without_a_gpu(written: str, family
     data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
     recipe = deep(2, family=family, data=data, model={"attn_implementation": written})
     recipe = recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"device": "cuda"})})
-    assert trace_of(recipe).facts["attention"] == ["flash"]
+    assert trace_of(recipe).facts.attention == ["flash"]
 
 
 def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
