@@ -333,7 +333,7 @@ class Machines:
             return None
         try:
             ended = Verdict.from_dict(raw["ended"]) if raw["ended"] is not None else None
-            rank_states = tuple(RankState(**each) for each in raw["rank_states"])
+            rank_states = tuple(RankState.from_dict(each) for each in raw["rank_states"])
             return Report(machine, int(raw["launch"]), raw["state"], ended, rank_states, float(raw["silent_seconds"]))
         except (ValueError, KeyError, TypeError):
             return None

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +90,19 @@ ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective in the flight recorder: the current one of a rank, or else its last."""
+
+    name: str
+    number: int
+    """In its group."""
+    group: str
+    ended: bool
+    entered: dict[str, int]
+    """The last number that the rank entered, by group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat(Document):
     rank: int
     pid: int
@@ -101,8 +114,8 @@ class Heartbeat(Document):
     """Monotonic time of its machine when the rank last made progress."""
     silent_seconds: float
     """Seconds since then when the file was written."""
-    collective: dict[str, Any] | None = None
-    """The last collective in the flight recorder, once the rank hangs."""
+    collective: Collective | None = None
+    """Once the rank hangs."""
     done: int = 0
     """Finished batches of the phase, where the rank counts them: in an evaluation."""
     planned: int = 0
@@ -110,7 +123,7 @@ class Heartbeat(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(Document):
     """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
 
     rank: int
@@ -120,8 +133,7 @@ class RankState:
     """Why its process cannot run, or None."""
     waits_in: str | None = None
     at: str | None = None
-    collective: Mapping[str, Any] | None = None
-    """Its current or last collective from the flight recorder: name, number, group, ended, entered."""
+    collective: Collective | None = None
 
     def __str__(self) -> str:
         parts = ["before its first heartbeat" if self.phase is None else f"step {self.step}, `{self.phase}`"]
@@ -130,9 +142,6 @@ class RankState:
         if self.at is not None and (self.state is not None or self.waits_in is None):
             parts.append(f"at {self.at}")
         return f"rank {self.rank} ({', '.join(parts)})"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.launch.supervise.hang import find_location, hang_problem, late_ranks, main_thread, parse, report_text, waits_in
-from fsdp_tune.run.launch_files import RankState
+from fsdp_tune.run.launch_files import Collective, RankState
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ENTRY = ('  File "<frozen runpy>", line 88 in _run_code', '  File "<frozen runpy>", line 198 in _run_module_as_main')
@@ -110,8 +110,8 @@ def standing(rank: int, **more: Any) -> RankState:
     return replace(RankState(rank, step=5, phase="training", waits_in="all_reduce"), **more)
 
 
-def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str, Any]:
-    return {"name": "nccl:all_gather", "number": number, "group": group, "ended": ended, "entered": {group: number}}
+def recorded(number: int, *, ended: bool = False, group: str = "0") -> Collective:
+    return Collective("nccl:all_gather", number, group, ended, {group: number})
 
 
 @pytest.mark.parametrize(

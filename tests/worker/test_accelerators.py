@@ -22,6 +22,7 @@ from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, offload_policy,
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import Collective
 from fsdp_tune.worker import gradients
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.gradients import AsyncScalar
@@ -267,7 +268,7 @@ def test_unfinished_collective_of_nccl_is_named(recorder: dict[str, Any], run: R
         entry(9, "send", retired=False, is_p2p=True),
     ]
     found = heartbeat.dump(run, 5, "cuda")
-    assert found == {"name": "nccl:_reduce_scatter_base", "number": 8, "group": "0", "ended": False, "entered": {"0": 8, "2": 3}}
+    assert found == Collective("nccl:_reduce_scatter_base", 8, "0", ended=False, entered={"0": 8, "2": 3})
     assert (run.flight_recorder / "rank_5").read_bytes() == b"pickle"
 
 
@@ -275,7 +276,7 @@ def test_last_collective_of_nccl_is_named_where_all_have_ended(recorder: dict[st
     recorder["entries"] = [entry(7, "_all_gather_base", retired=True), entry(8, "all_reduce", retired=True)]
     found = heartbeat.dump(run, 0, "cuda")
     assert found is not None
-    assert (found["name"], found["ended"]) == ("nccl:all_reduce", True)
+    assert (found.name, found.ended) == ("nccl:all_reduce", True)
 
 
 def test_empty_recorder_of_nccl_names_nothing(recorder: dict[str, Any], run: RunDir) -> None:

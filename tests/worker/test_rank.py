@@ -60,6 +60,7 @@ def test_linked_log_file_is_not_written(tmp_path: Path) -> None:
 
 RECORDS = """
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.observe import flight
@@ -72,7 +73,7 @@ before = flight.dump(run, 0, "cpu")
 dist.all_reduce(torch.ones(3))
 dist.barrier()
 dist.all_reduce(torch.ones(3))
-print(json.dumps([before, flight.dump(run, 0, "cpu")]))
+print(json.dumps([before, asdict(flight.dump(run, 0, "cpu"))]))
 """
 
 

@@ -237,10 +237,10 @@ def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:
     if busy:
         return busy
     known = [standing.collective for standing in rank_states if standing.collective is not None]
-    groups = {each["group"] for each in known if not each["ended"]}
+    groups = {each.group for each in known if not each.ended}
     if len(known) == len(rank_states) > 1 and len(groups) == 1:
         (group,) = groups
-        entered = [each["entered"].get(group, 0) for each in known]
+        entered = [each.entered.get(group, 0) for each in known]
         late = [standing for standing, number in zip(rank_states, entered, strict=True) if number == min(entered)]
         return late if len(late) < len(rank_states) else []
     return []
@@ -275,7 +275,7 @@ def _all_wait(rank_states: Sequence[RankState]) -> str:
         return "no rank had started"
     shown = [
         f"{standing} in {standing.waits_in or 'no collective'}"
-        + (f" (number {standing.collective['number']}, {standing.collective['name']})" if standing.collective else "")
+        + (f" (number {standing.collective.number}, {standing.collective.name})" if standing.collective else "")
         for standing in rank_states[:4]
     ]
     more = f" and {len(rank_states) - 4} more" if len(rank_states) > 4 else ""
@@ -297,8 +297,8 @@ def report_text(rank_states: Sequence[RankState], texts: Mapping[int, str], prob
     for standing in rank_states:
         waits = f"waits in {standing.waits_in}" if standing.waits_in else "does not wait for others"
         last = standing.collective
-        which = "last collective" if last and last["ended"] else "in the collective"
-        recorded = f"; {which} {last['name']}, number {last['number']} of group {last['group']}" if last else ""
+        which = "last collective" if last and last.ended else "in the collective"
+        recorded = f"; {which} {last.name}, number {last.number} of group {last.group}" if last else ""
         lines.append(f"{standing}: {waits}{recorded}")
     for rank, text in sorted(texts.items()):
         lines += ["", f"── stacks of rank {rank}", text.rstrip() or "no answer: it was where no signal is handled"]

@@ -33,7 +33,7 @@ from typing import Any
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat
+from fsdp_tune.run.launch_files import Collective, Heartbeat
 
 INTERVAL_SECONDS = 1.0
 SAMPLE_SECONDS = 0.1
@@ -70,7 +70,7 @@ class HeartbeatWriter:
         self._silence_seconds, self._on_silence = silence_seconds, on_silence
         self._is_gone = False
         self.step = 0
-        self.collective: dict[str, Any] | None = None
+        self.collective: Collective | None = None
         """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
         self._counted = (0, 0)
         """Finished and planned batches of the phase."""
@@ -253,11 +253,10 @@ def environment(run: RunDir) -> dict[str, str]:
     }
 
 
-def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
+def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
 
-    `name`, `number` in its `group`, whether it has `ended`, and the last number `entered` in each group. None where torch
-    has no recorder (a device without one) or nothing was recorded.
+    None where torch has no recorder (a device without one) or nothing was recorded.
     """
     from fsdp_tune.model.internals.torch_internals import FLIGHT_RECORDS
 
@@ -275,7 +274,7 @@ def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
     for entry in entries:
         entered[_group(entry)] = int(entry["collective_seq_id"])
     number, name = int(shown["collective_seq_id"]), str(shown["profiling_name"])
-    return {"name": name, "number": number, "group": _group(shown), "ended": not unfinished, "entered": entered}
+    return Collective(name, number, _group(shown), not unfinished, entered)
 
 
 def _group(entry: dict[str, Any]) -> str:
