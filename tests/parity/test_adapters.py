@@ -38,7 +38,7 @@ CASES = [
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
     Case(lora=(*LORA, ("use_dora", True)), ranks=1, packed=True),
 ]
-FAST = CASES[:3]
+FAST = CASES[:1]
 IN_BF16 = [
     # Trained positions are fp32, as is then the input of nn.LayerNorm, whose kernel on the CPU takes no bf16 weights with it.
     Case("gpt2", lora=(*LORA, ("modules_to_save", ("wpe",))), strategy="NO_SHARD", precision="bf16"),
@@ -102,7 +102,7 @@ def test_adapters_in_bf16_are_as_close_to_fp32_as_one_device(case: Case, bench: 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_4_BITS[:2] else pytest.mark.slow) for case in IN_4_BITS]
+    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_4_BITS[:1] else pytest.mark.slow) for case in IN_4_BITS]
 )
 def test_adapters_over_4_bits_follow_the_reference_with_the_same_weights(case: Case, bench: Bench, record_property) -> None:
     assert case.nf4 is not None

@@ -42,14 +42,18 @@ def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | N
 @pytest.mark.parametrize(
     "case",
     [
-        DROPOUT,
-        replace(DROPOUT, strategy="NO_SHARD"),
-        replace(DROPOUT, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
-        replace(DROPOUT, version=1),
-        Case("llama", precision="fp16", accumulation=4, packed=True),
-        Case("mixtral", ranks=4, strategy="HYBRID_SHARD"),
+        pytest.param(DROPOUT, id=str(DROPOUT)),
+        *(
+            pytest.param(case, id=str(case), marks=pytest.mark.slow)
+            for case in [
+                replace(DROPOUT, strategy="NO_SHARD"),
+                replace(DROPOUT, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
+                replace(DROPOUT, version=1),
+                Case("llama", precision="fp16", accumulation=4, packed=True),
+                Case("mixtral", ranks=4, strategy="HYBRID_SHARD"),
+            ]
+        ),
     ],
-    ids=str,
 )
 def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> None:
     whole = bench.run(case)
