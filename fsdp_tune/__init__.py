@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.import_recipe import import_recipe
-    from fsdp_tune.jobs.merge import merge_checkpoint, push
+    from fsdp_tune.jobs.inspection import prepare
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, EvaluateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
-    from fsdp_tune.jobs.prepare import prepare
-    from fsdp_tune.jobs.run_report import report
+    from fsdp_tune.jobs.results import merge_checkpoint, push, report
     from fsdp_tune.jobs.train import train
     from fsdp_tune.jobs.validate import rehearse, validate
     from fsdp_tune.merge.merge_options import MergeOptions
@@ -52,12 +51,12 @@ _MODULES = {
     "evaluate": "jobs.evaluate",
     "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
-    "merge_checkpoint": "jobs.merge",
+    "merge_checkpoint": "jobs.results",
     "plan": "jobs.plan",
-    "prepare": "jobs.prepare",
-    "push": "jobs.merge",
+    "prepare": "jobs.inspection",
+    "push": "jobs.results",
     "rehearse": "jobs.validate",
-    "report": "jobs.run_report",
+    "report": "jobs.results",
     "train": "jobs.train",
     "validate": "jobs.validate",
 }

@@ -20,7 +20,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
-    from fsdp_tune.jobs.run_report import RunReport
+    from fsdp_tune.jobs.results import RunReport
     from fsdp_tune.launch.run_status import RunStatus
     from fsdp_tune.merge.merging import MergeResult
 

@@ -13,7 +13,7 @@ import numpy as np
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.data.format.row_account import IGNORE_KEY, account_line, ignored_by_none, ignoring_hint, listed_keys
 from fsdp_tune.data.inputs import TRAIN, Input, bad_row_problem
-from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import DataReport, DecodedExample, InputAccount, NamedRows, SetAccount, Spread
 from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples, PackedRows
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore

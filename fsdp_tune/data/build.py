@@ -30,7 +30,7 @@ from fsdp_tune.data.account import (
 from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.read.file_access import Stamp
-from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import BeginTokens, DataReport, EndTokens, InputAccount, SetAccount, SplitRows
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter

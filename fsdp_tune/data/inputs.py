@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, resolve_template, suggestion
-from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise import chat as chat_module
 from fsdp_tune.data.tokenise.chat import render_chat
 from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens

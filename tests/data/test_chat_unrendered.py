@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.chat import render_chat
 from tests.data.support import CHATML, ByteEncoder
 

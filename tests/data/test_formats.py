@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, LabelledText, Text, matching_formats
 from fsdp_tune.data.format.row_account import Note
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import arrow_rows
-from fsdp_tune.data.read.json_rows import BadRow, Part
+from fsdp_tune.data.read import row_files
 from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.data.read.row_files import BadRow, Part
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei ä\u2028\u0085\u000b ü"}, {"text": "three"}]
 
@@ -254,10 +254,10 @@ class Batch:
 
 
 def test_long_rows_are_converted_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(row_files, "BATCH_BYTES", 10_000)
     lengths = [10] * 500 + [4_000] * 20 + [50_000, 10, 10]
     parts: list[list[int]] = []
-    assert [len(row["text"]) for _, row in arrow_rows.table_rows(iter([Batch(lengths, parts)]))] == lengths
+    assert [len(row["text"]) for _, row in row_files.table_rows(iter([Batch(lengths, parts)]))] == lengths
     assert all(len(part) == 1 or sum(part) <= 10_000 for part in parts)
     assert len(parts) < 50
 
@@ -268,7 +268,7 @@ def test_long_text_that_all_rows_share_is_not_decoded_for_all_at_once(tmp_path: 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(row_files, "BATCH_BYTES", 10_000)
     path = tmp_path / f"rows.{kind}"
     column = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 500, pa.int32()), pa.array(["x" * 4_000, "y"]))
     table = pa.table({"text": column})
@@ -280,12 +280,12 @@ def test_long_text_that_all_rows_share_is_not_decoded_for_all_at_once(tmp_path: 
     sizes: list[int] = []
 
     def noted(batch: Any) -> Any:
-        found = batch.num_rows == 1 or max(batch.nbytes, arrow_rows._decoded_bytes(batch)) <= 10_000
+        found = batch.num_rows == 1 or max(batch.nbytes, row_files._decoded_bytes(batch)) <= 10_000
         sizes.append(batch.num_rows if found else 0)
         return list(arrow_rows_rows(batch))
 
-    arrow_rows_rows = arrow_rows._rows
-    monkeypatch.setattr(arrow_rows, "_rows", noted)
+    arrow_rows_rows = row_files._rows
+    monkeypatch.setattr(row_files, "_rows", noted)
     assert [len(row["text"]) for row in good(path, kind)] == [4_000, 1] * 500
     assert max(sizes) <= 2
 
@@ -330,7 +330,7 @@ def test_long_and_short_rows_keep_their_order(tmp_path: Path, kind: str, monkeyp
     import pyarrow as pa
     import pyarrow.parquet
 
-    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(row_files, "BATCH_BYTES", 10_000)
     texts = [f"{number} " + "x" * (4_000 if number % 7 == 0 else 3) for number in range(300)]
     path, table = tmp_path / f"rows.{kind}", pa.table({"text": texts})
     if kind == "parquet":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.data.format.formats import Chat, FormatSettings
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.chat import render_chat
 from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser

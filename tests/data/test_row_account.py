@@ -19,7 +19,7 @@ from fsdp_tune.data.account import key_lines
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings, Ids, matching_formats
 from fsdp_tune.data.format.row_account import MARKS, METADATA, NESTED_METADATA, TOKEN_MASKS, KeyUse
 from fsdp_tune.data.preparation import Prepared
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 

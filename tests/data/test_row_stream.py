@@ -23,8 +23,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.read import file_access, readers, sources
-from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.stream.row_stream import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.sections import DataSource

@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format import templates as module
 from fsdp_tune.data.format.formats import Chat, FormatSettings
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text, fitting_templates, resolve_template, suggestion
-from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.tokenise.chat import RenderedChat, is_field, render_chat, template_for
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder

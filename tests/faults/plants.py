@@ -174,8 +174,8 @@ PLANTS: tuple[Plant, ...] = (
     # data
     plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
     plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
-    plant("unpaired surrogates accepted", "data.read.json_rows:_checked", never("UNPAIRED"), rows="F014"),
-    plant("duplicate keys in a row accepted", "data.read.json_rows:_unique", never("pairs"), rows="F015"),
+    plant("unpaired surrogates accepted", "data.read.row_files:_checked", never("UNPAIRED"), rows="F014"),
+    plant("duplicate keys in a row accepted", "data.read.row_files:_unique", never("pairs"), rows="F015"),
     plant("row size not limited", "data.read.readers:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
     plant("CSV rows with a wrong field count accepted", "data.read.readers:_csv_row", never("fields header"), rows="F018"),
     plant("directory written in place", "core.atomic:staging_path", result("_ if fills else final"), rows="F029 F102"),

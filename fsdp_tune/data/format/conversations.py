@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, cast
 
 from fsdp_tune.data.format.row_account import MARKS, MEANING, NESTED_METADATA, RowAccount, mark_of_parts, take_mark
-from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
+from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 
 Message = dict[str, Any]
 

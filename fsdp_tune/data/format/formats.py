@@ -32,7 +32,7 @@ from fsdp_tune.data.format.row_account import (
     read_token_mask,
     take_mark,
 )
-from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
+from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 from fsdp_tune.data.store import IGNORE_INDEX
 
 

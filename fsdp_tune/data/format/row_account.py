@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
-from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
+from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of
 from fsdp_tune.data.report import KeyAccount, NamedRows
 from fsdp_tune.data.sets import NAMED_ROWS
 

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.arrow_rows import arrow_rows, parquet_rows
 from fsdp_tune.data.read.file_access import RemoteFile, UrlError, url_path
-from fsdp_tune.data.read.json_rows import ALL_ROWS, BadRow, NumberedRow, Part, document_rows, json_row
+from fsdp_tune.data.read.row_files import ALL_ROWS, BadRow, NumberedRow, Part, arrow_rows, document_rows, json_row, parquet_rows
 
 # ---- Read rows of a tar archive as the webdataset library writes it: members with one base name are a row, counted from 1.
 #

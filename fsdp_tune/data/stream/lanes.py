@@ -21,7 +21,7 @@ from fsdp_tune.data.account import refuse_bad_share
 from fsdp_tune.data.batches import shuffled
 from fsdp_tune.data.build import TokenisedRows
 from fsdp_tune.data.inputs import kept_columns
-from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, RowError
+from fsdp_tune.data.read.row_files import BadRow, NumberedRow, RowError
 from fsdp_tune.data.sets import Cut, Examples, cut, packed
 from fsdp_tune.data.store import Int64, Mask, Row, row_of
 from fsdp_tune.data.stream.dealing import Schedule, balanced, due, part_of_pass, phases_of, planned_sources

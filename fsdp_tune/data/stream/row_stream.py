@@ -13,10 +13,9 @@ import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.inputs import Input, open_inputs
-from fsdp_tune.data.read.arrow_rows import arrow_row_count, dataset_rows, parquet_row_count
 from fsdp_tune.data.read.file_access import remote_info
-from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, Part
 from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
+from fsdp_tune.data.read.row_files import BadRow, NumberedRow, Part, arrow_row_count, dataset_rows, parquet_row_count
 from fsdp_tune.data.read.sources import RowSource, SourceFile
 from fsdp_tune.data.store import UInt64
 from fsdp_tune.data.tokenise.encoder import Encoder

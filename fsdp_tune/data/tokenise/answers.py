@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat, tool_calls
-from fsdp_tune.data.read.json_rows import RowError, parse_text
+from fsdp_tune.data.read.row_files import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
 
 FIRST_MARK, LAST_MARK, FIRST_NUMBER = 0xE000, 0xF8FF, 0xF0000

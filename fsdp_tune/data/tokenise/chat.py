@@ -20,7 +20,7 @@ from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat, tool_calls, tool_names
 from fsdp_tune.data.format.row_account import Note
 from fsdp_tune.data.format.templates import bundled_text, fitting_templates, suggestion
-from fsdp_tune.data.read.json_rows import RowError, parse_text
+from fsdp_tune.data.read.row_files import RowError, parse_text
 from fsdp_tune.data.tokenise.answers import FIRST_NUMBER, Answer, Rendering, common_length
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdp_tune.data.format.formats import Chat, FormatSettings, LabelledText, Text
 from fsdp_tune.data.format.row_account import Note
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.answers import FIRST_MARK, FIRST_NUMBER, LAST_MARK
 from fsdp_tune.data.tokenise.chat import RenderedText, leaves, limit_characters
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder

@@ -22,7 +22,7 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
 from fsdp_tune.data.format.row_account import KeyUse, Note, RowNotes
 from fsdp_tune.data.format.templates import BUNDLED
-from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder

@@ -28,9 +28,8 @@ from fsdp_tune.model.internals.torch_internals import VERIFY_SHAPES
 from fsdp_tune.model.kernels import head
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.planner.trace.device import STREAMS
+from fsdp_tune.planner.trace.device import STREAMS, nothing, replaced
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
-from fsdp_tune.planner.trace.substitute import nothing, replaced
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 

@@ -37,6 +37,7 @@ from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.trace import cuda_kernels, device
+from fsdp_tune.planner.trace.device import replaced
 from fsdp_tune.planner.trace.fake_model import (
     build_traced,
     container_of,
@@ -45,7 +46,6 @@ from fsdp_tune.planner.trace.fake_model import (
     shallow_recipe,
     without_dropped,
 )
-from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
 from fsdp_tune.planner.trace.traced_step import run_step
 from fsdp_tune.planner.trace_format import Trace

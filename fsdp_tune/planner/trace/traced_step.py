@@ -30,10 +30,10 @@ from fsdp_tune.model.shard.wrap import join_groups, make_groups, make_mesh
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, scale_gradients, total_norm
 from fsdp_tune.planner.trace import device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
+from fsdp_tune.planner.trace.device import nothing, values_of_host
 from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, one_slice, scopes, wrap_traceable
-from fsdp_tune.planner.trace.substitute import nothing, values_of_host
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

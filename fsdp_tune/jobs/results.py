@@ -1,18 +1,26 @@
-"""Merge a sharded checkpoint into a model directory, and upload the model of a run.
+"""What is made of a run: a merged model, its upload, and a report.
+
+Merge a sharded checkpoint into a model directory, and upload the model of a run.
 
 Merge a sharded checkpoint into a model directory.
 
 Push the model of a finished run, or another merged directory, to the Hugging Face hub.
+
+Report on runs: their curves, events, data, recipes and environments, and how they differ, from their files alone.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from fsdp_tune.core.atomic import json_safe, write_file
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
@@ -22,9 +30,11 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
+from fsdp_tune.pages.report_page import Differences, differences_of, report_page
+from fsdp_tune.pages.run_record import RunRecord, labels_of, read_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, existing_run
 
 
 def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()) -> MergeResult:
@@ -120,3 +130,40 @@ def _folder(path: Path, run: RunDir | None, *, adapter: bool) -> Path:
         message = f"the run has no {'exported adapter' if adapter else 'merged model'} yet"
         raise usage_error("push-not-merged", message, where=Where(str(folder)), hint=f"`{how}`")
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What is known about the runs when they are read."""
+
+    runs: list[RunRecord]
+    differences: Differences
+    """Of recipes and environments; empty for a single run."""
+    html: str
+    """The page: a complete document below a megabyte, which needs no network."""
+    page: Path | None = None
+    """Where the page was written."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the document of `report --json`."""
+        return ReportAnswer(
+            page=str(self.page) if self.page is not None else None,
+            runs=[RunFigures(**json_safe(run.summary())) for run in self.runs],
+            recipe_differences=self.differences.recipe,
+            environment_differences=self.differences.environment,
+        ).as_dict()
+
+
+def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> RunReport:
+    """Read run directories, also of runs that are training, and compare them; with `output`, write the page there, replacing it.
+
+    The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
+    Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
+    """
+    found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
+    records = [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
+    html = report_page(records, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
+    page = Path(output) if output is not None else None
+    if page is not None:
+        write_file(page, html, private=True)
+    return RunReport(records, differences_of(records), html, page)
