@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
+    from fsdp_tune.cli.bars import LiveBar
     from fsdp_tune.cli.train_view import StepView
     from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
@@ -39,12 +40,34 @@ class Screen(Terminal, Observer):
         self.verbose = False
         """Whether `train` prints every value and kernel that was chosen."""
         self._steps: StepView | None = None
+        self._phase: LiveBar | None = None
+
+    def phase(self, name: str) -> None:
+        """Show the phase with its time on a terminal; elsewhere print nothing."""
+        if not self.is_live:
+            return
+        if self._phase is None:
+            from fsdp_tune.cli.bars import LiveBar
+
+            self._phase = LiveBar(self, name, None, "")
+            self._phase.__enter__()
+        self._phase.enter(name)
+
+    def _end_phase(self) -> None:
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+    def close(self, problems: Sequence[Problem] = ()) -> None:
+        self._end_phase()
+        super().close(problems)
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
         """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
-        from fsdp_tune.cli.terminal import ByteBar, LiveBar, PlainBar
+        from fsdp_tune.cli.bars import ByteBar, LiveBar, PlainBar
 
+        self._end_phase()
         kind = LiveBar if self.is_live else PlainBar
         if unit != "bytes":
             with kind(self, label, total, unit) as bar:
@@ -70,11 +93,13 @@ class Screen(Terminal, Observer):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Keep a bar below the lines of the steps while ranks run."""
-        from fsdp_tune.cli.terminal import LiveBar, SilentBar
+        from fsdp_tune.cli.bars import LiveBar, SilentBar
         from fsdp_tune.cli.train_view import StepView
 
-        with (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps") as bar:
-            self._steps = StepView(self, bar)
+        self._end_phase()
+        bar = (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps")
+        self._steps = StepView(self, bar)
+        with bar:
             yield
 
     def metrics(self, line: dict[str, Any]) -> None:

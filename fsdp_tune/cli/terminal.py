@@ -1,6 +1,4 @@
-"""The only writer to the terminal: lines, tables, bars, and one JSON document.
-
-The only writer to the terminal: lines, tables, notices and problems, a copy of each line in a log, and one JSON document.
+"""The only writer to the terminal: lines, tables, notices and problems, a copy of each line in a log, and one JSON document.
 
 Lines go to stdout; with `--json` they go to stderr, and stdout gets one document.
 A terminal that closes never stops a command: a run must outlive the window it was started from.
@@ -19,19 +17,13 @@ import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self, TextIO
+from typing import IO, Any, TextIO
 
 import typer
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Problem
-from fsdp_tune.core.units import MIB, format_seconds
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
 
 LEAST_LAST_COLUMN = 20
 """Characters. A table whose last column would be narrower is printed as a list of records."""
@@ -75,6 +67,9 @@ class Terminal:
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
         self._has_result = False
+        self.began = time.monotonic()
+        self.is_quiet = False
+        """Whether lines go to the log alone. Notices, warnings and problems are printed."""
 
     @property
     def talk(self) -> TextIO:
@@ -84,7 +79,7 @@ class Terminal:
     @property
     def is_live(self) -> bool:
         """Whether lines may be redrawn in place."""
-        return self.talk.isatty() and os.environ.get("TERM") != "dumb"
+        return not self.is_quiet and self.talk.isatty() and os.environ.get("TERM") != "dumb"
 
     def log_to(self, path: Path) -> None:
         """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
@@ -96,7 +91,11 @@ class Terminal:
     def message(self, text: str) -> None:
         """Print a line."""
         self._record(text)
-        write_text(self.talk, printable(text) + "\n")
+        self._print(text)
+
+    def _print(self, line: str) -> None:
+        if not self.is_quiet:
+            write_text(self.talk, printable(line) + "\n")
 
     def result(self, text: str) -> None:
         """Print the text that a command is run for on stdout, unchanged; lines go to stderr from now on."""
@@ -109,7 +108,7 @@ class Terminal:
         line = "  ".join(fields)
         self._record(line)
         is_cut = self.talk.isatty() and len(line) > self._width()
-        write_text(self.talk, printable(fitted(narrow, self._width()) if is_cut else line) + "\n")
+        self._print(fitted(narrow, self._width()) if is_cut else line)
 
     def warn(self, text: str) -> None:
         self._record(text)
@@ -144,7 +143,7 @@ class Terminal:
 
     def _paint(self, head: str, colour: str, tail: str) -> None:
         self._record(head + tail)
-        wants_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        wants_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
 
     def problems(self, problems: Sequence[Problem]) -> None:
@@ -264,148 +263,3 @@ def write_text(stream: TextIO, text: str) -> None:
             raise
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
-
-
-PLAIN_INTERVAL_SECONDS = 10.0
-BAR_WIDTH = 24
-
-
-class ScreenBar:
-    """Counts finished units and estimates the time left; subclasses draw."""
-
-    def __init__(self, label: str, total: int | None, unit: str) -> None:
-        self._label, self._total, self._unit = label, total, unit
-        self._done, self._detail = 0, ""
-        self._phase, self._phase_began = "", time.monotonic()
-        self._started, self._done_at_start = time.monotonic(), 0
-        self._updated = self._started
-        self._lock = threading.Lock()
-
-    def advance(self, n: int = 1) -> None:
-        """Add `n` finished units; may be called from several threads."""
-        with self._lock:
-            self._done, self._updated = self._done + n, time.monotonic()
-            self._changed()
-
-    def at(self, done: int, detail: str = "") -> None:
-        """Set the number of finished units, and the text next to the bar."""
-        with self._lock:
-            self._done, self._detail, self._updated = done, detail, time.monotonic()
-            self._changed()
-
-    def enter(self, phase: str) -> None:
-        """Show a phase with the time since it began in place of the detail, until the next phase; an empty one ends it."""
-        with self._lock:
-            if phase.split(" ")[0] != self._phase.split(" ")[0]:  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
-                self._phase_began = time.monotonic()
-            self._phase = phase
-
-    def start(self, done: int, total: int) -> None:
-        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
-        with self._lock:
-            self._done, self._total, self._done_at_start = done, total, done
-            self._started = self._updated = time.monotonic()
-
-    def seconds_left(self) -> float | None:
-        """Estimate the time left; None before a unit is finished, and if the total is unknown."""
-        if self._total is None or self._done <= self._done_at_start:
-            return None
-        each = (self._updated - self._started) / (self._done - self._done_at_start)
-        return max(0.0, each * (self._total - self._done) - (time.monotonic() - self._updated))
-
-    def _changed(self) -> None: ...
-
-
-class ByteBar:
-    """Counts bytes and shows MiB with the rate: pieces of several threads are not multiples of 1 MiB."""
-
-    def __init__(self, bar: ScreenBar) -> None:
-        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
-        self._lock = threading.Lock()
-
-    def advance(self, n: int = 1) -> None:
-        with self._lock:
-            self._bytes += n
-            done = self._bytes
-        rate = done / max(time.monotonic() - self._started, 1e-9)
-        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s")
-
-
-class PlainBar(ScreenBar):
-    """Prints a line every ten seconds, and one at the end if there was one before: short work prints none."""
-
-    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
-        super().__init__(label, total, unit)
-        self._screen, self._lines = screen, 0
-        self._last = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lines and kind is None:
-            self._print()
-
-    def _changed(self) -> None:
-        if time.monotonic() - self._last >= PLAIN_INTERVAL_SECONDS:
-            self._print()
-
-    def _print(self) -> None:
-        share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
-        of = f" of {self._total:,}" if self._total else ""
-        left = self.seconds_left()
-        rest = ", ".join([*([self._detail] if self._detail else []), *([f"{format_seconds(left)} left"] if left else [])])
-        self._screen.message(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
-        self._lines += 1
-        self._last = time.monotonic()
-
-
-class SilentBar(PlainBar):
-    """Prints nothing, for work that prints lines of its own."""
-
-    def _print(self) -> None:
-        self._last = time.monotonic()
-
-
-class LiveBar(ScreenBar):
-    """One line, redrawn ten times a second: count, time left, detail, and a bar if the terminal is wide enough."""
-
-    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        super().__init__(label, total, unit)
-        self._console = Console(file=screen.talk)
-        # A stream that is sent to a file stays there; rich would move its lines to the terminal.
-        self._live = Live(
-            get_renderable=self._line,
-            console=self._console,
-            refresh_per_second=10,
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
-        )
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._done == 0:
-            self._live.transient = True  # nothing was done: leave no empty line behind
-        self._live.stop()
-
-    def _line(self) -> Text:
-        from rich.text import Text
-
-        elapsed = format_seconds(time.monotonic() - self._phase_began)
-        if self._total is None and self._done == 0:
-            fields = [self._phase or self._label, elapsed]
-        else:
-            fields = [self._label, f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}"]
-            left = self.seconds_left()
-            fields += [f"{self._phase} {elapsed}"] if self._phase else [f"{format_seconds(left)} left"] if left else []
-            fields += [self._detail] if self._detail else []
-        if self._total and self._console.encoding.startswith("utf"):
-            filled = min(BAR_WIDTH, BAR_WIDTH * self._done // self._total)
-            fields.append("━" * filled + "─" * (BAR_WIDTH - filled))
-        return Text(fitted(fields, self._console.width), no_wrap=True, overflow="crop")

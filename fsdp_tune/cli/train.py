@@ -139,6 +139,7 @@ def train(
     full: Annotated[bool, Option("With --dry-run: print every key, not only those that differ from the defaults.")] = False,
     no_start: Annotated[bool, Option("Write the run directory and print the commands that start it.")] = False,
     verbose: Annotated[bool, Option("Print every value and kernel that was chosen, with the reason.")] = False,
+    quiet: Annotated[bool, Option("Print notices, warnings and errors alone; RUN/logs has all lines.", flags=("--quiet", "-q"))] = False,
 ) -> None:
     """Fine-tune a model by a recipe, and merge the result into an ordinary model directory.
 
@@ -151,11 +152,15 @@ def train(
         fsdp-tune train my.yaml --set training.learning_rate=1e-4 --resume auto
         fsdp-tune train llama7b_full_shard --dry-run
     """
+    if full and not dry_run:
+        raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
+    if quiet and (verbose or dry_run or no_start):
+        raise usage_error("usage", "`--quiet` leaves out what `--verbose`, `--dry-run` and `--no-start` print", hint="leave out `--quiet`")
+    screen.is_quiet = quiet
+    screen.phase("reading the recipe")
     from fsdp_tune.cli import train_view as view
     from fsdp_tune.jobs.train import WrittenRun, preview, write_only
 
-    if full and not dry_run:
-        raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
     loaded = recipe.load()
     options = replace(options, **context.meta["arguments"])
     screen.verbose = verbose

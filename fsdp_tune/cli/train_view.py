@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import os
 import shlex
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fsdp_tune.cli.terminal import ScreenBar, Terminal
+from fsdp_tune.cli.bars import ScreenBar
+from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
@@ -203,6 +205,8 @@ def _bytes_below(root: Path) -> int:
     return total
 
 
+SHOWN_LOSSES = 20
+"""Of the sparkline."""
 ENDED_PHASES = ("finished", "failed")
 TRAINING_PHASES = ("training", "forward", "backward", "optimizer step")
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}
@@ -301,7 +305,10 @@ class StepView:
         self._bar = bar
         self._total = 0
         self._at = 0
+        self._start = 0
+        """Finished steps when the ranks started."""
         self._detail = ""
+        self._losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
         bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:
@@ -319,20 +326,24 @@ class StepView:
 
     def move(self, step: int, phase: str, done: int, planned: int) -> None:
         """Move the bar to the step of the first rank, and show its phase if that is not the training itself."""
-        is_quiet = phase in (*TRAINING_PHASES, *ENDED_PHASES)
-        self._bar.enter("" if is_quiet else f"{phase} {done}/{planned} batches" if planned else phase)
         if self._total:  # heartbeats are read later than lines
             self._at = min(max(step, self._at), self._total)
-            self._bar.at(self._at, self._detail)
+            self._bar.at(self._at, self._detail, self._losses)
+        if phase in TRAINING_PHASES:
+            phase = "first step" if self._at == self._start else ""
+        elif phase in ENDED_PHASES:
+            phase = "ending the ranks"
+        self._bar.enter(f"{phase} {done}/{planned} batches" if planned else phase)
 
     def _event(self, line: dict[str, Any]) -> None:
         kind = EVENTS.get(line["event"])
         if kind is TRAIN_STARTED:
             self._total, self._at = int(line["total_steps"]), int(line.get("step") or 0)
-            self._bar.enter("")
+            self._start = self._at
+            self._bar.enter("first step")
             self._bar.start(self._at, self._total)
         elif kind is STOPPING:
-            self._bar.at(int(line["step"]), self._detail)
+            self._bar.at(int(line["step"]), self._detail, self._losses)
         show = kind.show if kind is not None else describe  # a kind of another version
         write = self._screen.warn if kind is not None and kind.level == "alarm" else self._screen.message
         for text in show(line) if show is not None else ():
@@ -342,8 +353,11 @@ class StepView:
         """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
         step = int(line["step"])
         loss = f"loss {_number(line['loss'], '.4f')}"
+        if self._at == self._start:
+            self._bar.enter("")
         self._at, self._detail = step, loss
-        self._bar.at(step, loss)
+        self._losses.append(float(line["loss"]))
+        self._bar.at(step, loss, self._losses)
         left = self._bar.seconds_left()
         first = [
             f"step {step}{f'/{self._total}' if self._total else ''}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
@@ -62,3 +64,12 @@ def format_age(seconds: float) -> str:
             count = int(seconds // size)
             return f"{count} {unit}{'' if count == 1 else 's'}"
     return f"{max(0, int(seconds))} seconds"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw numbers as bars of eight heights, from the least to the greatest: `▇▅▂▁`. NaN and infinity are `×`."""
+    finite = [value for value in values if math.isfinite(value)]
+    least = min(finite, default=0.0)
+    spread = max(finite, default=0.0) - least
+    heights = (round(7 * (value - least) / spread) if spread > 0 else 0 for value in finite)
+    return "".join("▁▂▃▄▅▆▇█"[next(heights)] if math.isfinite(value) else "×" for value in values)

@@ -34,6 +34,9 @@ class Observer:
     def message(self, text: str) -> None:
         """Receive a line for people about what happens now."""
 
+    def phase(self, name: str) -> None:
+        """Receive what the job does now, such as `checking checkpoints`. It lasts until the next phase or progress bar."""
+
     def progress(self, label: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:  # noqa: ARG002
         """Open a progress bar; `total` None: unknown. `unit` is `bytes`, `rows` or another plural."""
         return nullcontext(_NoBar())

@@ -55,6 +55,7 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
 
 
 def _merge(source: Path, options: MergeOptions, observer: Observer) -> MergeResult:
+    observer.phase("merging")
     result = merging.merge_checkpoint(source, options, observer.progress)
     observer.notices(result.notices)
     return result
@@ -100,6 +101,7 @@ def push(
             is_public=public if public is not None else bool(target and target.is_public),
             revision=revision or (target.revision if target is not None else None),
         )
+        observer.phase("uploading")
         pushed = upload(folder, chosen, f"fsdp-tune push {shlex.quote(str(path))}{f' --to {shlex.quote(to)}' if to else ''}")
         observer.notices(pushed.notices)
         return pushed

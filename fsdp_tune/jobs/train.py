@@ -118,6 +118,7 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
 
 def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
     """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
+    observer.phase("finding the devices of this machine")
     resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
     observer.notices(resolution.notices)
     recipe = resolution.recipe
@@ -155,6 +156,7 @@ class _Job:
 
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
+        self.observer.phase("choosing the first step")
         with WorkCounter(run, self.recipe.launch.num_machines) as work:
             start = decide_start(run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
         self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
@@ -202,6 +204,7 @@ class _Job:
         check_cache(self.recipe)
         check_port(self.recipe)
         if self.recipe.training.push_to_hub:
+            self.observer.phase("checking the access to the hub")
             check_access(target_of(self.recipe))
         with start_early(self.plan, self._inspected(start)) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
             inputs = self._check_inputs(start, early)
@@ -213,6 +216,7 @@ class _Job:
         """Write the run directory and own it. Yields this job."""
         run = self.plan.run
         self.observer.inputs_checked(inputs)
+        self.observer.phase("writing the run directory")
         if self.options.overwrite and run.is_used:
             self.observer.message(f"the old run is now {move_aside(run)}")
         if start.is_new:
@@ -234,6 +238,7 @@ class _Job:
     def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
         """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
         recipe, observer = self.recipe, self.observer
+        observer.phase("loading the tokenizer")
         with children.threads(2) as pool:
             here = self._inspected(start)
             inspecting = pool.submit(inspect_model, here, answer=early.inspection if early is not None else None)
@@ -250,8 +255,10 @@ class _Job:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
                     raise
                 raise FsdpTuneError(*inspecting.result().problems, *error.problems, exit_code=error.exit_code) from error
-            with observer.progress("inspecting the model and planning", None, "results"):
-                model, plan = inspecting.result(), planning.result()
+            observer.phase("inspecting the model")
+            model = inspecting.result()
+            observer.phase("planning")
+            plan = planning.result()
             decided, predicted, not_planned = plan
         observer.notices([*model.notices, *data.as_notices(), *not_planned])
         # The shapes of well-known models in this package are enough for a plan, never for training.

@@ -8,12 +8,14 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli import terminal
+from fsdp_tune.cli import bars
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
+from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import Resolution
 from tests.model.recipes import model_facts
@@ -22,12 +24,14 @@ from tests.planner.recipes import resolved
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
 
 
-def shown_on_a_terminal(program: str, columns: int = 0) -> str:
-    """What the program writes when its stdout is a terminal, without colours and movements. 0 columns: the terminal does not say."""
+def written_to_a_terminal(program: str, columns: int = 0, **variables: str) -> str:
+    """What the program writes when its stdout is a terminal. 0 columns: the terminal does not say."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if columns else 0, columns, 0, 0))
     # Parallel test runners set COLUMNS, which goes before the size of the terminal.
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    environment = (
+        {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")} | {"TERM": "xterm"} | variables
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, env=environment) as child:
         os.close(terminal)
         raw = b""
@@ -42,7 +46,12 @@ def shown_on_a_terminal(program: str, columns: int = 0) -> str:
         os.close(main)
         assert child.stderr is not None
         assert child.stderr.read() == b""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+    return raw.decode()
+
+
+def shown_on_a_terminal(program: str, columns: int = 0) -> str:
+    """What the program shows on a terminal, without colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written_to_a_terminal(program, columns))
 
 
 def test_lines_are_printed_above_a_live_bar() -> None:
@@ -66,7 +75,7 @@ def test_piped_output_has_lines_only_for_long_work(capsys: pytest.CaptureFixture
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(terminal, "PLAIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "PLAIN_INTERVAL_SECONDS", 0.0)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out.startswith("tokenising: 50 of 100 rows (50 %)")
@@ -137,8 +146,80 @@ screen.position(0, 'loading the model', 0, 0)"""
     assert "0 steps" not in shown
 
 
+def test_phases_before_the_ranks_are_shown_from_the_first_second() -> None:
+    program = (
+        "import time\nfrom fsdp_tune.cli.output import command\n"
+        "with command(False) as screen:\n"
+        "    screen.phase('reading the recipe'); time.sleep(0.2); screen.began -= 60\n"
+        "    screen.phase('planning'); screen.message('a line'); time.sleep(0.2)\n"
+        "    with screen.progress('tokenising', None, 'rows') as bar: bar.advance(3); time.sleep(0.2)\n"
+    )
+    shown = shown_on_a_terminal(program, 80)
+    assert re.search(r"reading the recipe  0\.\ds", shown)
+    assert re.search(r"a line\r\n", shown)
+    lines = [line.strip() for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert lines[-1] == "tokenising  3 rows"
+    assert "planning" not in lines[-1]
+
+
+def test_command_shows_its_first_phase_on_a_terminal() -> None:
+    program = "import sys; sys.argv = ['fsdp-tune', 'train', 'missing.yaml']; from fsdp_tune.cli.app import main; main()"
+    shown = re.split(r"[\r\n]+", shown_on_a_terminal(f"import sys; sys.stderr = sys.stdout; {program}", 80))
+    first, *_ = (line for line in shown if line)
+    assert re.match(r"reading the recipe  \d\.\ds", first)
+    assert any(line.startswith("error: missing.yaml: ") for line in shown)
+
+
+def test_piped_phases_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for json_output in (False, True):
+        screen = Screen(json_output=json_output)
+        screen.phase("planning")
+        screen.close()
+        assert capsys.readouterr().out == ("{}\n" if json_output else "")
+
+
+def test_quiet_prints_problems_and_warnings_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    screen = Screen(json_output=False)
+    screen.is_quiet = True
+    screen.log_to(tmp_path / "log")
+    with screen.training():
+        screen.metrics({"event": "train_started", "step": 0, "total_steps": 100})
+        screen.metrics(STEP)
+        screen.metrics({"event": "tracker_failed", "step": 1, "time": 1.0, "message": "no disk"})
+    screen.table("t", ["a"], [["b"]])
+    screen.close([Problem("c", "failed")])
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == ["warning: step 1: no disk", "error: failed"]
+    assert "step 20/100" in (tmp_path / "log").read_text()
+
+
+LOSSES = (
+    "from fsdp_tune.cli.output import command\nimport time\n"
+    "with command(False) as screen, screen.training():\n"
+    "    screen.metrics({'event': 'train_started', 'step': 0, 'total_steps': 20000})\n"
+    "    for step in range(1, 31): screen.metrics({'loss': 40.0 - step, 'step': 600 * step})\n"
+    "    time.sleep(0.2)\n"
+)
+
+
+@pytest.mark.parametrize(("columns", "points", "width"), [(80, 10, 12), (120, 20, 24)])
+def test_bar_has_a_sparkline_of_the_last_losses(columns: int, points: int, width: int) -> None:
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown_on_a_terminal(LOSSES, columns)) if line.startswith("training")]
+    assert max(map(len, lines)) <= columns
+    found = re.search(r"loss 10\.0000  ([▁▂▃▄▅▆▇█]+)  ([━─]+)$", lines[-1])
+    assert found is not None, lines[-1]
+    assert (len(found[1]), found[1][0], found[1][-1], len(found[2])) == (points, "█", "▁", width)
+
+
+def test_bar_is_coloured_unless_no_color_is_set() -> None:
+    assert "\x1b[32m" in written_to_a_terminal(LOSSES, 120)
+    assert re.search(r"\x1b\[(\d+;)*3[0-7]m", written_to_a_terminal(LOSSES, 120, NO_COLOR="1")) is None
+
+
 def test_bar_moves_with_each_step_and_shows_evaluation_and_saving() -> None:
     program = """screen.metrics({'event': 'train_started', 'step': 0, 'total_steps': 60})
+screen.position(0, 'forward', 0, 0)
 screen.position(1, 'training', 0, 0)
 screen.position(7, 'forward', 0, 0)
 screen.position(12, 'evaluating', 3, 40)
@@ -148,14 +229,22 @@ screen.position(13, 'backward', 0, 0)
 screen.position(61, 'finished', 0, 0)"""
     shown = frames(program)
     evaluating = (r"evaluating 3/40 batches 0\.\ds", r"evaluating 27/40 batches 0\.[3-9]s")
-    for pattern in (r"training  1/60 steps", r"training  7/60 steps  .*left", *evaluating, r"saving 0\.\ds", "13/60"):
+    for pattern in (
+        r"training  0/60 steps  first step",
+        r"training  1/60 steps",
+        r"training  7/60 steps  .*left",
+        *evaluating,
+        r"saving 0\.\ds",
+        "13/60",
+        "ending the ranks",
+    ):
         assert any(re.search(pattern, line) for line in shown), (pattern, shown)
     assert not any("saving" in line for line in shown if "13/60" in line)
     assert not any("61/60" in line for line in shown)
 
 
 def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
+    with bars.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
         assert bar.seconds_left() is None
         bar._started -= 5.0

@@ -1,0 +1,193 @@
+"""Bars: the count, phase and time left of long work, redrawn on one line of a terminal, or printed now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from fsdp_tune.cli.terminal import Terminal
+from fsdp_tune.core.units import MIB, format_seconds, sparkline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+PLAIN_INTERVAL_SECONDS = 10.0
+BAR_WIDTH = 24
+NARROW = 100
+"""Columns below which the sparkline and the bar have half their width."""
+
+
+class ScreenBar:
+    """Counts finished units and estimates the time left; subclasses draw."""
+
+    def __init__(self, label: str, total: int | None, unit: str) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._done, self._detail = 0, ""
+        self._trend: Sequence[float] = ()
+        self._phase, self._phase_began = "", time.monotonic()
+        self._started, self._done_at_start = time.monotonic(), 0
+        self._updated = self._started
+        self._lock = threading.Lock()
+
+    def advance(self, n: int = 1) -> None:
+        """Add `n` finished units; may be called from several threads."""
+        with self._lock:
+            self._done, self._updated = self._done + n, time.monotonic()
+            self._changed()
+
+    def at(self, done: int, detail: str = "", trend: Sequence[float] = ()) -> None:
+        """Set the number of finished units, the text next to the bar, and the numbers of a sparkline, newest last."""
+        with self._lock:
+            self._done, self._detail, self._trend, self._updated = done, detail, tuple(trend), time.monotonic()
+            self._changed()
+
+    def enter(self, phase: str) -> None:
+        """Show a phase with the time since it began in place of the detail, until the next phase; an empty one ends it."""
+        with self._lock:
+            if phase.split(" ")[0] != self._phase.split(" ")[0]:  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
+                self._phase_began = time.monotonic()
+            self._phase = phase
+
+    def start(self, done: int, total: int) -> None:
+        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
+        with self._lock:
+            self._done, self._total, self._done_at_start = done, total, done
+            self._started = self._updated = time.monotonic()
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time left; None before a unit is finished, and if the total is unknown."""
+        if self._total is None or self._done <= self._done_at_start:
+            return None
+        each = (self._updated - self._started) / (self._done - self._done_at_start)
+        return max(0.0, each * (self._total - self._done) - (time.monotonic() - self._updated))
+
+    def _changed(self) -> None: ...
+
+
+class ByteBar:
+    """Counts bytes and shows MiB with the rate: pieces of several threads are not multiples of 1 MiB."""
+
+    def __init__(self, bar: ScreenBar) -> None:
+        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, n: int = 1) -> None:
+        with self._lock:
+            self._bytes += n
+            done = self._bytes
+        rate = done / max(time.monotonic() - self._started, 1e-9)
+        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s")
+
+
+class PlainBar(ScreenBar):
+    """Prints a line every ten seconds, and one at the end if there was one before: short work prints none."""
+
+    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
+        super().__init__(label, total, unit)
+        self._screen, self._lines = screen, 0
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lines and kind is None:
+            self._print()
+
+    def _changed(self) -> None:
+        if time.monotonic() - self._last >= PLAIN_INTERVAL_SECONDS:
+            self._print()
+
+    def _print(self) -> None:
+        share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
+        of = f" of {self._total:,}" if self._total else ""
+        left = self.seconds_left()
+        rest = ", ".join([*([self._detail] if self._detail else []), *([f"{format_seconds(left)} left"] if left else [])])
+        self._screen.message(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
+        self._lines += 1
+        self._last = time.monotonic()
+
+
+class SilentBar(PlainBar):
+    """Prints nothing, for work that prints lines of its own."""
+
+    def _print(self) -> None:
+        self._last = time.monotonic()
+
+
+class LiveBar(ScreenBar):
+    """One line, redrawn ten times a second: count, time left, detail, and as far as they fit a sparkline and a bar.
+
+    rich colours it where the terminal has colours and `NO_COLOR` is not set.
+    """
+
+    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(label, total, unit)
+        self._screen_began = screen.began
+        self._console = Console(file=screen.talk)
+        # A stream that is sent to a file stays there; rich would move its lines to the terminal.
+        self._live = Live(
+            get_renderable=self._line,
+            console=self._console,
+            refresh_per_second=10,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._done == 0:
+            self._live.transient = True  # nothing was done: leave no empty line behind
+        self._live.stop()
+
+    def _line(self) -> Text:
+        from rich.text import Text
+
+        line = Text(no_wrap=True, overflow="crop")
+        for field in self._counted() if self._total is not None or self._done else self._phase_alone():
+            gap = "  " if line else ""
+            if gap and line.cell_len + len(gap) + field.cell_len > self._console.width:
+                break
+            line.append(gap).append_text(field)
+        return line
+
+    def _phase_alone(self) -> list[Text]:
+        """Return the fields of work that is not counted: the phase, its time, and the time of the command."""
+        from rich.text import Text
+
+        now = time.monotonic()
+        seconds, all_seconds = now - self._phase_began, now - self._screen_began
+        fields = [Text(self._phase or self._label, "cyan"), Text(format_seconds(seconds))]
+        return fields + ([Text(f"({format_seconds(all_seconds)} since the start)", "dim")] if all_seconds - seconds >= 1.0 else [])
+
+    def _counted(self) -> list[Text]:
+        from rich.text import Text
+
+        is_narrow = self._console.width < NARROW
+        fields = [Text(self._label, "bold"), Text(f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}")]
+        left = self.seconds_left()
+        if self._phase:
+            fields.append(Text(f"{self._phase} {format_seconds(time.monotonic() - self._phase_began)}", "cyan"))
+        elif left:
+            fields.append(Text(f"{format_seconds(left)} left"))
+        fields += [Text(self._detail)] if self._detail else []
+        if not self._console.encoding.startswith("utf"):
+            return fields
+        if len(self._trend) > 1:
+            fields.append(Text(sparkline(self._trend[-10 if is_narrow else -20 :]), "cyan"))
+        if self._total:
+            width = BAR_WIDTH // 2 if is_narrow else BAR_WIDTH
+            filled = min(width, width * self._done // self._total)
+            fields.append(Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "dim")))
+        return fields
