@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fsdp_tune.cli.terminal import Terminal
+from fsdp_tune.cli.terminal import NARROW, Terminal
 from fsdp_tune.core.units import MIB, format_seconds, sparkline
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL_SECONDS = 10.0
 BAR_WIDTH = 24
-NARROW = 100
-"""Columns below which the sparkline and the bar have half their width."""
 
 
 class ScreenBar:
@@ -191,3 +189,28 @@ class LiveBar(ScreenBar):
             filled = min(width, width * self._done // self._total)
             fields.append(Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "dim")))
         return fields
+
+
+class LiveLines:
+    """Lines that replace the previous ones on a terminal, and vanish at the end; elsewhere they are not printed."""
+
+    def __init__(self, screen: Terminal) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._is_live = screen.is_live
+        self._live = Live(console=Console(file=screen.talk), transient=True, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def show(self, lines: Sequence[str]) -> None:
+        from rich.text import Text
+
+        if self._is_live:
+            self._live.update(Text("\n".join(lines)), refresh=True)

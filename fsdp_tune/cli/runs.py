@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,34 +16,107 @@ import fsdp_tune
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import Overrides, given, verb
 from fsdp_tune.core.command import Argument, Option
-from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.units import format_bytes, format_seconds, sparkline
 from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
     from fsdp_tune.jobs.results import RunReport
-    from fsdp_tune.launch.run_status import RunStatus
+    from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
     from fsdp_tune.merge.merging import MergeResult
+
+WATCH_SECONDS = 2.0
 
 
 @verb
-def status(screen: Screen, run: Annotated[Path, Argument("A run directory.", metavar="RUN")]) -> None:
-    """Show the status of a run: step, age of the last line, live ranks, newest complete checkpoint, logs.
+def status(
+    screen: Screen,
+    run: Annotated[Path, Argument("A run directory, or a directory of runs, for a table of all of them.", metavar="RUN")],
+    watch: Annotated[bool, Option("Redraw every two seconds until no process works on it; elsewhere than on a terminal, wait.")] = False,
+) -> None:
+    """Show the status of a run: step, time left, loss, speed, memory, live ranks, newest complete checkpoint, logs.
 
-    Reads files only; the run is not affected.
+    Reads files only; the run is not affected. Ctrl-C ends `--watch` with exit code 130.
 
     \b
-    Example:
+    Examples:
         fsdp-tune status runs/gpt2_smoke
+        fsdp-tune status runs --watch
     """
-    from fsdp_tune.launch.run_status import run_status
-    from fsdp_tune.run.directory import existing_run
+    answer = _read_status(screen, run)
+    if watch and answer.is_active:
+        from fsdp_tune.cli.bars import LiveLines
 
-    facts = run_status(existing_run(run))
-    screen.document(facts)
-    show_status(screen, facts)
+        with LiveLines(screen) as live:
+            while answer.is_active:
+                with screen.collected() as lines:
+                    _show_answer(screen, answer)
+                live.show(lines)
+                time.sleep(WATCH_SECONDS)
+                answer = _read_status(screen, run)
+    screen.document(answer)
+    _show_answer(screen, answer)
+
+
+def _read_status(screen: Screen, path: Path) -> RunStatus | DirectoryStatus:
+    """Return the status of the run, or of the runs in the directory. A run that cannot be read is a notice there."""
+    from fsdp_tune.launch.run_status import DirectoryStatus, run_status
+    from fsdp_tune.run.directory import RunDir, existing_run, runs_in
+
+    if RunDir(path).is_used or not (runs := runs_in(path.resolve())):
+        return run_status(existing_run(path))
+    found: list[RunStatus] = []
+    for run in runs:
+        try:
+            found.append(run_status(run))
+        except FsdpTuneError as error:
+            screen.notices([Notice("run-unreadable", problem.message, problem.where, problem.hint) for problem in error.problems])
+    return DirectoryStatus(str(path.resolve()), found)
+
+
+def _show_answer(screen: Screen, answer: RunStatus | DirectoryStatus) -> None:
+    from fsdp_tune.launch.run_status import RunStatus
+
+    if isinstance(answer, RunStatus):
+        show_status(screen, answer)
+    else:
+        show_runs(screen, answer.runs)
+
+
+def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
+    """Print a row for each run. A narrow terminal gets those columns that fit 80 characters."""
+    wide = [] if screen.is_narrow else ["tokens/s/device", "memory"]
+    columns = ["run", "state", "step", "left", "loss", *wide, *(["losses"] if screen.draws else [])]
+    rows: list[list[str]] = []
+    for run in runs:
+        of = f"/{run.total_steps:,}" if run.total_steps else ""
+        left = "" if run.seconds_left is None else format_seconds(run.seconds_left)
+        speed = "" if run.tokens_per_second_per_device is None else f"{run.tokens_per_second_per_device:,.0f}"
+        memory = _memory(run).partition(" of ")[0].partition(" reserved")[0]
+        cells = [Path(run.run_dir).name, run.state, f"{run.step or 0:,}{of}", left, _loss(run), *([speed, memory] if wide else [])]
+        rows.append([*cells, *([_trend(screen, run)] if screen.draws else [])])
+    screen.table("", columns, rows)
+
+
+def _loss(run: RunStatus) -> str:
+    return f"{run.loss:.4f}" if run.loss is not None else "not finite" if run.recent_losses else ""
+
+
+def _trend(screen: Screen, run: RunStatus) -> str:
+    """Return the sparkline of the last losses; "" if there are less than two."""
+    losses = [math.nan if loss is None else loss for loss in run.recent_losses][-10 if screen.is_narrow else -20 :]
+    return sparkline(losses) if len(losses) > 1 else ""
+
+
+def _memory(run: RunStatus) -> str:
+    """Return the peak memory and how it compares with the plan."""
+    if run.peak_reserved_gib:
+        planned = run.planned_reserved_gib
+        against = f", {planned:.2f} GiB planned ({run.peak_reserved_gib / planned - 1:+.0%})" if planned else ""
+        return f"{run.peak_reserved_gib:.2f} GiB reserved{against}"
+    return f"{run.peak_host_gib:.2f} GiB of host memory" if run.peak_host_gib else ""
 
 
 def show_status(screen: Screen, facts: RunStatus) -> None:
@@ -48,9 +124,17 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     step, total = facts.step, facts.total_steps
     age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
     screen.message(
-        f"step {step if step is not None else 0}{f' of {total}' if total else ''}, {age}"
-        + (f", loss {facts.loss:.4f}" if facts.loss is not None else "")
+        f"step {step if step is not None else 0}{f' of {total}' if total else ''}"
+        + (f", {format_seconds(facts.seconds_left)} left" if facts.seconds_left is not None else "")
+        + f", {age}"
+        + (f", loss {_loss(facts)}" if facts.recent_losses else "")
     )
+    if screen.draws and (trend := _trend(screen, facts)):
+        screen.message(f"last losses: {trend}")
+    speed = facts.tokens_per_second_per_device
+    figures = [*([f"{speed:,.0f} tokens/s/device"] if speed is not None else []), *([memory] if (memory := _memory(facts)) else [])]
+    if figures:
+        screen.message(", ".join(figures))
     rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)

@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -25,6 +25,8 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Problem
 
+NARROW = 100
+"""Columns below which a terminal gets short forms."""
 LEAST_LAST_COLUMN = 20
 """Characters. A table whose last column would be narrower is printed as a list of records."""
 
@@ -67,6 +69,7 @@ class Terminal:
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
         self._has_result = False
+        self._collected: list[str] | None = None
         self.began = time.monotonic()
         self.is_quiet = False
         """Whether lines go to the log alone. Notices, warnings and problems are printed."""
@@ -81,6 +84,26 @@ class Terminal:
         """Whether lines may be redrawn in place."""
         return not self.is_quiet and self.talk.isatty() and os.environ.get("TERM") != "dumb"
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether this is a terminal that gets short forms."""
+        return self.talk.isatty() and self._width() < NARROW
+
+    @property
+    def draws(self) -> bool:
+        """Whether this is a terminal that shows sparklines."""
+        encoding = self.talk.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
+        return self.is_live and encoding.lower().startswith("utf")
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[str]]:
+        """Collect lines instead of printing them."""
+        self._collected = []
+        try:
+            yield self._collected
+        finally:
+            self._collected = None
+
     def log_to(self, path: Path) -> None:
         """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
         self._log = TerminalLog(path, failed=self._log_failed)
@@ -90,6 +113,9 @@ class Terminal:
 
     def message(self, text: str) -> None:
         """Print a line."""
+        if self._collected is not None:
+            self._collected.append(printable(text))
+            return
         self._record(text)
         self._print(text)
 

@@ -29,7 +29,7 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.evaluate import Evaluation
-from fsdp_tune.launch.run_status import RunStatus
+from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
 from fsdp_tune.planner.predict.predict import SHORT, Plan
 
@@ -55,7 +55,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),
-        "status": (RunStatus,),
+        "status": (RunStatus, DirectoryStatus),
         "report": (ReportAnswer,),
         "env": (EnvironmentAnswer,),
         "cache list": (CacheListAnswer,),

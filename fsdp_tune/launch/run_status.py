@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,14 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import json_objects
+from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
 RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
 _CONTINUES = (RUNNING, BUSY, NOT_STARTED)
+RECENT_LINES = 20
+"""Training lines from which the time left is estimated, and whose losses are returned."""
 RECENT_SECONDS = 60.0
 """A heartbeat this recent, from a machine whose processes are not visible, counts as alive."""
 
@@ -48,7 +52,7 @@ class RejectedCheckpoint(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class RunStatus(JsonAnswer):
-    """The status of a run, and the document of `status --json`."""
+    """The status of a run, and the document of `status RUN --json`."""
 
     run_dir: str
     state: str
@@ -67,6 +71,33 @@ class RunStatus(JsonAnswer):
     ways_on: list[str]
     """Commands that continue the run."""
     logs: str
+    seconds_left: float | None
+    """Estimated while ranks run."""
+    recent_losses: list[float | None]
+    """The last ones that were logged, oldest first; null: NaN or infinite."""
+    tokens_per_second_per_device: float | None
+    peak_reserved_gib: float | None
+    """GPU memory of rank 0."""
+    planned_reserved_gib: float | None
+    """The same, as planned."""
+    peak_host_gib: float | None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a process works on the run."""
+        return self.state in (RUNNING, BUSY)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatus(JsonAnswer):
+    """The status of each run in a directory, and the document of `status DIR --json`."""
+
+    directory: str
+    runs: list[RunStatus]
+
+    @property
+    def is_active(self) -> bool:
+        return any(run.is_active for run in self.runs)
 
 
 def run_status(run: RunDir) -> RunStatus:
@@ -80,15 +111,17 @@ def run_status(run: RunDir) -> RunStatus:
     checkpoint, rejected = latest_checkpoint(run)
     owner = live_owner(run.lock)
     lines = last_lines(run.metrics_jsonl)
-    logged = next((line for line in reversed(lines) if "loss" in line), None)
+    logged = [line for line in lines if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
+    losses = [_number(line["loss"]) for line in logged]
     state = _state(owner, ranks, verdict)
+    total_steps = next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None)
     return RunStatus(
         run_dir=str(run.path),
         state=state,
         owner=str(owner) if owner is not None else None,
         step=max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
-        total_steps=next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
-        loss=logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
+        total_steps=total_steps,
+        loss=losses[-1] if losses else None,
         last_line_age_seconds=_age(run.metrics_jsonl),
         ranks=ranks,
         checkpoint=str(checkpoint.path) if checkpoint else None,
@@ -97,7 +130,39 @@ def run_status(run: RunDir) -> RunStatus:
         problem=verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
         ways_on=[] if state in _CONTINUES else _next_commands(run, state, checkpoint),
         logs=str(run.logs),
+        seconds_left=_seconds_left(lines, max(rank.step for rank in ranks), total_steps) if state == RUNNING else None,
+        recent_losses=losses,
+        tokens_per_second_per_device=_number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
+        peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
+        planned_reserved_gib=_planned(run),
+        peak_host_gib=_highest(logged, "peak_host_gib"),
     )
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number, and None for null, text such as `nan`, NaN and infinity."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _highest(lines: list[dict[str, Any]], name: str) -> float | None:
+    return max((value for line in lines if (value := _number(line.get(name))) is not None), default=None)
+
+
+def _planned(run: RunDir) -> float | None:
+    plan = Prediction.read(run.plan_json)
+    return plan.peak_reserved_gib if plan is not None else None
+
+
+def _seconds_left(lines: list[dict[str, Any]], step: int, total_steps: int | None) -> float | None:
+    """Estimate the time left from the last training lines of this launch, with their evaluations and saves."""
+    begin = max((index for index, line in enumerate(lines) if line.get("event") == TRAIN_STARTED.name), default=0)
+    logged = [line for line in lines[begin:] if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
+    if not logged or total_steps is None:
+        return None
+    first, last = logged[0], logged[-1]
+    steps, seconds = last["step"] - first["step"], last.get("time", 0.0) - first.get("time", 0.0)
+    each = seconds / steps if steps > 0 and seconds > 0 else _number(last.get("step_seconds"))
+    return None if each is None else each * max(0, total_steps - max(step, last["step"]))
 
 
 def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None) -> str:

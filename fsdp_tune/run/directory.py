@@ -194,8 +194,13 @@ def _near(path: Path) -> str | None:
     """Return a hint that names the run that contains `path`, or the runs in it."""
     if RunDir(path.parent).is_used:
         return f"give the run that contains it: {path.parent}"
-    runs = sorted(inner.name for inner in path.iterdir() if RunDir(inner).is_used) if path.is_dir() else []
+    runs = [run.name for run in runs_in(path)]
     return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
+
+
+def runs_in(path: Path) -> list[RunDir]:
+    """Return the runs whose directories are in `path`, sorted by name."""
+    return [RunDir(inner) for inner in sorted(path.iterdir()) if RunDir(inner).is_used] if path.is_dir() else []
 
 
 def run_of(path: Path) -> RunDir | None:

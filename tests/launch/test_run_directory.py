@@ -564,3 +564,20 @@ def test_status_ignores_reused_pid(fresh: RunDir, tmp_path: Path) -> None:
     facts = run_status(fresh)
     assert facts.state == "died without an outcome"
     assert facts.ranks[0].state == "gone"
+
+
+@pytest.mark.usefixtures("manual_commands")
+def test_status_estimates_time_left_and_compares_memory_with_the_plan(fresh: RunDir) -> None:
+    lines: list[dict[str, object]] = [
+        {"step": 5, "loss": 9.0, "time": 0.0},
+        {"event": "train_started", "step": 10, "total_steps": 100, "time": 1000.0},
+        {"step": 20, "loss": 2.0, "time": 1020.0, "step_seconds": 1.0, "tokens_per_second_per_device": 50.0, "peak_reserved_gib": 8.0},
+        {"step": 25, "eval_loss": 1.0, "time": 1025.0},
+        {"step": 40, "loss": "nan", "time": 1060.0, "step_seconds": 1.0, "tokens_per_second_per_device": 40.0, "peak_reserved_gib": 9.0},
+    ]
+    fresh.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    fresh.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
+    facts = run_status(fresh)
+    assert (facts.state, facts.seconds_left) == ("running", 120.0)
+    assert (facts.loss, facts.recent_losses) == (None, [9.0, 2.0, None])
+    assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (40.0, 9.0, 10.0)
