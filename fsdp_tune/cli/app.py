@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.env import cache, env
+from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import import_config, recipes, templates
@@ -37,10 +38,12 @@ class Commands(TyperGroup):
             arguments = list(extra.get("args") or sys.argv[1:])
             context = getattr(error, "ctx", None)
             if context is not None and error.format_message() == MISSING_COMMAND and "--json" not in arguments:
-                typer.echo(context.get_help(), err=True)  # a first look at the program
+                is_bare = context.parent is None  # a first look at the program
+                typer.echo(context.get_help(), err=not is_bare)
+                code = 0 if is_bare else ExitCode.USAGE
             else:
                 Screen(json_output="--json" in arguments).close([_usage_problem(error)])
-            code = ExitCode.USAGE
+                code = ExitCode.USAGE
         except (typer.Abort, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
         if standalone_mode:
@@ -105,6 +108,7 @@ app.command(short_help="Upload the model of a run to the Hugging Face hub.")(pus
 app.command(short_help="Score a model on rows of data, and compare it with its base.")(evaluate)
 app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Write a page about runs: curves, events, samples, recipe.")(report)
+app.command(short_help="Explain a recipe key or the code of an error.")(explain)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)

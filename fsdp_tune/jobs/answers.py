@@ -347,6 +347,34 @@ class ImportAnswer(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyExplanation(JsonAnswer):
+    """A recipe key, as docs/reference/recipe.yaml describes it."""
+
+    key: str
+    meaning: str
+    takes: str
+    default: Any
+    """Null for a section too."""
+    is_required: bool
+    in_this_release: list[Any]
+    """The supported values, where this release does not support all."""
+    affects: list[str]
+    """What a change of the value changes: `data`, `memory`, `time`, `numbers`."""
+    on_resume: str
+    """`free`: may change; `trajectory`: may change, and is reported; `refused`: may not change."""
+    keys: list[str]
+    """Of a section."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeExplanation(JsonAnswer):
+    """The code of an error or notice, as docs/reference/errors.md explains it."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateAnswer(JsonAnswer):
     name: str
     for_: str

@@ -80,8 +80,14 @@ def test_value_that_cannot_be_read_is_an_error_of_the_command() -> None:
     assert document["errors"][0]["code"] == "bug", "a reader that raises no usage error is a bug inside the boundary"
 
 
-@pytest.mark.parametrize("arguments", [(), ("cache",), ("recipes",)])
-def test_bare_command_shows_its_help(cli: Cli, arguments: tuple[str, ...]) -> None:
+def test_bare_call_prints_help_on_stdout(cli: Cli) -> None:
+    done = cli()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Show the status of a run." in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("cache",), ("recipes",)])
+def test_bare_group_shows_its_help(cli: Cli, arguments: tuple[str, ...]) -> None:
     done = cli(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"Usage: {' '.join(('python -m fsdp_tune', *arguments))} [OPTIONS] COMMAND [ARGS]...")

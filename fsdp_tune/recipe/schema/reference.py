@@ -195,6 +195,38 @@ def _yaml(value: Any) -> str:
     return json.dumps(value)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """A key as the reference describes it. A section has no default."""
+
+    meaning: str
+    takes: str
+    default: Any
+    is_required: bool
+    works: tuple[Any, ...] = ()
+    """The supported values, where this release does not support all."""
+
+
+def described_names() -> list[str]:
+    """Return the names of all keys and sections, and of the fields that `training:` passes on."""
+    return [*(key.name for key in all_keys()), *(f"training.{name}" for name in _passed_fields())]
+
+
+def describe_key(name: str) -> KeyFacts:
+    """Describe one of `described_names`."""
+    key = next((each for each in all_keys() if each.name == name), None)
+    if key is None:
+        field = name.removeprefix("training.")
+        takes = enumerated([f"`{each}`" for each in OPTIMIZERS]) if field == "optim" else describe_field(_passed_fields()[field])
+        return KeyFacts(
+            f"A field of transformers' TrainingArguments, which document `{field}`.", takes, passed_defaults()[field], is_required=False
+        )
+    is_required = key.field.is_required()
+    default = None if is_required or _is_section(key) else default_of(key.field)
+    works = next((row.works for row in NOT_YET if row.key == name), ())
+    return KeyFacts(key.field.description or "", field_words(key.field), default, is_required, works)
+
+
 def surface_lines() -> list[str]:
     """Return one line per key, `key · type · default`, in the order of the schema; then the fields that `training:` passes on."""
     lines: list[str] = []

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fsdp_tune.cli.explain import explain as command
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation
+from fsdp_tune.jobs.explain import error_codes, explain
+from fsdp_tune.recipe.schema.reference import described_names
+from tests.cli.conftest import refuse_undeclared
+
+
+def test_every_key_and_code_is_explained() -> None:
+    for name in described_names():
+        found = explain(name)
+        assert isinstance(found, KeyExplanation)
+        assert found.takes
+        assert found.keys or found.meaning or found.key.count(".") == 0, name
+    for code, text in error_codes().items():
+        assert explain(code) == CodeExplanation(code, text)
+        assert text
+        assert not text.startswith("_")
+
+
+def test_key_has_default_values_and_effects() -> None:
+    found = explain("per_device_train_batch_size")
+    assert isinstance(found, KeyExplanation)
+    assert (found.key, found.on_resume) == ("training.per_device_train_batch_size", "free")
+    assert "memory" in found.affects
+    assert explain("data.train[0].path") == explain("data.train.path")
+    packing = explain("data.packing")
+    assert isinstance(packing, KeyExplanation)
+    assert (packing.default, packing.takes, packing.is_required) == (False, "true or false", False)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("learning_rat", "did you mean `training.learning_rate`?"),
+        ("training.optm", "did you mean `training.optim`?"),
+        ("data-chnged", "did you mean `data-changed`?"),
+        ("max_seq_length", "it is `data.max_length` here"),
+        ("path", "give one of `data.train.path` or `data.eval.path`"),
+    ],
+)
+def test_unknown_word_gets_the_closest_one(word: str, hint: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        explain(word)
+    assert caught.value.problems[0].hint == hint
+
+
+@pytest.mark.parametrize("word", ["training.optim", "data", "data-changed"])
+def test_command_prints_lines_or_a_document(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command(word=word, json_output=False)
+    assert capsys.readouterr().out.startswith(f"{word}\n")
+    command(word=word, json_output=True)
+    document = capsys.readouterr().out
+    refuse_undeclared(["explain"], document)
+    assert word in json.loads(document).values()
