@@ -27,7 +27,7 @@ def rank_main(rank: int, world_size: int, folder: str, layers: int, rounds: int)
     import torch
     import torch.distributed as dist
 
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
 
     die_with_parent()
     torch.set_num_threads(1)

@@ -77,7 +77,7 @@ def play(part: Any, bench: Any, pipe: Connection) -> None:
     """In the part's process: sends each row as it comes, and at the end None, or why there are no more."""
     from gpu_report import with_errors
 
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
 
     os.setpgid(0, 0)
     die_with_parent()

@@ -181,7 +181,7 @@ def warm_up() -> None:
 
 
 def do(job: dict[str, Any]) -> int:
-    from fsdp_tune.core.processes import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
 
     die_with_parent()
     return {"worker": worker, "bare": bare, "ceilings": ceilings, "probe": probe}[job["kind"]](job)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.parent_death import die_with_parent
+from fsdp_tune.core.parent_death import die_with_launcher, die_with_parent
 from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.launch.command.accelerate import EARLY
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -29,6 +29,7 @@ POLL_SECONDS = 0.02
 
 def main(arguments: list[str]) -> int:
     started = time.time()
+    die_with_launcher()
     open_standard_streams()
     *early, folder = arguments or [""]
     if not folder or (early and (len(early) != 2 or early[0] != EARLY)):
@@ -36,7 +37,6 @@ def main(arguments: list[str]) -> int:
         return 2
     from fsdp_tune.worker.main import read_recipe, run_directory, run_rank
 
-    die_with_parent()
     run = run_directory(folder)
     waited: dict[str, float] = {}
     if early:

@@ -104,8 +104,7 @@ def test_host_facts_need_no_torch() -> None:
 def test_status_of_non_run_directory_exits_2(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
-    for named, hint in (("runs", "the runs in it are one"), ("runs/one/checkpoint-3", "the run that contains it: runs/one")):
-        done = cli("status", named, "--json")
-        (error,) = document(done)["errors"]
-        assert (done.returncode, error["code"]) == (2, "not-a-run")
-        assert hint in error["hint"]
+    done = cli("status", "runs/one/checkpoint-3", "--json")
+    (error,) = document(done)["errors"]
+    assert (done.returncode, error["code"]) == (2, "not-a-run")
+    assert "the run that contains it: runs/one" in error["hint"]

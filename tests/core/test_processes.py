@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch._inductor.config
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.parent_death import LAUNCHER_PID, ends_with_parent
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(30)")
 
@@ -104,3 +106,23 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_
     children.end(child)
     assert list(temporary.glob("torchinductor_*")) == []
     assert list((tmp_path / "cache" / "fsdp-tune" / "compiled").rglob("*.so"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_rank_whose_launcher_died_before_its_first_line_ends(is_alive: bool) -> None:
+    with subprocess.Popen(SLEEP if not is_alive else ["true"]) as other:  # a process that is not above the rank, and is not reused
+        launcher = os.getpid() if is_alive else other.pid
+        code = "from fsdp_tune.core.parent_death import die_with_launcher\ndie_with_launcher()\nprint('lives')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, LAUNCHER_PID: str(launcher)}, capture_output=True, text=True, check=False
+        )
+        other.kill()
+    assert (done.returncode, done.stdout) == ((0, "lives\n") if is_alive else (-signal.SIGKILL, ""))
+
+
+def test_command_that_ends_with_its_parent_names_itself_to_its_children() -> None:
+    code = f"import os, subprocess; print(os.getpid()); subprocess.run(['printenv', '{LAUNCHER_PID}'], check=True)"
+    done = subprocess.run(ends_with_parent([sys.executable, "-uc", code]), capture_output=True, text=True, check=True)
+    own, told = done.stdout.split()
+    assert own == told

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.parent_death import die_with_parent
+from fsdp_tune.core.parent_death import die_with_launcher
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import EarlyStart
 
@@ -123,7 +123,7 @@ class Rank:
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_launcher()
     *early, folder = sys.argv[1:]
     while early and not EarlyStart(Path(early[1])).opened.exists():
         time.sleep(0.02)

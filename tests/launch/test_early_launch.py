@@ -86,8 +86,8 @@ def test_leaving_before_the_start_kills_ranks_and_writes_no_run_directory(tmp_pa
 def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(tmp_path: Path, absent: RunDir, repository: Path) -> None:
     before = children()
     with early_launch(tmp_path, absent, repository) as (early, supervisor):
-        wait_for_ranks(early)
-        early.process.kill()
+        ranks = wait_for_ranks(early)
+        early.process.kill()  # as soon as they exist: before they have asked the kernel to end with it
         assert early.inspection(60) == ""
         absent.logs.mkdir(parents=True)
         shutil.copy(early.files.accelerate_yaml, absent.accelerate_yaml)
@@ -96,6 +96,8 @@ def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(tmp_path
     assert isinstance(ended, Verdict)
     assert ended.problem is None
     assert left_over(before) == []
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not any(map(is_alive, alive))
 
 
 def test_run_outlives_its_temporary_directory(tmp_path: Path, absent: RunDir, repository: Path) -> None:
