@@ -182,6 +182,7 @@ def test_rows_that_three_ranks_share_are_cut_for_two(tmp_path: Path) -> None:
     assert load_recipe(str(small.write(tmp_path))).recipe.data.max_length == 98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_catalogue_recipes_scale_down_to_valid_recipes(name: str, tmp_path: Path) -> None:
     recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe

@@ -19,6 +19,7 @@ launch: {device: cpu, num_processes: 2}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("validate", "plan", "rehearse"))])
 def test_model_error_has_line_of_its_key(verb: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)

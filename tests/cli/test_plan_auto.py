@@ -43,6 +43,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, [*arguments, "--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory_gib", "kind"), [pytest.param(16, "none", marks=pytest.mark.slow), (12, "selective")])
 def test_cpu_run_recomputes_the_least_that_fits_the_host(
     memory_gib: int, kind: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

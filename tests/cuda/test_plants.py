@@ -178,6 +178,7 @@ def test_tensor_of_the_cpu_is_refused_as_cuda_does(bench: Bench) -> None:
     assert all("Expected all tensors to be on the same device" in each["traceback"] for each in counted)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_work_on_a_stream_that_nobody_orders_is_a_race(bench: Bench) -> None:
     _, counted = watched(bench, "stream")
@@ -192,6 +193,7 @@ def test_one_seed_for_all_gpus_stops_the_run(bench: Bench) -> None:
     assert counted[0]["problem"]["message"].startswith("step 1: the cuda generators of ranks 0 and 1 are in the same state")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("plant", "is_equal"), [("none", True), ("generator", False)])
 def test_resumed_run_shows_which_generator_was_saved(plant: str, is_equal: bool, bench: Bench) -> None:

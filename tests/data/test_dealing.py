@@ -197,6 +197,7 @@ def test_prefixes_of_a_streamed_mixture_have_its_shares(tmp_path: Path, weights:
     assert_shares([row.sources[0] for row in run(mixture(tmp_path, weights), 6000)], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", [200, 10_000])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(

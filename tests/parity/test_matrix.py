@@ -139,6 +139,7 @@ def test_half_precision_run_is_as_close_to_fp32_as_one_device(case: Case, precis
 DROPOUT = Case("gpt2-dropout")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "change",

@@ -108,6 +108,7 @@ def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: i
     assert losses == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench) -> None:

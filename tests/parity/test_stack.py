@@ -167,6 +167,7 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
     )
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_unsharded_gradients(stock_run, bench: Bench, record_property) -> None:
     """§7, 23: the Trainer reduces only the last micro-batch."""
     kept = stock_run(stock.kept_unsharded)

@@ -21,7 +21,7 @@ def _wrap_option(name: str) -> str:
 
 
 def no_resharding() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.recipe.schema.Recipe.reshards_after_forward", property(lambda recipe: False))
+    return patch("fsdp_tune.recipe.schema.recipe.Recipe.reshards_after_forward", property(lambda recipe: False))
 
 
 def _policy(**changes: Any) -> Callable[[], AbstractContextManager[Any]]:

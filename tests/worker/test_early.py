@@ -45,6 +45,7 @@ def answer(files: EarlyStart, child: subprocess.Popen[str]) -> str:
     return files.inspection_json.read_text()
 
 
+@pytest.mark.slow
 def test_first_rank_inspects_the_model_as_the_inspection_of_a_command_does(tmp_path: Path) -> None:
     recipe = recipe_of(ranks=2)
     alone = subprocess.run(INSPECT, input=recipe.model_dump_json(by_alias=True), capture_output=True, text=True, check=True)
@@ -95,6 +96,7 @@ def test_opened_rank_writes_to_the_run_directory_and_not_to_the_temporary_one(tm
     assert "run/recipe.json" not in output
 
 
+@pytest.mark.slow
 def test_other_ranks_inspect_nothing(tmp_path: Path) -> None:
     with early_rank(tmp_path, recipe_of(ranks=2), rank=1) as (files, child):
         files.opened.mkdir()

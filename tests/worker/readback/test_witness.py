@@ -186,14 +186,14 @@ def frozen_parameter_that_moves() -> AbstractContextManager[Any]:
 
 
 def rows_of_another_rank() -> AbstractContextManager[Any]:
-    from fsdp_tune.worker import dataset
+    from fsdp_tune.worker.rows import training_rows
 
-    original = dataset.rank_micro_batches
+    original = training_rows.rank_micro_batches
 
     def cut(rows: Any, *, dp_rank: int, **sizes: Any) -> Any:
         return original(rows, dp_rank=0, **sizes)
 
-    return patch.object(dataset, "rank_micro_batches", cut)
+    return patch.object(training_rows, "rank_micro_batches", cut)
 
 
 def gathered_units_at_step_begin() -> AbstractContextManager[Any]:
