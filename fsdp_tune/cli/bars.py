@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fsdp_tune.cli.terminal import NARROW, Terminal
-from fsdp_tune.core.units import MIB, format_seconds, sparkline
+from fsdp_tune.cli.terminal import NARROW, Terminal, trend
+from fsdp_tune.core.units import MIB, format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -129,7 +129,7 @@ class LiveBar(ScreenBar):
         from rich.live import Live
 
         super().__init__(label, total, unit)
-        self._screen_began = screen.began
+        self._screen_began, self._draws = screen.began, screen.draws  # of the terminal itself; `Live` replaces sys.stdout
         self._console = Console(file=screen.talk)
         # A stream that is sent to a file stays there; rich would move its lines to the terminal.
         self._live = Live(
@@ -180,10 +180,10 @@ class LiveBar(ScreenBar):
         elif left:
             fields.append(Text(f"{format_seconds(left)} left"))
         fields += [Text(self._detail)] if self._detail else []
-        if not self._console.encoding.startswith("utf"):
+        if not self._draws:
             return fields
-        if len(self._trend) > 1:
-            fields.append(Text(sparkline(self._trend[-10 if is_narrow else -20 :]), "cyan"))
+        if drawn := trend(self._trend, is_narrow=is_narrow):
+            fields.append(Text(drawn, "cyan"))
         if self._total:
             width = BAR_WIDTH // 2 if is_narrow else BAR_WIDTH
             filled = min(width, width * self._done // self._total)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import fsdp_tune
 from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.terminal import trend
 from fsdp_tune.cli.verbs import Overrides, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
-from fsdp_tune.core.units import format_bytes, format_seconds, sparkline
+from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
 
@@ -94,7 +95,8 @@ def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
         of = f"/{run.total_steps:,}" if run.total_steps else ""
         left = "" if run.seconds_left is None else format_seconds(run.seconds_left)
         speed = "" if run.tokens_per_second_per_device is None else f"{run.tokens_per_second_per_device:,.0f}"
-        memory = _memory(run).partition(" of ")[0].partition(" reserved")[0]
+        peak = run.peak_reserved_gib or run.peak_host_gib
+        memory = f"{peak:.2f} GiB" if peak else ""
         cells = [Path(run.run_dir).name, run.state, f"{run.step or 0:,}{of}", left, _loss(run), *([speed, memory] if wide else [])]
         rows.append([*cells, *([_trend(screen, run)] if screen.draws else [])])
     screen.table("", columns, rows)
@@ -106,8 +108,7 @@ def _loss(run: RunStatus) -> str:
 
 def _trend(screen: Screen, run: RunStatus) -> str:
     """Return the sparkline of the last losses; "" if there are less than two."""
-    losses = [math.nan if loss is None else loss for loss in run.recent_losses][-10 if screen.is_narrow else -20 :]
-    return sparkline(losses) if len(losses) > 1 else ""
+    return trend([math.nan if loss is None else loss for loss in run.recent_losses], is_narrow=screen.is_narrow)
 
 
 def _memory(run: RunStatus) -> str:
@@ -129,8 +130,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
         + f", {age}"
         + (f", loss {_loss(facts)}" if facts.recent_losses else "")
     )
-    if screen.draws and (trend := _trend(screen, facts)):
-        screen.message(f"last losses: {trend}")
+    if screen.draws and (drawn := _trend(screen, facts)):
+        screen.message(f"last losses: {drawn}")
     speed = facts.tokens_per_second_per_device
     figures = [*([f"{speed:,.0f} tokens/s/device"] if speed is not None else []), *([memory] if (memory := _memory(facts)) else [])]
     if figures:

@@ -24,7 +24,10 @@ import typer
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Problem
+from fsdp_tune.core.units import sparkline
 
+TREND = 20
+"""Values of a sparkline."""
 NARROW = 100
 """Columns below which a terminal gets short forms."""
 LEAST_LAST_COLUMN = 20
@@ -56,6 +59,12 @@ def fitted(fields: Sequence[str], width: int) -> str:
             break
         line += f"  {field}"
     return line
+
+
+def trend(values: Sequence[float], *, is_narrow: bool) -> str:
+    """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than two."""
+    shown = values[-(TREND // 2 if is_narrow else TREND) :]
+    return sparkline(shown) if len(shown) > 1 else ""
 
 
 class Terminal:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fsdp_tune.cli.bars import ScreenBar
-from fsdp_tune.cli.terminal import Terminal
+from fsdp_tune.cli.terminal import TREND, Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
@@ -205,8 +205,6 @@ def _bytes_below(root: Path) -> int:
     return total
 
 
-SHOWN_LOSSES = 20
-"""Of the sparkline."""
 ENDED_PHASES = ("finished", "failed")
 TRAINING_PHASES = ("training", "forward", "backward", "optimizer step")
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}
@@ -308,7 +306,7 @@ class StepView:
         self._start = 0
         """Finished steps when the ranks started."""
         self._detail = ""
-        self._losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
+        self._losses: deque[float] = deque(maxlen=TREND)
         bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:

@@ -7,3 +7,9 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).parents[1]
+
+
+def shipped(installed: str, checkout: str) -> Path:
+    """Return the path in the package of an installed wheel if it is there, or else that below the root of a checkout."""
+    path = PACKAGE / installed
+    return path if path.exists() else PACKAGE.parent / checkout

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib import resources
-from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.version import shipped
 from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema.keys import all_keys, closest, effect_of, unknown_key_hint
@@ -64,9 +63,7 @@ def _unknown(name: str, known: list[str]) -> FsdpTuneError:
 @cache
 def error_codes() -> dict[str, str]:
     """Return the text of each code of docs/reference/errors.md, without marks of Markdown."""
-    package = Path(str(resources.files("fsdp_tune")))
-    installed = package / "docs" / "errors.md"
-    page = (installed if installed.is_file() else package.parent / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    page = shipped("docs/errors.md", "docs/reference/errors.md").read_text(encoding="utf-8")
     _, *parts = _HEADING.split(page)
     texts = (re.split(r"^# ", text, maxsplit=1, flags=re.MULTILINE)[0].strip() for text in parts[1::2])
     return {code: _LINK.sub(r"\1", _FORM.sub(r"\1", text)) for code, text in zip(parts[::2], texts, strict=True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import json_objects
+from fsdp_tune.run.metrics_file import json_objects, number
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
@@ -111,10 +110,10 @@ def run_status(run: RunDir) -> RunStatus:
     checkpoint, rejected = latest_checkpoint(run)
     owner = live_owner(run.lock)
     lines = last_lines(run.metrics_jsonl)
-    logged = [line for line in lines if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
-    losses = [_number(line["loss"]) for line in logged]
+    logged = _training_lines(lines)
+    losses = [number(line["loss"]) for line in logged]
     state = _state(owner, ranks, verdict)
-    total_steps = next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None)
+    total_steps = next((line["total_steps"] for line in _started(run.metrics_jsonl, lines) if "total_steps" in line), None)
     return RunStatus(
         run_dir=str(run.path),
         state=state,
@@ -132,20 +131,20 @@ def run_status(run: RunDir) -> RunStatus:
         logs=str(run.logs),
         seconds_left=_seconds_left(lines, max(rank.step for rank in ranks), total_steps) if state == RUNNING else None,
         recent_losses=losses,
-        tokens_per_second_per_device=_number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
+        tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
     )
 
 
-def _number(value: object) -> float | None:
-    """Return a finite number, and None for null, text such as `nan`, NaN and infinity."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def _training_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last `RECENT_LINES` lines of logged steps."""
+    return [line for line in lines if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
 
 
 def _highest(lines: list[dict[str, Any]], name: str) -> float | None:
-    return max((value for line in lines if (value := _number(line.get(name))) is not None), default=None)
+    return max((value for line in lines if (value := number(line.get(name))) is not None), default=None)
 
 
 def _planned(run: RunDir) -> float | None:
@@ -156,12 +155,12 @@ def _planned(run: RunDir) -> float | None:
 def _seconds_left(lines: list[dict[str, Any]], step: int, total_steps: int | None) -> float | None:
     """Estimate the time left from the last training lines of this launch, with their evaluations and saves."""
     begin = max((index for index, line in enumerate(lines) if line.get("event") == TRAIN_STARTED.name), default=0)
-    logged = [line for line in lines[begin:] if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
+    logged = _training_lines(lines[begin:])
     if not logged or total_steps is None:
         return None
     first, last = logged[0], logged[-1]
     steps, seconds = last["step"] - first["step"], last.get("time", 0.0) - first.get("time", 0.0)
-    each = seconds / steps if steps > 0 and seconds > 0 else _number(last.get("step_seconds"))
+    each = seconds / steps if steps > 0 and seconds > 0 else number(last.get("step_seconds"))
     return None if each is None else each * max(0, total_steps - max(step, last["step"]))
 
 
@@ -224,9 +223,9 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _started(path: Path) -> list[dict[str, Any]]:
-    """Return the `train_started` events at the end of the file, newest first, or else those at its start."""
-    lines = [line for line in reversed(last_lines(path)) if line.get("event") == TRAIN_STARTED.name]
+def _started(path: Path, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the `train_started` events among the `last` lines of the file, newest first, or else those at its start."""
+    lines = [line for line in reversed(last) if line.get("event") == TRAIN_STARTED.name]
     if lines or not path.exists():
         return lines
     with open(path, "rb") as file:

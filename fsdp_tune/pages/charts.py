@@ -19,8 +19,9 @@ from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
-from fsdp_tune.pages.run_record import Curve, Line, RunRecord, number
+from fsdp_tune.pages.run_record import Curve, Line, RunRecord
 from fsdp_tune.run.events import EVENTS, SAMPLES, names_of
+from fsdp_tune.run.metrics_file import number
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 ALL_POINTS = 45_000

@@ -6,7 +6,6 @@ Everything that a report says about one run, read from the files of its director
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import number, read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 Line = dict[str, Any]
@@ -66,13 +65,6 @@ def _extremes(values: Sequence[float | None], among: Iterable[int]) -> set[int]:
     gap = next((at for at, value in found.items() if value is None), None)
     kept = {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)} if numbers else set[int]()
     return kept if gap is None else kept | {gap}
-
-
-def number(value: object) -> float | None:
-    """Return a finite number as it is, and None for everything else: null, text such as "nan", NaN, infinity."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def curve_of(lines: Iterable[Line], name: str) -> Curve:

@@ -20,7 +20,16 @@ from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, compute
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, data_ranks, lanes_of, mesh_sizes, readers_of_rows
+from fsdp_tune.recipe.world import (
+    WORLD_RULES,
+    World,
+    budget_accumulation,
+    data_ranks,
+    described_sharing,
+    lanes_of,
+    mesh_sizes,
+    readers_of_rows,
+)
 
 ASSUMED_DEVICES = 8
 """Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
@@ -337,8 +346,7 @@ class _Resolver:
             self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
         padding, row = recipe.data.pad_to_multiple_of, recipe.parallelism.of_row
         if padding % row.row_parts and not given(recipe, "data.pad_to_multiple_of"):
-            dividing = " × ".join(f"`{key}: {size}`" for key, size in row.row_keys().items())
-            self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{dividing} divides each row")
+            self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{described_sharing(row)} divides each row")
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

@@ -84,7 +84,7 @@ def rows_are_shared_evenly(recipe: Recipe, world: World) -> Iterator[Finding]:
     if world.size % world.machines or not sharing:
         return
     keys = (*sharing, "launch.num_processes", "launch.num_machines")
-    what = " × ".join(f"`{key}: {number}`" for key, number in sharing.items())
+    what = described_sharing(row)
     if world.size % size:
         message = f"{what} does not divide {world.size} ranks"
         yield Finding("mesh-does-not-fit", keys, message, "write a divisor of the number of ranks")
@@ -261,6 +261,11 @@ def batch_arithmetic(recipe: Recipe) -> str:
 def readers_of_rows(recipe: Recipe, size: int) -> str:
     """Describe what reads rows of its own: `8 ranks`, or `2 groups of 4 ranks`."""
     return readers(size, recipe.parallelism.of_row.world_size)
+
+
+def described_sharing(row: Topology) -> str:
+    """Return the keys by which ranks share a row, with their sizes."""
+    return " × ".join(f"`{key}: {size}`" for key, size in row.row_keys().items())
 
 
 def readers(groups: int, sharing: int) -> str:

@@ -2,7 +2,7 @@
 
 The examples of a prepared set, each with its prompt and its answer: the ids that training sees.
 
-What the scoring process is told to do: the models, the prepared sets, and the measure.
+The request to the scoring process: the models, the prepared sets, and the measure.
 
 Intervals of a metric over rows, and the comparison of two models on the same rows. Levels are 95 %.
 

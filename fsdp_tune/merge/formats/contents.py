@@ -172,7 +172,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
     return tensors, [name for name in names.values() if name not in taken]
 
 
-_DEPTH, _MOST_FOLDERS, _SHOWN_TREES = 3, 200, 5
+_DEPTH, _MOST_FOLDERS = 3, 200
 
 
 def weights_below(source: Path) -> Path:
@@ -187,7 +187,7 @@ def weights_below(source: Path) -> Path:
         found.sort(key=_step)
         raise usage_error(
             "merge-several-weights",
-            f"{len(found)} folders hold weights: {', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN_TREES])}",
+            f"{len(found)} folders hold weights: {', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN])}",
             where=Where(str(source)),
             hint=f"give one of them: `{found[-1]}`",
         )

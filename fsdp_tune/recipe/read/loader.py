@@ -17,6 +17,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.version import shipped
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
@@ -38,9 +39,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 def catalogue_directory() -> Path:
     """Return `fsdp_tune/configs` of an installed wheel, or `configs/` of a checkout."""
-    package = Path(str(resources.files("fsdp_tune")))
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    return shipped("configs", "configs")
 
 
 def catalogue() -> dict[str, Path]:
