@@ -108,7 +108,7 @@ def plain_ddp() -> AbstractContextManager[Any]:
     from fsdp_tune.model.loading import assemble as load
     from fsdp_tune.model.shard import wrap
 
-    return patch.object(load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model, device))
+    return patch.object(load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model.to(device), device))
 
 
 def other_order_on_one_rank() -> AbstractContextManager[Any]:
