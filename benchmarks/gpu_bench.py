@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plan_gpu
 from gpu_runs import Runner, resolved
 from step_inputs import LORA
+
+if TYPE_CHECKING:
+    from fsdp_tune.planner.tracing import Tracing
 
 Row = dict[str, Any]
 
@@ -25,7 +28,7 @@ class Bench:
     """Models and rows are toys: figures show only that a part can run."""
 
     @cached_property
-    def tracing(self) -> Any:
+    def tracing(self) -> Tracing:
         from fsdp_tune.planner.tracing import Tracing
 
         return Tracing(self.run.folder / "traces", offline=True)

@@ -1,6 +1,7 @@
 """Everything that waits for a GPU, in order of worth, in one command and 25 minutes: `scripts/gpu-day`.
 
     scripts/gpu-day --output DIR                   what DIR has no result of yet; DIR/report.md is written anew after every part
+    scripts/gpu-day --output DIR --part memory     this part alone (again: more)
     scripts/gpu-day --output DIR --again memory    this part once more (again: more)
     python -m tests.cuda scripts/gpu-day --output DIR    all of it small, on an emulated GPU: that it can run
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ LEAST_SECONDS = 20.0
 """With less time left no part begins."""
 TAIL_LINES = 60
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-W", "default")  # a warning of another version is no result of a GPU
+WORKERS_AT_MOST = 8
+"""Of pytest in a part that checks numbers: each holds a context of the device, half a GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +85,23 @@ def tasks_of_a_day(output: Path, patience: float, *, tiny: bool) -> list[Task]:
         )
         return Task(name, part.what, ("benchmarks/gpu.py", *own, *(["--tiny"] if tiny else [])), part.budget_seconds * patience)
 
+    pytest = (*PYTEST, "-n", str(max(1, min(WORKERS_AT_MOST, (os.cpu_count() or 1) // 2))), "--dist", "load")
     return [
         Task(
             "kernels",
             "Kernels and the device's own code give right numbers.",
-            (*PYTEST, "-m", "gpu", "tests/gpu"),
+            (*pytest, "-m", "gpu", "-v", "tests/gpu"),
             280 * patience,
             measures=False,
         ),
         Task(
             "parity",
             "Runs of one rank follow a plain loop on the CPU: strategies, packing, compilation, fp8, 4 bits, adapters, optimizers.",
-            (*PYTEST, "-m", "one_gpu", "-v", "tests/parity"),
+            (*pytest, "-m", "one_gpu", "-v", "tests/parity"),
             240 * patience,
             measures=False,
         ),
-        *map(benchmark, ("ceilings", "memory", "recipe", "switches", "adapters", "long rows", "bare", "offload")),
+        *map(benchmark, ("ceilings", "recipe", "memory", "switches", "adapters", "long rows", "bare", "offload")),
     ]
 
 
@@ -105,29 +109,46 @@ def folder_of(output: Path, name: str) -> Path:
     return output / name.replace(" ", "-")
 
 
-# ---- One part
+# ---- One part, or several side by side
 
 
-def run_task(task: Task, output: Path, seconds: float, *, is_cut: bool) -> Result:
-    """`is_cut`: `seconds` are fewer than the part's own, so that its end is no result."""
+def run_tasks(tasks: Sequence[Task], output: Path, seconds: float) -> list[Result]:
+    """All at once, each for its own limit or for `seconds`; an end that `seconds` alone brought is no result."""
     from fsdp_tune.core.processes import ends_with_parent
 
     began = time.monotonic()
-    command = [sys.executable, *task.command]
-    log = folder_of(output, task.name).with_suffix(".log")
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ends_with_parent(command), cwd=gpu.ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
-        try:
-            code = process.wait(seconds)
-            ended = "passed" if code == 0 else f"failed: exit code {code}"
-        except subprocess.TimeoutExpired:
-            code, ended = None, f"killed: its {seconds:.0f} s were up"
-        finally:
+    running: list[subprocess.Popen[bytes]] = []
+    found: dict[str, Result] = {}
+    try:
+        for task in tasks:
+            with _log(output, task).open("wb") as out:
+                command = ends_with_parent([sys.executable, *task.command])
+                running.append(
+                    subprocess.Popen(command, cwd=gpu.ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+                )
+        while len(found) < len(tasks):
+            time.sleep(0.05)
+            for task, process in zip(tasks, running, strict=True):
+                if task.name not in found and (result := _ended(task, process, time.monotonic() - began, seconds)) is not None:
+                    _kill(process)
+                    tail = _log(output, task).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+                    found[task.name] = replace(result, tail=tail)
+    finally:
+        for process in running:
             _kill(process)
-    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return Result(shlex.join(command), ended, time.monotonic() - began, seconds, code is not None or not is_cut, tail)
+    return [found[task.name] for task in tasks]
+
+
+def _ended(task: Task, process: subprocess.Popen[bytes], took: float, seconds: float) -> Result | None:
+    limit, code = min(task.limit_seconds, seconds), process.poll()
+    if code is None and took < limit:
+        return None
+    said = f"killed: its {limit:.0f} s were up" if code is None else "passed" if code == 0 else f"failed: exit code {code}"
+    return Result(shlex.join([sys.executable, *task.command]), said, took, limit, code is not None or limit == task.limit_seconds, [])
+
+
+def _log(output: Path, task: Task) -> Path:
+    return folder_of(output, task.name).with_suffix(".log")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -151,15 +172,16 @@ def play(tasks: Sequence[Task], output: Path, setting: dict[str, Any], *, minute
 
     began = time.monotonic()
     found = results(tasks, output)
-    for task in tasks:
-        if task.name in found and found[task.name].is_complete and task.name not in again:
-            continue
-        left, own = 60 * minutes - (time.monotonic() - began), task.limit_seconds
+    wanted = [task for task in tasks if task.name not in found or not found[task.name].is_complete or task.name in again]
+    checks = [task for task in wanted if not task.measures]  # they may share the device, and nothing else runs beside a measurement
+    for together in [*([checks] if checks else []), *([task] for task in wanted if task.measures)]:
+        left = 60 * minutes - (time.monotonic() - began)
         if left < LEAST_SECONDS:
             break
-        found[task.name] = run_task(task, output, min(own, left), is_cut=left < own)
-        print(f"{task.name}: {found[task.name].ended}, {found[task.name].seconds:.0f} s", flush=True)
-        write_json(folder_of(output, task.name).with_suffix(".json"), asdict(found[task.name]))
+        for task, result in zip(together, run_tasks(together, output, left), strict=True):
+            found[task.name] = result
+            print(f"{task.name}: {result.ended}, {result.seconds:.0f} s", flush=True)
+            write_json(folder_of(output, task.name).with_suffix(".json"), asdict(result))
         write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
     write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
     return all(task.name in found and found[task.name].ended == "passed" for task in tasks)
@@ -184,6 +206,7 @@ def setting_of(output: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder of the results and of report.md")
+    parser.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given again")
     parser.add_argument("--again", action="append", default=[], metavar="PART", help="run this part although it has a result")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for this call, of a GPU's time")
     parser.add_argument(
@@ -200,8 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu.prepared_environment("cuda", tiny=gpu.IS_EMULATED)
     patience = options.patience if gpu.IS_EMULATED else 1.0
     tasks = tasks_of_a_day(output, patience, tiny=gpu.IS_EMULATED)
-    if unknown := sorted(set(options.again) - {task.name for task in tasks}):
+    if unknown := sorted({*options.again, *options.part} - {task.name for task in tasks}):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(task.name for task in tasks)}")
+    tasks = [task for task in tasks if not options.part or task.name in options.part]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part at work is ended too
     passed = play(tasks, output, setting_of(output), minutes=options.minutes * patience, again=options.again)
     print(output / "report.md")

@@ -121,7 +121,7 @@ def searching(bench: Bench) -> Any:
     from fsdp_tune.planner.search.candidates import Search
 
     def traced(recipes: Any) -> Iterator[Any]:
-        found = [bench.tracing.result(key) for key in bench.tracing.ask(recipes)]
+        found = [bench.tracing.result(key) for key in bench.tracing.request(recipes)]
         return iter([None if isinstance(each, FsdpTuneError) else each for each in found])
 
     return Search(bench.hardware, traced)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -78,15 +79,15 @@ def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) ->
 def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     """What a rank reads of a run directory."""
     from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.data.report import DataReport
     from fsdp_tune.run.directory import RunDir
 
     run = RunDir(folder)
     run.logs.mkdir(parents=True)
     run.recipe_json.write_text(recipe.model_dump_json(by_alias=True), encoding="utf-8")
     rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
-    where = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
-    what: dict[str, Any] = {"train_rows": rows, "vocabulary_size": vocabulary, "pad_token_id": 0, "report": {"inputs": []}, "notices": []}
-    Prepared(**where, **what).write(run.data_json)
+    where: dict[str, Any] = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
+    Prepared(**where, train_rows=rows, vocabulary_size=vocabulary, pad_token_id=0, report=DataReport(), notices=[]).write(run.data_json)
 
 
 # ---- Processes
@@ -199,7 +200,7 @@ def worker(job: dict[str, Any]) -> int:
         torch.set_num_threads(1)
     if job["draw"]:
         _draw_on_the_device()
-    setup.close = lambda trainer: trainer.parts.metrics.close()
+    patch.object(setup, "close", lambda trainer: trainer.parts.metrics.close()).start()
     return entry.main([job["run"]])
 
 
@@ -213,7 +214,7 @@ def _draw_on_the_device() -> None:
     from fsdp_tune.model.loading import assemble as loading
     from fsdp_tune.worker import setup
 
-    loading._choose = lambda *_: ("checkpoint", None)  # "the weights come later"
+    patch.object(loading, "_choose", lambda *_: ("checkpoint", None)).start()  # "the weights come later"
     original: Callable[..., Any] = setup.load
 
     def load(*arguments: Any, **named: Any) -> Any:
@@ -221,7 +222,7 @@ def _draw_on_the_device() -> None:
         draw(loaded.model)
         return loaded
 
-    setup.load = load
+    patch.object(setup, "load", load).start()
 
 
 def draw(model: Any) -> None:

@@ -136,7 +136,7 @@ def rows(run: Runner, tracing: Tracing, hardware: Hardware, cases: Sequence[Case
     """One row a case. All are traced from the start on, beside the runs."""
     trees = [recipe_of(case, run.device, run.folder, steps) for case in cases]
     recipes = [resolved(tree, run.folder / "case.json", run.device, run.device_name) for tree in trees]
-    keys = tracing.ask(recipes)
+    keys = tracing.request(recipes)
     for case, tree, recipe, key in zip(cases, trees, recipes, keys, strict=True):
         found = run(tree)
         yield {"name": case.name, **predicted(recipe, hardware, tracing.result(key)), **outcome(found)}

@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 AUTHORITY = b"benchmark"
 ADDRESS, NAME, WARM_UP_STEPS = "STEP_BENCHMARK_ADDRESS", "STEP_BENCHMARK_NAME", "STEP_BENCHMARK_WARM_UP_STEPS"
@@ -107,7 +108,7 @@ def ours(run_dir: str) -> int:
     set_environment(read_recipe(run), run)  # before transformers is imported, as the worker does
     from fsdp_tune.worker import setup
 
-    setup._extra_callbacks = lambda _recipe: [gate_callback()]
+    patch.object(setup, "user_callbacks", lambda _recipe: [gate_callback()]).start()  # an error where there is no such function any more
     return worker.main([run_dir])
 
 
