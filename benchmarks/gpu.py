@@ -6,7 +6,7 @@
     python -m tests.cuda python benchmarks/gpu.py --output DIR --tiny    the same on an emulated GPU
 
 Parts go by value, each in a process of its own with a time of its own; what is out of memory, crashes or hangs is a row with its reason.
-`--seconds` bounds the whole; parts for which no time is left are not run, and the report says so.
+`--seconds` bounds the whole: where it is too little, each part has its share.
 
 A GPU machine has its own torch (2.11 or later), transformers and accelerate; without a network the rest travels as wheels. There, from
 the root of this repository, with the wheels in WHEELS:
@@ -153,6 +153,7 @@ def prepared_environment(device: str, *, tiny: bool) -> None:
     """Before torch is imported, here and in every process that is started here; as the launcher sets it."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode of the wheels each process compiles them again
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy do not survive a fork
     if device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -200,12 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document["seconds"] = time.monotonic() - began
             gpu_report.write(document, PARTS, options.output)
 
-        for part in PARTS:
-            left = options.seconds - (time.monotonic() - began)
-            if options.part and part.name not in options.part:
-                continue
+        wanted = [part for part in PARTS if not options.part or part.name in options.part]
+        for part in wanted:
+            left = options.seconds - GRACE_SECONDS - (time.monotonic() - began)
             found = document["parts"][part.name] = {"rows": [], "seconds": 0.0, "reason": None}
-            if left < 2 * GRACE_SECONDS:
+            if left < GRACE_SECONDS:
                 found["reason"] = "not begun: no time was left"
             else:
                 own = folder / part.name
@@ -213,9 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 patience = options.patience if options.tiny else 1.0
                 run = Runner(own, options.device, None if options.device == "cpu" else facts["name"], forks, left=lambda: 0.0)
                 run.at_most_seconds *= patience
-                run_part(
-                    part, Bench(run, hardware, tiny=options.tiny), min(part.budget_seconds * patience, left - GRACE_SECONDS), found, note
-                )
+                share = part.budget_seconds / sum(one.budget_seconds for one in wanted[wanted.index(part) :])
+                own = min(part.budget_seconds * patience, share * left)
+                run_part(part, Bench(run, hardware, tiny=options.tiny), own, found, note)
             note()
             reasons = sum(1 for row in found["rows"] if row.get("reason"))
             print(f"{part.name}: {len(found['rows']) - reasons} rows, {reasons} without figures, {found['seconds']:.0f} s", flush=True)

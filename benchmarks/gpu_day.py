@@ -36,7 +36,7 @@ MINUTES = 25.0
 LEAST_SECONDS = 20.0
 """With less time left no part begins."""
 TAIL_LINES = 60
-PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-W", "default")  # a warning of another version is no result of a GPU
+PYTEST = ("-m", "pytest", "-p", "tests.gpu.failures", "-p", "no:cacheprovider", "-W", "default")  # another version may warn
 WORKERS_AT_MOST = 8
 """Of pytest in a part that checks numbers: each holds a context of the device, half a GiB."""
 

@@ -28,6 +28,7 @@ import numpy as np
 
 POLL_SECONDS = 0.02
 PROBE_SECONDS = 90.0
+STACKS_SECONDS = 1.0
 LAST_WORDS = 400
 """Characters of a log that a row holds."""
 
@@ -113,8 +114,11 @@ def run_job(job: dict[str, Any], seconds: float, *, forks: bool) -> Ended:
         if code is None:
             time.sleep(POLL_SECONDS)
     if code is None:
+        if job["kind"] == "worker":
+            os.kill(pid, signal.SIGUSR2)  # a rank answers with the stacks of its threads
+            time.sleep(STACKS_SECONDS)
         _kill(pid)
-        return Ended(f"killed after {seconds:.0f} s", time.monotonic() - started)
+        return Ended(f"killed after {seconds:.0f} s {_phase(job)}: {_stacks(job, log)}", time.monotonic() - started)
     took = time.monotonic() - started
     if code == 0:
         return Ended(None, took)
@@ -129,6 +133,24 @@ def _code(pid: int) -> int | None:
 def _kill(pid: int) -> None:
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def _phase(job: dict[str, Any]) -> str:
+    from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.run.launch_files import read_heartbeat
+
+    beat = read_heartbeat(RunDir(Path(job["run"])), 0) if job["kind"] == "worker" else None
+    return "without a heartbeat" if beat is None else f"in phase {beat.phase}, step {beat.step}"
+
+
+def _stacks(job: dict[str, Any], log: Path) -> str:
+    """What is at the end of the logs: the functions of the main thread, the innermost first."""
+    from fsdp_tune.run.directory import RunDir
+
+    own = RunDir(Path(job["run"])).rank_log(0) if job["kind"] == "worker" else log
+    text = own.read_text(encoding="utf-8", errors="replace") if own.exists() else ""
+    frames = [line.strip() for line in text.rpartition("most recent call first")[2].splitlines() if line.strip().startswith("File ")]
+    return " < ".join(frame.replace("File ", "") for frame in frames[:6])[:LAST_WORDS] or _end_of(own)
 
 
 def _end_of(log: Path) -> str:

@@ -18,9 +18,11 @@ import torch
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import liger
 from fsdp_tune.model.kernels.head import Logits, LossOptions, summed_linear_loss
-from fsdp_tune.model.kernels.install import choose_kernels, choose_loss
+from fsdp_tune.model.kernels.install import choose_kernels, choose_loss, install_kernels
+from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
 from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import lora_recipe, recipe_of
 
@@ -96,6 +98,13 @@ def test_unavailable_models_and_data_are_refused(installed: bool, family: str, k
     assert raised.value.problems[0].hint
 
 
+def test_auto_leaves_fusing_to_the_compiler() -> None:
+    model = build_empty(recipe_of("llama"))
+    with patch.object(liger, "is_installed", lambda: True), patch.object(liger, "_functions", lambda: {"llama": None}):
+        found = [choose_liger(recipe_with(compile=True, liger=asked), model, "cuda").value for asked in ("auto", True)]
+    assert found == ["false", "true"]
+
+
 def test_kernel_choices_have_reasons() -> None:
     chosen = choose_kernels(recipe_with(loss="full"), build_empty(recipe_of("llama")), "cpu")
     assert {key: choice.value for key, choice in chosen.items()} == {
@@ -127,10 +136,42 @@ def test_liger_loss_equals_own_loss(options: LossOptions, bias: bool) -> None:
     assert all(float((one - other).norm() / one.norm()) <= 1e-5 for one, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize(("recomputed", "rotary"), [("none", True), ("full", True), ("selective", False)])
+def test_rotary_kernel_is_left_out_where_products_are_kept(recomputed: str, rotary: bool) -> None:
+    """It overwrites them. On an H100, gradients of queries and keys were 100 % off."""
+    given: dict[str, bool] = {}
+
+    def apply(*, model: Any, rope: bool = True, cross_entropy: bool = True, fused_linear_cross_entropy: bool = True) -> None:
+        given.update(rope=rope, losses=cross_entropy or fused_linear_cross_entropy)
+
+    recipe = recipe_of("llama", fsdp={"activation_checkpointing": recomputed})
+    with patch.object(liger, "is_installed", lambda: True), patch.object(liger, "_functions", lambda: {"llama": apply}):
+        install_kernels(recipe, build_full(recipe), "cuda")
+    assert given == {"rope": rotary, "losses": False}
+
+
+def test_own_rotary_function_is_back_for_a_model_without_the_kernel() -> None:
+    recipe = recipe_of("llama")
+    model = build_full(recipe)
+    module = sys.modules[type(model).__module__]
+    own = module.apply_rotary_pos_emb
+
+    def apply(*, model: Any, rope: bool = True) -> None:
+        if rope:
+            module.apply_rotary_pos_emb = lambda *_: None
+
+    with patch.object(liger, "_functions", lambda: {"llama": apply}):
+        apply_liger(model, rotary=True)
+        assert module.apply_rotary_pos_emb is not own
+        apply_liger(model, rotary=False)
+    assert module.apply_rotary_pos_emb is own
+
+
 @INTERPRETED
+@pytest.mark.parametrize("recomputed", ["none", "full", "selective"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str) -> None:
-    recipe = recipe_of(family)
+def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str, recomputed: str) -> None:
+    recipe = recipe_of(family, fsdp={"activation_checkpointing": recomputed})
     plain = build_full(recipe).train()
     other = copy.deepcopy(plain)
     module = sys.modules[type(plain).__module__]
@@ -144,7 +185,9 @@ def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str) -> No
 
     true = run(plain)
     try:
-        apply_liger(other)
+        with patch("fsdp_tune.model.kernels.install.choose_liger", lambda *_: KernelChoice("true", "tested")):
+            install_kernels(recipe, other, "cpu")
+        recompute_activations(recipe, other)
         assert modules_of_liger(other) == 3 * 2 + 1 + (2 * 2 if family == "qwen3" else 0), (
             "two norms and a gated MLP a layer, and the last norm"
         )

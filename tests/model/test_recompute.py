@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loss import micro_batch_loss
@@ -88,6 +88,18 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dropout", "policy"), [(0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)])
+def test_attention_that_draws_a_dropout_mask_is_recomputed(dropout: float, policy: CheckpointPolicy) -> None:
+    """A kernel of CUDA draws it inside. If its result were kept, the generator would be behind for all later masks of the layer."""
+    decide = _SaveAttentionAndEverySecondMatmul()
+    context = SelectiveCheckpointContext(is_recompute=False)
+    states = [torch.empty(1, 2, 8, 8)] * 3
+    aten = torch.ops.aten
+    assert decide(context, aten._scaled_dot_product_flash_attention.default, *states, dropout) == policy
+    assert decide(context, aten._scaled_dot_product_efficient_attention.default, *states, None, True, dropout) == policy
+    assert decide(context, aten._scaled_dot_product_cudnn_attention.default, *states, None, True, dropout_p=dropout) == policy
 
 
 def test_selective_recomputation_saves_attention_and_every_second_matmul() -> None:

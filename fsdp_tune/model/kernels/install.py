@@ -25,7 +25,7 @@ from fsdp_tune.model.kernels.attention import live_attention
 from fsdp_tune.model.kernels.head import SLICE_ELEMENTS, OpaqueHead, install_loss_in_head, logits_of, slice_tokens, summed_linear_loss
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_installed
-from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, install_mlp_slices
+from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, find_mlps, install_mlp_slices
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -192,10 +192,11 @@ _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
+    mlps = {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)  # on the CPU, where Liger's kernels cannot run
     if chosen["kernels.liger"].value == "true":
-        apply_liger(model)
+        apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")
     if recipe.kernels.mlp_slice_tokens is not None:
-        install_mlp_slices(recipe, model)
+        install_mlp_slices(mlps.values(), recipe.kernels.mlp_slice_tokens)
     loss = chosen["kernels.loss"].value
     if loss != "full":
         install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)

@@ -2,7 +2,7 @@
 
 Liger's own function for the model type installs them in the model object. That function also replaces names in modules of
 transformers; the classes are restored afterwards, so that later models of the process are unchanged. The rotary function is not an
-attribute of the model object, so its replacement stays.
+attribute of the model object, so its replacement stays until the next model of the type gets Liger's kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
         return KernelChoice("false", "Liger would replace the forward of the adapted experts (`lora.target_parameters`)")
     if requested is True:
         require_installed("kernels.liger: true")
+    if requested == "auto" and recipe.kernels.compile:
+        return KernelChoice("false", "the compiler fuses the same operations")
     if device_type != "cuda":
         return KernelChoice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
     if not is_installed():
@@ -68,12 +70,26 @@ def _functions() -> dict[str, Any]:
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def apply_liger(model: PreTrainedModel) -> None:
-    """Install Liger's kernels in a model. Call it before any other change to a `forward`."""
+def apply_liger(model: PreTrainedModel, *, rotary: bool) -> None:
+    """Install Liger's kernels in a model. Call it before any other change to a `forward`.
+
+    `rotary`: also the rotary embedding. It writes its result over the queries and keys, unseen by autograd. So selective recomputation,
+    which keeps products of matrices for the backward, would rotate them twice.
+    """
     apply = _functions()[str(model.config.model_type)]
-    options = {name: off for name, off in _LOSSES_OFF.items() if name in inspect.signature(apply).parameters}
-    with _classes_kept(sys.modules[type(model).__module__]):
+    wanted = _LOSSES_OFF | {"rope": rotary}
+    options = {name: value for name, value in wanted.items() if name in inspect.signature(apply).parameters}
+    module = sys.modules[type(model).__module__]
+    own = _OWN_ROTARY.setdefault(
+        module.__name__, {name: value for name, value in vars(module).items() if "rotary" in name and inspect.isfunction(value)}
+    )
+    vars(module).update(own)
+    with _classes_kept(module):
         apply(model=model, **options)
+
+
+_OWN_ROTARY: dict[str, dict[str, Any]] = {}
+"""Rotary functions of modules of transformers by name, as they were before Liger's."""
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,11 +51,9 @@ def choose_mlp_slices(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     return KernelChoice(str(tokens), f"{which}, {tokens:,} tokens at a time")
 
 
-def install_mlp_slices(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Make the MLPs of the decoder layers compute in slices. Call it before recomputation is installed, and before wrapping."""
-    tokens = recipe.kernels.mlp_slice_tokens
-    assert tokens is not None, "the choice was made from it"
-    for mlp in find_mlps(recipe, model).values():
+def install_mlp_slices(mlps: Iterable[nn.Module], tokens: int) -> None:
+    """Make MLPs of decoder layers compute in slices. Call it before recomputation is installed, and before wrapping."""
+    for mlp in mlps:
         mlp.forward = _in_slices(mlp, tokens)  # type: ignore[method-assign]
         mlp.slice_tokens = tokens  # type: ignore[assignment]  # for the read-back
 

@@ -143,15 +143,29 @@ def _is_attention(op: Any) -> bool:
     return is_varlen or (namespace.startswith("flash_attn") and name.endswith(("forward", "fwd")))
 
 
+_DROPOUT = frozenset({"dropout_p", "p_dropout"})
+"""The argument in torch's operators and in those of the flash-attn packages."""
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it would not advance the random
+    generator when recomputing, and all later masks of the layer would differ from those of the forward."""
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.name in _DROPOUT:
+            return bool(args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value))
+    return False
+
+
 class _SaveAttentionAndEverySecondMatmul:
-    """Save attention and every second matrix product. Stateful, so one per forward; torch calls it in the same order when recomputing."""
+    """Save attention without dropout, and every second matrix product. Stateful, so one per forward; torch calls it in the same order when
+    recomputing."""
 
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
 
-    def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if _is_attention(op):
-            return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE if _draws(op, args, kwargs) else CheckpointPolicy.MUST_SAVE
         if op in _products():
             self.matmuls[context.is_recompute] += 1
             if self.matmuls[context.is_recompute] % 2:
