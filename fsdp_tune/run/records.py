@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
@@ -32,7 +32,8 @@ class Document:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the file without its version."""
         own = asdict(self)
-        return own | own.pop("facts", {})
+        facts = own.pop("facts", {})
+        return own | (facts.as_dict() if isinstance(facts, PartialFacts) else facts)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
@@ -120,6 +121,129 @@ class Prediction(Document):
         return [(name, unit, predicted, measured) for name, unit, predicted, measured in found if predicted is not None and measured]
 
 
+OneOrAll = str | list[str] | None
+"""A value that all of several objects have, or all their values, sorted."""
+
+
+class UnitState(PartialFacts):
+    """An FSDP unit. FSDP1 has names of classes in `modules`, and `strategy`; FSDP2 has the rest."""
+
+    modules: list[str]
+    strategy: str | None = None
+    parameters: int = 0
+    """On this rank."""
+    is_trained: bool = False
+    reshard_after_forward: bool | int = False
+    param_dtype: OneOrAll = None
+    reduce_dtype: OneOrAll = None
+    output_dtype: OneOrAll = None
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    """Number of units that are gathered ahead."""
+
+
+class GroupState(PartialFacts):
+    """A parameter group of the optimizer."""
+
+    learning_rate: float
+    """At its peak."""
+    weight_decay: float
+    tensors: int
+    update: str | None = None
+    """Of Muon: muon or adamw."""
+    first: str | None = None
+    """Name of a tensor in it."""
+
+
+class ChosenKernel(PartialFacts):
+    value: str
+    reason: str
+
+
+class Fp8State(PartialFacts):
+    linears: int = 0
+    """Of this rank's model, that compute in fp8."""
+    scales: list[str] = Field(default_factory=list[str])
+    emulated: list[bool] = Field(default_factory=list[bool])
+    gathered: int = 0
+    """Weights that are gathered in fp8."""
+
+
+class PluginState(PartialFacts):
+    """Fields of Accelerate's plugin, as text."""
+
+    fsdp_version: int
+    reshard_after_forward: str
+    state_dict_type: str
+    cpu_offload: bool
+
+
+class LiveState(PartialFacts):
+    """What a rank reads from its live objects before step 1. Sizes are those of this rank; fields without a comment mean what the recipe's
+    keys of the same name mean, or what FSDP's classes do."""
+
+    wrapper: str = ""
+    """fsdp2, fsdp1, ddp, or the class of another wrapper."""
+    world_size: int = 0
+    mesh: list[int] = Field(default_factory=list[int])
+    sequence_group: int = 0
+    """Number of ranks that share a row."""
+    offload_params: bool = False
+    global_batch_size: int = 0
+    gradient_accumulation_steps: int = 0
+    micro_batch: int = 0
+    attention: str | dict[str, str] = ""
+    parameters: int = 0
+    trained_parameters: int = 0
+    """Of the whole model."""
+    model_bytes: int = 0
+    """Likewise."""
+    local_bytes: int = 0
+    peak_growth_bytes: int = 0
+    """Growth of the peak resident memory while loading."""
+    trained: dict[str, int] = Field(default_factory=dict[str, int])
+    """Number of trained tensors by dtype."""
+    parameter_dtype: OneOrAll = None
+    """Of trained parameters."""
+    frozen_dtypes: list[str] = Field(default_factory=list[str])
+    tokens_per_step_at_most: int = 0
+    data_order_digest: str = ""
+    optimizer: str | None = None
+    parameter_groups: list[GroupState] = Field(default_factory=list[GroupState])
+    plugin: PluginState | None = None
+    activation_checkpointing: OneOrAll = None
+    recomputed_layers: int = 0
+    frozen_by_its_code: list[str] = Field(default_factory=list[str])
+    tied: bool = False
+    kernels: dict[str, ChosenKernel] = Field(default_factory=dict[str, ChosenKernel])
+    """By recipe key."""
+    loss_kernel: str = ""
+    liger_modules: int = 0
+    mlp_slice_tokens: list[int] = Field(default_factory=list[int])
+    compiled_layers: int = 0
+    fp8: Fp8State = Field(default_factory=Fp8State)
+    weights_loaded_by: str = ""
+    process_groups: int = 0
+    collective_limits_seconds: list[float] = Field(default_factory=list[float])
+    placements: list[str] = Field(default_factory=list[str])
+    """Of each mesh dimension."""
+    reshard_after_forward: bool | int | list[str] | None = None
+    """Of layers; None where nothing is freed between forward and backward."""
+    compute_dtype: OneOrAll = None
+    reduce_dtype: OneOrAll = None
+    output_dtype: OneOrAll = None
+    units: list[UnitState] = Field(default_factory=list[UnitState])
+    sharded: int = 0
+    """Number of sharded tensors, of FSDP1 units."""
+    sharded_inside: list[str] | None = None
+    """Stacks of experts that are sharded inside of each expert; None but for FSDP2, as the fields below."""
+    not_sharded: list[str] = Field(default_factory=list[str])
+    forward_prefetch: int | None = None
+    backward_prefetch: int | str | None = None
+    prefetching_units: int | None = None
+    prefetching_units_of_backward: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ReadBack(Document):
     """readback.json: the live state of the ranks and how it differs from the recipe. Rank 0 writes it, and completes it in step 1."""
@@ -136,8 +260,8 @@ class ReadBack(Document):
     """Dtypes of the first micro-batch."""
     optimizer_state_bytes: dict[str, int] | None = None
     witness: dict[str, Any] | None = None
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """All other fields of the file: what rank 0 reads from its live objects."""
+    facts: LiveState = field(default_factory=LiveState)
+    """All other fields of the file, of rank 0."""
 
     @classmethod
     def complete(cls, path: Path, *, warnings: Sequence[str] = (), **values: Any) -> None:

@@ -16,7 +16,7 @@ from fsdp_tune.model.kernels.install import CompileClock, expected_graphs
 from fsdp_tune.model.shard.local import bare_class
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.records import ReadBack
+from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -164,21 +164,20 @@ class RunCallback(AttachedCallback):
         self._vote.finish()
 
 
-def _table(document: dict[str, Any]) -> list[str]:
+def _table(live: LiveState) -> list[str]:
     """Format the facts of the read-back as a few plain lines."""
-    placement = ", ".join(document["placements"]) or "replicated"
-    mesh = "×".join(map(str, document["mesh"])) or "no mesh"
-    kinds = f"activation checkpointing {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"
-    dtypes = f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}"
-    fp8 = document["fp8"]
-    how = f"{', '.join(fp8['scales'])} scales{', emulated' if fp8['emulated'] == [True] else ''}"
-    in_fp8 = [f"read back: {fp8['linears']} Linears compute in fp8 ({how}), {fp8['gathered']} weights are gathered in it"]
+    placement = ", ".join(live.placements) or "replicated"
+    mesh = "×".join(map(str, live.mesh)) or "no mesh"
+    kinds = f"activation checkpointing {live.activation_checkpointing} ({live.recomputed_layers} layers)"
+    dtypes = f"parameters {live.parameter_dtype}, compute {live.compute_dtype}, reduce {live.reduce_dtype}"
+    fp8 = live.fp8
+    how = f"{', '.join(fp8.scales)} scales{', emulated' if fp8.emulated == [True] else ''}"
+    in_fp8 = [f"read back: {fp8.linears} Linears compute in fp8 ({how}), {fp8.gathered} weights are gathered in it"]
     return [
-        f"read back: {document['wrapper']}, {document['sharded']} sharded tensors in {len(document['units'])} units, "
-        f"{placement} over {mesh}, {dtypes}",
-        f"read back: {document['trained_parameters']:,} of {document['parameters']:,} parameters trained, "
-        f"attention {document['attention']}, {kinds}, global batch {document['global_batch_size']}",
-        *(in_fp8 if fp8["linears"] else []),
+        f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, {placement} over {mesh}, {dtypes}",
+        f"read back: {live.trained_parameters:,} of {live.parameters:,} parameters trained, "
+        f"attention {live.attention}, {kinds}, global batch {live.global_batch_size}",
+        *(in_fp8 if fp8.linears else []),
     ]
 
 

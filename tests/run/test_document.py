@@ -11,7 +11,7 @@ from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, ResumeRequest, Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.records import Document, Environment, Prediction, ReadBack
+from fsdp_tune.run.records import Document, Environment, LiveState, Prediction, ReadBack
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")
 DOCUMENTS = [
@@ -22,7 +22,7 @@ DOCUMENTS = [
     Verdict(ExitCode.LOST_RANK, ExitReason.LOST_RANK, 7, PROBLEM),
     Environment({"torch": "2.13"}, {"cpus": 2}, [{"kind": "cuda", "name": "H100"}], [{"kind": "loaders", "name": "mine"}]),
     Prediction(10.0, 12.0, None, {"gpu": "H100", "assumptions": ["no graph"]}),
-    ReadBack([{"local_bytes": 1}], [], ["a warning"], 0.0, ran_in={"matmul": {"bfloat16": 3}}, facts={"wrapper": "fsdp2", "mesh": [2]}),
+    ReadBack([{"local_bytes": 1}], [], ["a warning"], 0.0, ran_in={"matmul": {"bfloat16": 3}}, facts=LiveState(wrapper="fsdp2", mesh=[2])),
 ]
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: type(document).__name__)
 
@@ -104,7 +104,7 @@ def test_completed_read_back_keeps_its_other_fields_and_warnings(tmp_path: Path)
     path = tmp_path / "readback.json"
     ReadBack.complete(path, ran_in={})
     assert not path.exists()
-    ReadBack([], [], ["it grew by 9 GiB"], facts={"wrapper": "fsdp2"}).write(path)
+    ReadBack([], [], ["it grew by 9 GiB"], facts=LiveState(wrapper="fsdp2")).write(path)
     ReadBack.complete(path, warnings=["fp32 matmul"], ran_in={"matmul": {"float32": 1}})
     ReadBack.complete(path, witness={"differences": []})
     content = json.loads(path.read_text())

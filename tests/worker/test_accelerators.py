@@ -23,6 +23,7 @@ from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Collective
+from fsdp_tune.run.records import LiveState
 from fsdp_tune.worker import gradients
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.gradients import AsyncScalar
@@ -376,7 +377,7 @@ def test_offloaded_parameters_are_page_locked_on_cuda(device: str, pins: bool) -
 def test_growth_of_host_memory_counts_the_pages_of_cuda_and_nccl(device: str, growth_mib: int, reported: bool) -> None:
     """A model of 1 GiB on four ranks: half of it is too much on CPU ranks, and what CUDA and NCCL take alone on GPUs."""
     recipe = recipe_on(device, 4)
-    report = {"model_bytes": GIB, "local_bytes": GIB // 4, "peak_growth_bytes": growth_mib * MIB}
+    report = LiveState(model_bytes=GIB, local_bytes=GIB // 4, peak_growth_bytes=growth_mib * MIB)
     found = excessive_growth(recipe, [report] * 4)
     expected = [f"rank {rank} grew by {growth_mib} MiB while loading; its shard is 256 MiB of 1024 MiB" for rank in (1, 2, 3)]
     assert found == (expected if reported else [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
-from fsdp_tune.run.records import ReadBack
+from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained, training_differences
@@ -45,66 +46,65 @@ from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_tr
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
 
 
-def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
+def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
     """The report of this rank."""
     wrapped = loaded.wrapped
     kind = _wrapper(wrapped)
     parameters = list(wrapped.named_parameters())
     trained = [p for _, p in parameters if p.requires_grad]
-    report: dict[str, Any] = {
-        "wrapper": kind,
-        "world_size": dist.get_world_size(),
-        "mesh": list(loaded.mesh.shape) if loaded.mesh is not None else [],
-        "sequence_group": 1 if (group := sequence_group_of(wrapped)) is None else group.size(),
-        "parameter_dtype": _only({_name(p.dtype) for p in trained}),
-        "offload_params": _offloads(wrapped, kind),
-        "global_batch_size": trainer.parts.rows.global_batch,
-        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
-        "micro_batch": trainer.parts.rows.micro_batch,
-        "attention": attention_of(loaded.model.config),
-        "parameters": loaded.size.parameters,
-        "trained_parameters": loaded.size.trained_parameters,
-        "local_bytes": sum(local_part(p).numel() * p.element_size() for _, p in parameters),
-        "trained": read_trained(loaded.model),
-        "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
-        "tokens_per_step_at_most": trainer.parts.rows.global_batch * recipe.data.max_length,
-        "data_order_digest": trainer.parts.rows.digest(),
-        "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
-        "parameter_groups": _parameter_groups(wrapped, trainer.optimizer) if trainer.optimizer is not None else [],
-        "plugin": _plugin(trainer),
-    }
-    report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
-    report["activation_checkpointing"] = _recomputed(loaded.model)
-    report["recomputed_layers"] = len([m for m in loaded.model.modules() if _recomputes(m)])
-    report["frozen_by_its_code"] = sorted(frozen_by_its_code(loaded.model))
-    report["tied"] = _tied(loaded.model)
-    report["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in loaded.kernels.items()}
-    report["loss_kernel"] = loss_kernel_of(wrapped)
-    report["liger_modules"] = modules_of_liger(loaded.model)
-    report["mlp_slice_tokens"] = sorted(set(mlp_slices_of(loaded.model).values()))
-    report["compiled_layers"] = sum(is_compiled(module) for module in loaded.model.modules())
-    report["fp8"] = read_fp8(loaded)
-    report["peak_growth_bytes"] = loaded.peak_growth_bytes
-    report["weights_loaded_by"] = loaded.way
     groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
-    report["process_groups"] = len(groups)
-    report["collective_limits_seconds"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
-    report["model_bytes"] = loaded.size.parameter_bytes
-    return report
+    sharding = _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
+    return LiveState(
+        wrapper=kind,
+        world_size=dist.get_world_size(),
+        mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
+        sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
+        parameter_dtype=_only({_name(p.dtype) for p in trained}),
+        offload_params=_offloads(wrapped, kind),
+        global_batch_size=trainer.parts.rows.global_batch,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+        micro_batch=trainer.parts.rows.micro_batch,
+        attention=attention_of(loaded.model.config),
+        parameters=loaded.size.parameters,
+        trained_parameters=loaded.size.trained_parameters,
+        model_bytes=loaded.size.parameter_bytes,
+        local_bytes=sum(local_part(p).numel() * p.element_size() for _, p in parameters),
+        peak_growth_bytes=loaded.peak_growth_bytes,
+        trained=read_trained(loaded.model),
+        frozen_dtypes=sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
+        tokens_per_step_at_most=trainer.parts.rows.global_batch * recipe.data.max_length,
+        data_order_digest=trainer.parts.rows.digest(),
+        optimizer=type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
+        parameter_groups=_parameter_groups(wrapped, trainer.optimizer) if trainer.optimizer is not None else [],
+        plugin=_plugin(trainer),
+        activation_checkpointing=_recomputed(loaded.model),
+        recomputed_layers=len([m for m in loaded.model.modules() if _recomputes(m)]),
+        frozen_by_its_code=sorted(frozen_by_its_code(loaded.model)),
+        tied=_tied(loaded.model),
+        kernels={key: ChosenKernel(value=choice.value, reason=choice.reason) for key, choice in loaded.kernels.items()},
+        loss_kernel=loss_kernel_of(wrapped),
+        liger_modules=modules_of_liger(loaded.model),
+        mlp_slice_tokens=sorted(set(mlp_slices_of(loaded.model).values())),
+        compiled_layers=sum(is_compiled(module) for module in loaded.model.modules()),
+        fp8=read_fp8(loaded),
+        weights_loaded_by=loaded.way,
+        process_groups=len(groups),
+        collective_limits_seconds=sorted({limit for group in groups for limit in time_limits_seconds(group)}),
+        **sharding,
+    )
 
 
-def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return peak learning rate, weight decay, number of tensors and first name of each group; and for Muon who updates it."""
+def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
     names = {parameter: plain_name(name) for name, parameter in wrapped.named_parameters()}
     return [
-        {
-            "learning_rate": group.get("initial_lr", group["lr"]),
-            "weight_decay": group["weight_decay"],
+        GroupState(
+            learning_rate=group.get("initial_lr", group["lr"]),
+            weight_decay=group["weight_decay"],
             **({"update": "muon" if group[ORTHOGONAL] else "adamw"} if ORTHOGONAL in group else {}),
-            "tensors": len(group["params"]),
+            tensors=len(group["params"]),
             # The witness looks for tensors that are not the model's, and names them.
-            "first": next((names[parameter] for parameter in group["params"] if parameter in names), None),
-        }
+            first=next((names[parameter] for parameter in group["params"] if parameter in names), None),
+        )
         for group in optimizer.param_groups
     ]
 
@@ -126,6 +126,11 @@ def _only(values: set[Any]) -> Any:
     return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
 
 
+def _of_all(values: Iterable[OneOrAll]) -> OneOrAll:
+    """Return `_only` of values that may be several themselves."""
+    return _only({each for value in values for each in (value if isinstance(value, list) else [value])})
+
+
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
     policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
     return any(map(_goes_to_host, policies))
@@ -138,7 +143,7 @@ def _goes_to_host(policy: Any) -> bool:
 
 def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
-    units: list[dict[str, Any]] = []
+    units: list[UnitState] = []
     placements: Counter[str] = Counter()
     for group in fsdp_groups(loaded.model):
         tensors = [parameter.sharded_param for parameter in group.fsdp_params]
@@ -146,34 +151,34 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         policies = [parameter.mp_policy for parameter in group.fsdp_params]
         state: Any = internals.FSDP_STATE.of(group.modules[0])()
         units.append(
-            {
-                "modules": [names.get(id(m), "?") for m in group.modules],
-                "parameters": sum(tensor.numel() for tensor in tensors),
-                "is_trained": any(tensor.requires_grad for tensor in tensors),
-                "reshard_after_forward": _reshard(group),
-                "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
-                "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
-                "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
-                "forward_prefetch": len(internals.FORWARD_PREFETCH.of(state)),
+            UnitState(
+                modules=[names.get(id(m), "?") for m in group.modules],
+                parameters=sum(tensor.numel() for tensor in tensors),
+                is_trained=any(tensor.requires_grad for tensor in tensors),
+                reshard_after_forward=_reshard(group),
+                param_dtype=_only({_name(policy.param_dtype) for policy in policies}),
+                reduce_dtype=_only({_name(policy.reduce_dtype) for policy in policies}),
+                output_dtype=_only({_name(policy.output_dtype) for policy in policies}),
+                forward_prefetch=len(internals.FORWARD_PREFETCH.of(state)),
                 # A list of the unit itself ends the prefetching: no unit before it has a backward.
-                "backward_prefetch": sum(other is not state for other in internals.BACKWARD_PREFETCH.of(state)),
-            }
+                backward_prefetch=sum(other is not state for other in internals.BACKWARD_PREFETCH.of(state)),
+            )
         )
-    layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
-    first_trained = next((index for index, unit in enumerate(layers) if unit["is_trained"]), 0)
+    layers = [unit for unit in units if unit.modules[0] != "(root)" and (tuple(unit.modules) not in loaded.units.keeps_gathered)]
+    first_trained = next((index for index, unit in enumerate(layers) if unit.is_trained), 0)
     plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
     storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
     return {
         "placements": _parsed(placements),
-        "reshard_after_forward": _only({unit["reshard_after_forward"] for unit in layers}) if layers else None,
-        "compute_dtype": _only({unit["param_dtype"] or storage for unit in units}),
-        "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
-        "forward_prefetch": max((unit["forward_prefetch"] for unit in layers), default=0),
-        "backward_prefetch": max((unit["backward_prefetch"] for unit in layers[first_trained:]), default=0) or "implicit",
+        "reshard_after_forward": _only({unit.reshard_after_forward for unit in layers}) if layers else None,
+        "compute_dtype": _of_all(unit.param_dtype or storage for unit in units),
+        "reduce_dtype": _of_all(unit.reduce_dtype for unit in units),
+        "forward_prefetch": max((unit.forward_prefetch for unit in layers), default=0),
+        "backward_prefetch": max((unit.backward_prefetch for unit in layers[first_trained:]), default=0) or "implicit",
         "prefetching_units": len(layers),
         # Frozen units before the first trained one have no backward, and are not gathered ahead of it.
         "prefetching_units_of_backward": len(layers) - first_trained,
-        "output_dtype": _only({unit["output_dtype"] for unit in units}),
+        "output_dtype": _of_all(unit.output_dtype for unit in units),
         "units": units,
         "sharded_inside": [name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)],
         "not_sharded": plain,
@@ -186,14 +191,14 @@ def _is_inside(tensor: DTensor) -> bool:
     return any(isinstance(placement, Shard) and placement.dim != 0 for placement in tensor.placements)
 
 
-def _inside_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]) -> list[str]:
-    if "sharded_inside" not in report:
+def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
+    if report.sharded_inside is None:
         return []
-    ranks = report["mesh"][-1]
+    ranks = report.mesh[-1]
     sharded = [(name, p.shape) for name, p in loaded.model.named_parameters() if isinstance(p, DTensor)]
     wanted = [name for name, shape in sharded if shard_dim(recipe, shape, ranks)]
-    wrong = sorted(set(wanted) ^ set(report["sharded_inside"]))
-    return [f"sharded_inside: the recipe means {wanted!r}, the run has {report['sharded_inside']!r}"] if wrong else []
+    wrong = sorted(set(wanted) ^ set(report.sharded_inside))
+    return [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"] if wrong else []
 
 
 def _reshard(group: Any) -> bool | int:
@@ -221,7 +226,7 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
         "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
         "compute_dtype": _name(precision.param_dtype) or storage,
         "reduce_dtype": _name(precision.reduce_dtype),
-        "units": [{"modules": [type(unit.module).__name__], "strategy": unit.sharding_strategy.name} for unit in units],
+        "units": [UnitState(modules=[type(unit.module).__name__], strategy=unit.sharding_strategy.name) for unit in units],
         "sharded": len(units),
     }
 
@@ -251,52 +256,53 @@ def _tied(model: Any) -> bool:
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
-def _plugin(trainer: Any) -> dict[str, Any] | None:
+def _plugin(trainer: Any) -> PluginState | None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return None
-    return {
-        "fsdp_version": plugin.fsdp_version,
-        "reshard_after_forward": str(plugin.reshard_after_forward),
-        "state_dict_type": str(plugin.state_dict_type).rsplit(".", 1)[-1],
-        "cpu_offload": _goes_to_host(plugin.cpu_offload),
-    }
+    return PluginState(
+        fsdp_version=plugin.fsdp_version,
+        reshard_after_forward=str(plugin.reshard_after_forward),
+        state_dict_type=str(plugin.state_dict_type).rsplit(".", 1)[-1],
+        cpu_offload=_goes_to_host(plugin.cpu_offload),
+    )
 
 
-def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -> list[str]:
+_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes"}
+
+
+def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
     """Return one sentence for each value that differs from the recipe or between ranks."""
     found: list[str] = []
     wanted = expected(recipe)
     wanted.pop("optimizer_state_dtype")  # there is no state before the first step; checked after it
     wanted |= _within_units(wanted, reports[0])
     for key, value in wanted.items():
-        if reports[0].get(key) != value:
-            found.append(f"{key}: the recipe means {value!r}, the run has {reports[0].get(key)!r}")
-    per_rank = {"local_bytes", "peak_growth_bytes"}
-    for key in reports[0].keys() - per_rank:
-        for rank, report in enumerate(reports[1:], start=1):
-            if report[key] != reports[0][key]:
-                found.append(f"{key} differs between ranks: rank 0 has {reports[0][key]!r}, rank {rank} has {report[key]!r}")
-                break
-    if reports[0]["wrapper"] == "fsdp2" and reports[0]["not_sharded"] and recipe.fsdp.ignored_modules is None:
-        found.append(f"not sharded: {reports[0]['not_sharded'][0]} and {len(reports[0]['not_sharded']) - 1} more parameters")
+        if (live := getattr(reports[0], key)) != value:
+            found.append(f"{key}: the recipe means {value!r}, the run has {live!r}")
+    for key in sorted(LiveState.model_fields.keys() - _OF_EACH_RANK):
+        first, *others = (getattr(report, key) for report in reports)
+        if (rank := next((rank for rank, other in enumerate(others, start=1) if other != first), None)) is not None:
+            found.append(f"{key} differs between ranks: rank 0 has {first!r}, rank {rank} has {others[rank - 1]!r}")
+    if reports[0].wrapper == "fsdp2" and reports[0].not_sharded and recipe.fsdp.ignored_modules is None:
+        found.append(f"not sharded: {reports[0].not_sharded[0]} and {len(reports[0].not_sharded) - 1} more parameters")
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
-    if reports[0]["tied"] != tied:
-        found.append(f"tied embeddings: the config has {tied}, the live model {reports[0]['tied']}")
-    if len(limits := reports[0]["collective_limits_seconds"]) > 1:
+    if reports[0].tied != tied:
+        found.append(f"tied embeddings: the config has {tied}, the live model {reports[0].tied}")
+    if len(limits := reports[0].collective_limits_seconds) > 1:
         found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
     found += _inside_differences(recipe, loaded, reports[0])
-    found += fp8_differences(recipe, loaded, reports[0]["fp8"])
+    found += fp8_differences(recipe, loaded, reports[0].fp8)
     on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
     return found + structure_differences(recipe, loaded, reports[0]) + on_host
 
 
-def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+def _within_units(wanted: dict[str, Any], report: LiveState) -> dict[str, Any]:
     """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
-    if "forward_prefetch" not in wanted or "prefetching_units" not in report:
+    if "forward_prefetch" not in wanted or report.prefetching_units is None or report.prefetching_units_of_backward is None:
         return {}  # not FSDP2, or not expected by the recipe
-    others = max(0, report["prefetching_units"] - 1)
-    others_of_backward = max(0, report["prefetching_units_of_backward"] - 1)
+    others = max(0, report.prefetching_units - 1)
+    others_of_backward = max(0, report.prefetching_units_of_backward - 1)
     forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
     return {
         "forward_prefetch": min(forward, others),
@@ -304,7 +310,7 @@ def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, A
     }
 
 
-def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]:
+def excessive_growth(recipe: Recipe, reports: list[LiveState]) -> list[str]:
     """Return a sentence for each rank that should hold a shard and held the full model while loading (ms-swift#9980).
 
     On CPU ranks the growth of peak resident memory is the model's. On an accelerator it also has the pages of CUDA and NCCL, several
@@ -312,16 +318,16 @@ def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]
     and as a warning.
     """
     on_host = recipe.launch.device == "cpu"
-    model_bytes = reports[0]["model_bytes"]
+    model_bytes = reports[0].model_bytes
     one_reader = recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2 and recipe.is_sharded
     if not one_reader or model_bytes < _MIN_BYTES_FOR_RESIDENT_CHECK or len(reports) == 1:
         return []
     found: list[str] = []
     for rank, report in enumerate(reports[1:], start=1):
         # One shard, and half of the rest for the tensor in flight and the allocator's slack.
-        allowed = report["local_bytes"] + 0.5 * (model_bytes - report["local_bytes"]) + 64 * MIB if on_host else model_bytes
-        if report["peak_growth_bytes"] > allowed:
-            grown, shard, model = (size / MIB for size in (report["peak_growth_bytes"], report["local_bytes"], model_bytes))
+        allowed = report.local_bytes + 0.5 * (model_bytes - report.local_bytes) + 64 * MIB if on_host else model_bytes
+        if report.peak_growth_bytes > allowed:
+            grown, shard, model = (size / MIB for size in (report.peak_growth_bytes, report.local_bytes, model_bytes))
             found.append(f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB of {model:.0f} MiB")
     return found
 
@@ -330,7 +336,7 @@ def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> ReadBack:
     """Gather and compare the reports of all ranks. Raises: FailedError with each difference."""
     reports = gather(read_live(recipe, loaded, trainer))
     found = differences(recipe, loaded, reports)
-    ranks = [{"local_bytes": r["local_bytes"], "peak_growth_bytes": r["peak_growth_bytes"]} for r in reports]
+    ranks = [{"local_bytes": r.local_bytes, "peak_growth_bytes": r.peak_growth_bytes} for r in reports]
     document = ReadBack(ranks, found, [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports), facts=reports[0])
     if found:
         problems = [
@@ -375,35 +381,35 @@ def optimizer_state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 # ---- Compare the live model's modules and parameters with the recipe: units, recomputation, kernels, frozen parameters.
 
 
-def structure_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]) -> list[str]:
+def structure_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
     """Return one sentence for each difference between the recipe and the live model."""
     layers = [name for name, _ in loaded.layers]
     found = _units(recipe, layers, report)
     wanted = 0 if recipe.fsdp.activation_checkpointing == "none" else math.ceil(len(layers) / recipe.fsdp.activation_checkpointing_every)
-    if report["recomputed_layers"] != wanted:
-        found.append(f"recomputed_layers: the recipe means {wanted} of {len(layers)}, the run has {report['recomputed_layers']}")
+    if report.recomputed_layers != wanted:
+        found.append(f"recomputed_layers: the recipe means {wanted} of {len(layers)}, the run has {report.recomputed_layers}")
     kernel = choose_attention(recipe, loaded.model.config).value
-    if kernel != "auto" and not stands_for(str(report["attention"]), kernel):
-        found.append(f"attention: the recipe means {kernel!r}, the run has {report['attention']!r}")
+    if kernel != "auto" and not stands_for(str(report.attention), kernel):
+        found.append(f"attention: the recipe means {kernel!r}, the run has {report.attention!r}")
     wanted_loss = recipe.kernels.loss if recipe.kernels.loss != "auto" else loaded.kernels["kernels.loss"].value
-    if report["loss_kernel"] != wanted_loss:
-        found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report['loss_kernel']!r}")
+    if report.loss_kernel != wanted_loss:
+        found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report.loss_kernel!r}")
     wanted_liger = loaded.kernels["kernels.liger"].value == "true"
-    if wanted_liger != bool(report["liger_modules"]):
-        found.append(f"liger: the recipe means {wanted_liger}, the run has {report['liger_modules']} modules of Liger's")
+    if wanted_liger != bool(report.liger_modules):
+        found.append(f"liger: the recipe means {wanted_liger}, the run has {report.liger_modules} modules of Liger's")
     wanted_slices = [recipe.kernels.mlp_slice_tokens] if recipe.kernels.mlp_slice_tokens is not None else []
-    if report["mlp_slice_tokens"] != wanted_slices:
-        found.append(f"mlp_slice_tokens: the recipe means {wanted_slices}, the run has {report['mlp_slice_tokens']}")
+    if report.mlp_slice_tokens != wanted_slices:
+        found.append(f"mlp_slice_tokens: the recipe means {wanted_slices}, the run has {report.mlp_slice_tokens}")
     wanted_compiled = len(layers) if recipe.kernels.compile else 0
-    if report["compiled_layers"] != wanted_compiled:
-        found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report['compiled_layers']}")
+    if report.compiled_layers != wanted_compiled:
+        found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report.compiled_layers}")
     return found + training_differences(recipe, loaded)
 
 
-def _units(recipe: Recipe, layers: list[str], report: dict[str, Any]) -> list[str]:
+def _units(recipe: Recipe, layers: list[str], report: LiveState) -> list[str]:
     """Under TRANSFORMER_BASED_WRAP every decoder layer that FSDP does not ignore is a unit; layers that share parameters share one."""
-    if report["wrapper"] != "fsdp2" or recipe.fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or recipe.fsdp.ignored_modules is not None:
+    if report.wrapper != "fsdp2" or recipe.fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or recipe.fsdp.ignored_modules is not None:
         return []
-    units = {name for unit in report["units"] for name in unit["modules"]}
+    units = {name for unit in report.units for name in unit.modules}
     missing = [layer for layer in layers if layer not in units]
     return [f"units: {missing[0]} is not a unit ({len(missing)} of {len(layers)} decoder layers)"] if missing else []

@@ -28,27 +28,28 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.shard.local import TORCH_DTYPE, gathered_in_fp8, is_fp8, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.run.records import Fp8State
 
 # By hand, of torchao's recipes: one scale for a row and a column of the operands, or one for each operand.
 _SCALES = {"rowwise": "axiswise", "tensorwise": "tensorwise"}
 _FP8, _BF16 = "float8_e4m3fn", "bfloat16"
 
 
-def read_fp8(loaded: Loaded) -> dict[str, Any]:
+def read_fp8(loaded: Loaded) -> Fp8State:
     """Return the number of torchao's Linears in this rank's model, their settings, and the weights gathered in fp8."""
     converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
-    return {
-        "linears": len(converted),
-        "scales": sorted({module.config.cast_config_weight.scaling_granularity.value for module in converted}),
-        "emulated": sorted({bool(module.config.emulate) for module in converted}),
-        "gathered": sum(1 for _ in gathered_in_fp8(loaded.wrapped)),
-    }
+    return Fp8State(
+        linears=len(converted),
+        scales=sorted({module.config.cast_config_weight.scaling_granularity.value for module in converted}),
+        emulated=sorted({bool(module.config.emulate) for module in converted}),
+        gathered=sum(1 for _ in gathered_in_fp8(loaded.wrapped)),
+    )
 
 
-def fp8_differences(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> list[str]:
+def fp8_differences(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
     """Return one sentence for each difference to the recipe, before the first step."""
     if recipe.precision.mixed_precision != "fp8":
-        return [f"fp8: the recipe means none, the run has {found['linears']} Linears of it"] if found["linears"] else []
+        return [f"fp8: the recipe means none, the run has {found.linears} Linears of it"] if found.linears else []
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
     may_be_left = recipe.fsdp.ignored_modules is not None or _has_experts(loaded.model)
     differences: list[str] = []
@@ -68,16 +69,18 @@ def _has_experts(model: Any) -> bool:
     return any("expert" in name for name, _ in model.named_modules())
 
 
-def _settings(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> list[str]:
+def _settings(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
     wanted: dict[str, Any] = {
         "scales": [_SCALES[recipe.precision.fp8_recipe]],
         "emulated": [recipe.launch.device == "cpu"],
         "gathered": len(_to_gather(recipe, loaded)),
     }
     differences = [
-        f"fp8 {key}: the recipe means {value!r}, the run has {found[key]!r}" for key, value in wanted.items() if found[key] != value
+        f"fp8 {key}: the recipe means {value!r}, the run has {live!r}"
+        for key, value in wanted.items()
+        if (live := getattr(found, key)) != value
     ]
-    return differences if found["linears"] else ["fp8: the recipe means it, and no Linear computes in it"]
+    return differences if found.linears else ["fp8: the recipe means it, and no Linear computes in it"]
 
 
 def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
