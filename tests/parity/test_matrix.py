@@ -47,7 +47,7 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
 def check_compiled(case: Case, run: RunDir) -> None:
     """The layers that trained were machine code, and after the second epoch nothing more was compiled.
 
-    The last batch of the second epoch has another width than that of the first, for which some kernels of attention have a graph of its own.
+    The last batch of the second epoch is wider than that of the first, and some kernels of attention have a graph of their own for it.
     """
     graphs = [(line["step"], line["graphs"]) for line in runs.lines(run) if line.get("event") == "compiled"]
     recipe = read_recipe(run)
