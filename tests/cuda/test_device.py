@@ -329,6 +329,75 @@ def _scaled_product(scales: str, dtype: str, left: str = "float8_e4m3fn", bias: 
     return {"dtype": str(out.dtype).removeprefix("torch."), "shape": tuple(out.shape), "largest": largest}
 
 
+def _attention_with_dropout(dtype: str) -> dict[str, float]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    draw = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(2, 2, 24, 16, generator=draw).to("cuda", getattr(torch, dtype)).requires_grad_() for _ in range(3)]
+
+    def out(p: float, *states: torch.Tensor) -> torch.Tensor:
+        torch.cuda.manual_seed(3)
+        return scaled_dot_product_attention(*states, dropout_p=p, is_causal=True)
+
+    one, again = out(0.5, *leaves), out(0.5, *leaves)
+    ahead = torch.rand(1, device="cuda")
+    many = torch.stack([scaled_dot_product_attention(*leaves, dropout_p=0.5, is_causal=True).float() for _ in range(400)]).mean(0)
+    direction = [torch.randn(leaf.shape, generator=draw).to("cuda") for leaf in leaves]
+    gradients = torch.autograd.grad(one.float().square().sum(), leaves)
+    slope = sum((gradient.float() * each).sum() for gradient, each in zip(gradients, direction, strict=True))
+    step = 1e-3
+    ahead_of, behind = (
+        out(0.5, *(leaf.detach() + sign * step * each for leaf, each in zip(leaves, direction, strict=True))).float().square().sum()
+        for sign in (1, -1)
+    )
+    torch.cuda.manual_seed(3)
+    return {
+        "differs without a new mask": float((one - again).abs().max()),
+        "advances the generator": float(torch.rand(1, device="cuda") != ahead),
+        "mean over masks": float((many - out(0.0, *leaves).float()).norm() / out(0.0, *leaves).float().norm()),
+        "slope": float((ahead_of - behind) / (2 * step) / slope),
+    }
+
+
+def test_attention_draws_its_dropout_mask_inside(pool: RankPool) -> None:
+    """The same seed draws it again in the backward; the mean over masks is the result without dropout."""
+    (found,) = pool.run(1, _attention_with_dropout, "float32")
+    assert found["differs without a new mask"] == 0
+    assert found["advances the generator"] == 1
+    assert found["mean over masks"] < 0.15
+    assert found["slope"] == pytest.approx(1, abs=1e-2)
+
+
+def _gradients_with_dropout() -> dict[str, float]:
+    import torch
+
+    from fsdp_tune.model.loading.construct import build_full
+    from fsdp_tune.model.shard.recompute import recompute_activations
+    from tests.model.recipes import recipe_of
+
+    model = {"model_type": "gpt2", "vocab_size": 150, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+    def gradients(recomputed: str) -> torch.Tensor:
+        recipe = recipe_of({"from_config": model | {"bos_token_id": 0, "eos_token_id": 1}}, fsdp={"activation_checkpointing": recomputed})
+        torch.manual_seed(0)
+        live = build_full(recipe).train().to("cuda")
+        recompute_activations(recipe, live)
+        torch.cuda.manual_seed(3)
+        ids = (torch.arange(96) % 150).view(2, 48).to("cuda")
+        live(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten() for p in live.parameters()])
+
+    plain = gradients("none")
+    return {way: float((gradients(way) - plain).norm() / plain.norm()) for way in ("none", "full", "selective")}
+
+
+def test_recomputed_layers_draw_the_masks_of_their_forward(pool: RankPool) -> None:
+    """With attention whose mask is drawn in its kernel, as on a GPU. Kept attention gave gradients that were 28 % off."""
+    (found,) = pool.run(1, _gradients_with_dropout)
+    assert found == dict.fromkeys(("none", "full", "selective"), pytest.approx(0, abs=1e-6))
+
+
 @pytest.mark.parametrize(
     ("scales", "dtype", "left", "bias"),
     [

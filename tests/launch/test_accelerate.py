@@ -143,9 +143,10 @@ def test_leftovers_of_another_job_are_removed_and_listed(tmp_path: Path) -> None
         "SLURM_JOB_ID": "7",
         "PMI_RANK": "2",
     }
-    made = plan(tmp_path, inherited={**stale, "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    made = plan(tmp_path, inherited={**stale, "PATH": "/bin", "NCCL_DEBUG": "INFO", "PMIX_MCA_gds": "hash"})
     assert list(made.removed) == sorted(stale)
     assert made.env["PATH"] == "/bin"
+    assert made.env["PMIX_MCA_gds"] == "hash", "a setting of NVIDIA's images"
     assert made.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(7 * 86_400)
     assert not {"RANK", "WORLD_SIZE", "PET_NNODES", "SLURM_JOB_ID"} & made.env.keys()
     written = made.to_json()

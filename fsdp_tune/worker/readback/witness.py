@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,26 @@ COST_STEPS = 100
 
 CHECKSUM_PIECE = 1021
 """Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat (prime)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank sends to the others before the first step or after the first update."""
+
+    generators: dict[str, str] = field(default_factory=dict[str, str])
+    """A digest of the state of each generator."""
+    weights_seed: int | None = None
+    """Of the initial weights; None where they were read."""
+    rows: list[int] = field(default_factory=list[int])
+    """Of the step, in the order of reading."""
+    found: list[str] = field(default_factory=list[str])
+    """Differences that the rank sees alone."""
+    recipe: str = ""
+    """A digest, as `parameter_names`."""
+    parameter_names: str = ""
+    rates: list[float] = field(default_factory=list[float])
+    copies: dict[str, str] = field(default_factory=dict[str, str])
+    """A digest of the tensors that some ranks must have alike, by these ranks."""
 
 
 class Witness(AttachedCallback):
@@ -104,18 +125,20 @@ class Witness(AttachedCallback):
 
     def _compare_start(self, step: int) -> None:
         trainer = self.trainer
-        facts: dict[str, Any] = {"generators": _generators(trainer.args.device), "weights_seed": trainer.parts.loaded.weights_seed}
+        facts = RankFacts(_generators(trainer.args.device), trainer.parts.loaded.weights_seed)
         if self._is_on:
             self._units = units_of(trainer.wrapped)
             self._frozen = self._checksums_of_frozen()
-            facts |= {
-                "recipe": _digest(trainer.parts.recipe.model_dump_json()),
-                "rows": [row for batch in trainer.batches for row in batch.row_ids],
-                "found": [*_of_gathered(gathered_units(self._units)), *self._unknown_to_optimizer()],
-                **self._copies(all_buffers=True),
-            }
+            facts = replace(
+                facts,
+                rows=[row for batch in trainer.batches for row in batch.row_ids],
+                found=[*_of_gathered(gathered_units(self._units)), *self._unknown_to_optimizer()],
+                recipe=_digest(trainer.parts.recipe.model_dump_json()),
+                parameter_names=self._digest_of_names(),
+                copies=self._copies(all_buffers=True),
+            )
         every = gather(facts)
-        self.report = {"generators": [each["generators"] for each in every]}
+        self.report = {"generators": [each.generators for each in every]}
         found = generator_differences(every)
         if self._is_on:
             found += self._common_differences(every) + row_differences(
@@ -139,20 +162,23 @@ class Witness(AttachedCallback):
         if sums_need_fp32(self.trainer.parts.recipe) and (narrow := sample.gradient_dtypes - {torch.float32}):
             found.append(f"gradients of micro-batches were added in {', '.join(map(str, narrow))}")
         rates = [float(group["lr"]) for group in self.trainer.optimizer.param_groups]
-        every = gather({"found": found, "rates": rates, **self._copies(all_buffers=False)})
+        copies = self._copies(all_buffers=False)
+        every = gather(RankFacts(found=found, rates=rates, parameter_names=self._digest_of_names(), copies=copies))
         self._stop(self._common_differences(every), step)
 
-    def _common_differences(self, every: list[dict[str, Any]]) -> list[str]:
+    def _common_differences(self, every: list[RankFacts]) -> list[str]:
         """Collective if replicas differ: only then is the checksum of every tensor sent."""
         by_sentence: dict[str, list[int]] = defaultdict(list)
         for rank, facts in enumerate(every):
-            for sentence in facts["found"]:
+            for sentence in facts.found:
                 by_sentence[sentence].append(rank)
         found = [f"{_ranks(ranks)}: {sentence}" for sentence, ranks in by_sentence.items()]
-        for fact, meaning in (("recipe", "recipe"), ("rates", "learning rates"), ("parameter_names", "parameters")):
-            found += [
-                f"the {meaning} of {_ranks(ranks)} differ from those of rank 0" for ranks in _other_than_first(f.get(fact) for f in every)
-            ]
+        for meaning, values in (
+            ("recipe", [facts.recipe for facts in every]),
+            ("learning rates", [facts.rates for facts in every]),
+            ("parameters", [facts.parameter_names for facts in every]),
+        ):
+            found += [f"the {meaning} of {_ranks(ranks)} differ from those of rank 0" for ranks in _other_than_first(values)]
         if _copies_differ(every):
             found += copy_differences(gather(self._checksums))
         return found
@@ -170,7 +196,10 @@ class Witness(AttachedCallback):
     def _checksums_of_frozen(self) -> dict[str, int]:
         return checksums({name: parameter for name, parameter in self._parameters() if not parameter.requires_grad})
 
-    def _copies(self, *, all_buffers: bool) -> dict[str, Any]:
+    def _digest_of_names(self) -> str:
+        return _digest(repr([name for name, _ in self._parameters()]))
+
+    def _copies(self, *, all_buffers: bool) -> dict[str, str]:
         """Return digests of replicated tensors; `_checksums` keeps their parts, by the ranks that must have equal copies.
 
         Buffers that are in no checkpoint may follow the length of a rank's rows (dynamic RoPE), so that after a step they may differ.
@@ -188,8 +217,7 @@ class Witness(AttachedCallback):
         kept = _persistent_buffers(wrapped)
         same["all"] |= {plain_name(name): buffer for name, buffer in wrapped.named_buffers() if all_buffers or name in kept}
         self._checksums = {ranks: checksums(tensors) for ranks, tensors in same.items()} if dist.get_world_size() > 1 else {}
-        digests = {ranks: _digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
-        return {"copies": digests, "parameter_names": _digest(repr([name for name, _ in self._parameters()]))}
+        return {ranks: _digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
 
     # ---- How
 
@@ -217,30 +245,30 @@ class Witness(AttachedCallback):
 # ---- Comparisons, from the facts of all ranks
 
 
-def generator_differences(every: list[dict[str, Any]]) -> list[str]:
+def generator_differences(every: list[RankFacts]) -> list[str]:
     """Compare the generators of ranks: dropout masks must differ, and the seed of the initial weights must not."""
     found: list[str] = []
-    for kind in every[0]["generators"]:
+    for kind in every[0].generators:
         by_state: dict[str, list[int]] = defaultdict(list)
         for rank, facts in enumerate(every):
-            by_state[facts["generators"][kind]].append(rank)
+            by_state[facts.generators[kind]].append(rank)
         found += [f"the {kind} generators of {_ranks(ranks)} are in the same state" for ranks in by_state.values() if len(ranks) > 1]
-    seeds = {facts["weights_seed"] for facts in every} - {None}
+    seeds = {facts.weights_seed for facts in every if facts.weights_seed is not None}
     if len(seeds) > 1:
         found.append(f"initial weights were drawn from different seeds: {', '.join(map(str, sorted(seeds)))}")
     return found
 
 
-def row_differences(every: list[dict[str, Any]], expected: Iterable[int], topology: Topology) -> list[str]:
+def row_differences(every: list[RankFacts], expected: Iterable[int], topology: Topology) -> list[str]:
     """Check that the ranks together read the rows of the step's global batch, each once, or once on each rank of a group that shares it."""
     wanted, first = sorted(expected), 0
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, facts in enumerate(every):
         if topology.counts_rows(rank):
             first = rank
-            for row in facts["rows"]:
+            for row in facts.rows:
                 owners[row].append(rank)
-        elif facts["rows"] != every[first]["rows"]:
+        elif facts.rows != every[first].rows:
             return [f"rank {rank} reads other rows than rank {first}, and they share their rows"]
     if sorted(row for row, ranks in owners.items() for _ in ranks) == wanted:
         return []
@@ -265,10 +293,10 @@ def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
     return found
 
 
-def _copies_differ(every: list[dict[str, Any]]) -> bool:
+def _copies_differ(every: list[RankFacts]) -> bool:
     digests: dict[str, set[str]] = defaultdict(set)
     for facts in every:
-        for key, digest in facts["copies"].items():
+        for key, digest in facts.copies.items():
             digests[key].add(digest)
     return any(len(found) > 1 for found in digests.values())
 

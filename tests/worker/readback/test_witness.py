@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ import torch
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.readback.witness import checksums, copy_differences, generator_differences, row_differences
+from fsdp_tune.worker.readback.witness import RankFacts, checksums, copy_differences, generator_differences, row_differences
 from tests.conftest import REPOSITORY
 from tests.cuda.devices import on_devices
 from tests.parity import runs
@@ -26,8 +27,8 @@ from tests.parity.cases import Case
 # ------------------------------------------------------------------------------------------------------------ comparisons
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    return {"generators": {"CPU": "a", "cuda": "c"}, "weights_seed": None, "rows": []} | changes
+def facts(**changes: Any) -> RankFacts:
+    return RankFacts(**{"generators": {"CPU": "a", "cuda": "c"}} | changes)
 
 
 def test_generators_are_compared_on_host_and_device() -> None:
@@ -37,7 +38,7 @@ def test_generators_are_compared_on_host_and_device() -> None:
     assert generator_differences([facts(), other, facts(generators={"CPU": "e", "cuda": "d"})]) == [
         "the cuda generators of ranks 1 and 2 are in the same state"
     ]
-    assert generator_differences([facts(weights_seed=1), other | {"weights_seed": 2}]) == [
+    assert generator_differences([facts(weights_seed=1), replace(other, weights_seed=2)]) == [
         "initial weights were drawn from different seeds: 1, 2"
     ]
     assert generator_differences([facts(weights_seed=1), other]) == [], "rank 0 alone draws"
