@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import platform
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import ReadBack
 
 T = TypeVar("T")
 
@@ -64,6 +66,17 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
+
+
+def stop_on(found: list[str], step: int, run: RunDir, report: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Stop every rank if there is a difference; all of them give the same list. Rank 0 writes it to readback.json. Raises: FailedError."""
+    if not found:
+        return
+    if dist.get_rank() == 0:
+        ReadBack.complete(run.readback_json, witness={**report, "differences": found})
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    hint = "readback.json lists every difference; `--set training.witness=off` trains without these checks"
+    raise FailedError(Problem("invariant-broken", f"step {step + 1}: {found[0]}{more}", hint=hint))
 
 
 class StopVote:

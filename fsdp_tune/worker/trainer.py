@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,14 @@ from fsdp_tune.model.internals.transformers_internals import require_trainer_hoo
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
+from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.checkpoint.save import Checkpointer
 from fsdp_tune.worker.checkpoint.state import (
     restore_model,
@@ -201,9 +204,15 @@ class FsdpTrainer(Trainer):
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._audited = True
-        with DtypeAudit(why_not_audited(self.parts.recipe)) as audit:
+        recipe, check = self.parts.recipe, RecomputationCheck()
+        why_not = why_not_audited(recipe)
+        is_checked = why_not is None and recipe.training.witness != "off" and recipe.fsdp.activation_checkpointing != "none"
+        with DtypeAudit(why_not) as audit, check if is_checked else nullcontext():
             loss = self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._write_audit(audit.report())
+        if is_checked:
+            found = [f"rank {rank}: {each}" for rank, own in enumerate(gather(check.differences())) for each in own]
+            stop_on(found, self.state.global_step, self.parts.run)
         return loss
 
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:

@@ -15,7 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loss import micro_batch_loss
-from fsdp_tune.model.shard.recompute import _SaveAttentionAndEverySecondMatmul, checkpointed_layers, recompute_activations
+from fsdp_tune.model.shard.recompute import (
+    RecomputationCheck,
+    _SaveAttentionAndEverySecondMatmul,
+    checkpointed_layers,
+    recompute_activations,
+)
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -176,3 +181,18 @@ def test_recomputation_does_not_depend_on_wrapping(policy: str) -> None:
     recipe = recipe_of("gpt_neox", fsdp={"auto_wrap_policy": policy, "activation_checkpointing": "full"})
     layers = checkpointed_layers(recipe, build_full(recipe))
     assert [name for name, _ in layers] == ["gpt_neox.layers.0", "gpt_neox.layers.1"]
+
+
+@pytest.mark.parametrize("recomputed", ["full", "selective"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "mixtral", "gpt_oss"])
+def test_layers_recompute_what_their_forward_computed(family: str, recomputed: str) -> None:
+    recipe = recipe_of(family, fsdp={"activation_checkpointing": recomputed})
+    model = build_full(recipe).train()
+    recompute_activations(recipe, model)
+    ids = torch.arange(64).view(2, 32)
+    with RecomputationCheck() as check:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(len(again) >= 5 for _, _, again in check._layers)
+    assert check.differences() == []
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert len(check._layers) == 2, "nothing is compared any more"

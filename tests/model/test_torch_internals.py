@@ -211,6 +211,7 @@ def _owners() -> dict[str, Any]:
         "LOCAL_TENSOR": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]),
         "SCRIPT_TYPE": dist.group.WORLD.boxed(),  # type: ignore[union-attr]
         "COMPILED_FROM": torch.compile(torch.sin),
+        "SCHEMA": torch.ops.aten.mm.default,
         "FSDP_STATE": unit,
         **dict.fromkeys(("PARAM_GROUP", "PARAM_GROUPS", "FORWARD_PREFETCH", "BACKWARD_PREFETCH", "LAZY_INIT"), state),
         **dict.fromkeys(("FORWARD_RECORD", "ORIGINAL_DTYPE"), group),

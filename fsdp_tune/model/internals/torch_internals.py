@@ -71,13 +71,20 @@ RECORDING_MODE = Name(_DISPATCH_MODE, _TRACE, READ_IN)
 """The same for a trace, which is nothing without it."""
 
 
-def observing_mode(see: Callable[[Any, tuple[Any, ...]], None]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `see(operator, arguments)` is called before each operation, if this version has dispatch modes."""
+def observing_mode(
+    see: Callable[[Any, tuple[Any, ...]], None] | None = None, see_result: Callable[[Any, Any], None] | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `see(operator, arguments)` is called before each operation, and `see_result(operator, result)` after it, if
+    this version has dispatch modes."""
 
     class Observing(OBSERVING_MODE.get()):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-            see(func, args)
-            return func(*args, **(kwargs or {}))
+            if see is not None:
+                see(func, args)
+            result = func(*args, **(kwargs or {}))
+            if see_result is not None:
+                see_result(func, result)
+            return result
 
     mode: contextlib.AbstractContextManager[Any] = Observing()
     return mode
@@ -109,6 +116,8 @@ _ATTENTION = (
 )
 ATTENTION_OPERATORS = tuple(Name(f"torch:ops.aten.{name}.default", _SELECTIVE, READ_IN, fallback=None) for name in _ATTENTION)
 """Operators whose results selective recomputation saves. Fallback: one that a version does not have is not called there either."""
+SCHEMA = Attribute("torch._ops:OpOverload._schema", _SELECTIVE, READ_IN)
+"""Of an operator: names and defaults of its arguments."""
 SCALED_MM = Name("torch:ops.aten._scaled_mm.default", _SELECTIVE, READ_IN, fallback=None)
 """The matrix product of fp8. Fallback: as for attention."""
 FLASH_ATTENTION = Name("torch:ops.aten._scaled_dot_product_flash_attention", _TRACE, READ_IN)

@@ -18,15 +18,15 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM
+from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM, SCHEMA, observing_mode
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -150,7 +150,7 @@ _DROPOUT = frozenset({"dropout_p", "p_dropout"})
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it would not advance the random
     generator when recomputing, and all later masks of the layer would differ from those of the forward."""
-    for index, argument in enumerate(op._schema.arguments):
+    for index, argument in enumerate(SCHEMA.of(op).arguments):
         if argument.name in _DROPOUT:
             return bool(args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value))
     return False
@@ -177,6 +177,92 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_SaveAttentionAndEverySecondMatmul())
 
 
+# ---- Whether a layer computes again what its forward computed
+
+_SAMPLED_ALONG_DIMENSION = 16
+_ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
+_ALLOWED_IN_HALF_PRECISION = 5e-2
+"""Relative, of sampled values of a product. The same operands in the same kernel: only one that adds in any order gives a difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Some values of a product or of attention, in fp32."""
+
+    name: str
+    values: torch.Tensor
+    allowed: float
+
+    @classmethod
+    def of(cls, op: Any, output: torch.Tensor) -> _Sample:
+        some = tuple(slice(None, None, max(1, size // _SAMPLED_ALONG_DIMENSION)) for size in output.shape)
+        allowed = _ALLOWED.get(output.dtype, _ALLOWED_IN_HALF_PRECISION)
+        return cls(op.overloadpacket.__name__, output[some].to(torch.float32, copy=True), allowed)
+
+
+def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[Any]:
+    """Take samples of the matrix products and attention that run in the context, or are answered by a mode around it."""
+
+    def see(op: Any, result: Any) -> None:
+        if op in _products() or _is_attention(op):
+            output = result[0] if isinstance(result, tuple | list) else result
+            if type(output) is torch.Tensor:
+                samples.append(_Sample.of(op, output.detach()))
+
+    return observing_mode(see_result=see)
+
+
+class RecomputationCheck:
+    """While it is entered, compares matrix products and attention of recomputed layers with those of their forward.
+
+    A difference means that gradients are not those of the loss: a kernel wrote over a value that is kept for the backward (autograd counts
+    no writes of Triton), a dropout mask was drawn differently, or an input had changed before it came back from the host.
+    """
+
+    entered: ClassVar[RecomputationCheck | None] = None
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[str, list[_Sample], list[_Sample]]] = []
+
+    def __enter__(self) -> Self:
+        RecomputationCheck.entered = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        RecomputationCheck.entered = None
+
+    def contexts(self, layer: str, inner: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return contexts of one forward of a layer and of its recomputation, within those of `inner`."""
+        samples: tuple[list[_Sample], list[_Sample]] = [], []
+        self._layers.append((layer, *samples))
+        return tuple(_nested(context, _sampling(found)) for context, found in zip(inner(), samples, strict=True))  # type: ignore[return-value]
+
+    def differences(self) -> list[str]:
+        """Return a sentence for each product that differs. Waits for the device once."""
+        pairs = [(layer, *pair) for layer, first, again in self._layers for pair in zip(first, again, strict=False)]  # it may end earlier
+        if not pairs:
+            return []
+        shares = torch.stack([_distance(one.values, other.values) for _, one, other in pairs]).tolist()
+        return [
+            f"`{layer}`: `{one.name}` is {share:.0%} off when the layer is recomputed"
+            for (layer, one, _), share in zip(pairs, shares, strict=True)
+            if share > one.allowed
+        ]
+
+
+@contextlib.contextmanager
+def _nested(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the distance relative to the norm; 1 for other shapes, NaN where a value is not finite."""
+    if one.shape != other.shape:
+        return one.new_ones(())
+    return (other - one).norm() / one.norm().clamp_min(torch.finfo(torch.float32).tiny)
+
+
 def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the decoder layers that the recipe recomputes: every n-th, regardless of the wrap policy."""
     if recipe.fsdp.activation_checkpointing == "none":
@@ -188,8 +274,9 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
     """Make the recomputed layers drop their activations in the forward. Call it before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
-    for _, layer in layers:
+    for name, layer in layers:
         layer.forward = _checkpointed(  # type: ignore[method-assign]
+            name,
             layer,
             selective=recipe.fsdp.activation_checkpointing == "selective",
             copies=copies,
@@ -198,7 +285,7 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
 
 
-def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
+def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
     layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may replace it
 
     @functools.wraps(layer.forward)
@@ -207,6 +294,8 @@ def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | Non
         if not (layer.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        if (check := RecomputationCheck.entered) is not None:
+            options["context_fn"] = functools.partial(check.contexts, name, _selective_contexts if selective else noop_context_fn)
         saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
         if copies is not None:
             of_own, own = _by_own_tensors(original, args, kwargs)

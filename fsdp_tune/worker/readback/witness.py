@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.optimizer import sums_need_fp32
@@ -31,7 +30,7 @@ from fsdp_tune.model.shard.wrap import gathered_units, units_of
 from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run import events
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_progress import AttachedCallback
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
 from fsdp_tune.worker.readback.update_sample import UpdateSample
@@ -233,13 +232,7 @@ class Witness(AttachedCallback):
             self.cpu_seconds += time.thread_time() - started
 
     def _stop(self, found: list[str], step: int) -> None:
-        if not found:
-            return
-        if dist.get_rank() == 0:
-            ReadBack.complete(self.trainer.parts.run.readback_json, witness=self.report | {"differences": found})
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        hint = "readback.json lists every difference; `--set training.witness=off` trains without these checks"
-        raise FailedError(Problem("invariant-broken", f"step {step + 1}: {found[0]}{more}", hint=hint))
+        stop_on(found, step, self.trainer.parts.run, self.report)
 
 
 # ---- Comparisons, from the facts of all ranks

@@ -217,6 +217,42 @@ def gradients_added_in_bf16() -> AbstractContextManager[Any]:
     return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda recipe: False)
 
 
+def rotary_kernel_that_overwrites_its_inputs() -> AbstractContextManager[Any]:
+    """Unseen by autograd, as Liger's does."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+
+    class Rotary(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+            for states, rotated in zip((query, key), original(query, key, cos, sin), strict=True):
+                states.data.copy_(rotated)
+            ctx.save_for_backward(cos, sin)
+            return query, key
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+            cos, sin = ctx.saved_tensors
+            return *original(*upstream, cos, -sin), None, None
+
+    def rotate(*states: torch.Tensor, **_: Any) -> Any:
+        return Rotary.apply(*states)
+
+    return patch.object(modeling_llama, "apply_rotary_pos_emb", rotate)
+
+
+def other_dropout_masks_when_recomputing() -> AbstractContextManager[Any]:
+    from fsdp_tune.model.shard import recompute
+
+    original = recompute.checkpoint
+
+    def checkpoint(*arguments: Any, **options: Any) -> Any:
+        return original(*arguments, **options | {"preserve_rng_state": False})
+
+    return patch.object(recompute, "checkpoint", checkpoint)
+
+
 FIRST_UPDATE = 2
 """The learning rate of step 1 is 0: it warms up."""
 FREEZE = {"model": {"freeze": ["model.embed_tokens.*"]}}
@@ -269,6 +305,20 @@ PLANTS: dict[str, tuple[Any, Case, dict[str, Any], int, str]] = {
         FIRST_UPDATE,
         "gradients of micro-batches were added in torch.bfloat16",
     ),
+    "overwritten product": (
+        rotary_kernel_that_overwrites_its_inputs,
+        Case(recomputation="selective"),
+        {},
+        1,
+        "rank 0: `model.layers.0`: `mm` is ",
+    ),
+    "other dropout masks": (
+        other_dropout_masks_when_recomputing,
+        Case("gpt2-dropout", recomputation="full"),
+        {},
+        1,
+        "rank 0: `transformer.h.0`: `",
+    ),
     "time limits of mesh groups": (
         mesh_groups_with_torchs_limit,
         HYBRID,
@@ -284,7 +334,10 @@ def run_planted(path: str, name: str) -> dict[str, Any]:
         return runs.run_worker(path)
 
 
-FAST = ("same dropout streams", "stale parameter", "not updated", "diverging replicas, DDP", "time limits of mesh groups")
+FAST = (
+    *("same dropout streams", "stale parameter", "not updated", "diverging replicas, DDP", "time limits of mesh groups"),
+    *("overwritten product", "other dropout masks"),
+)
 
 
 @on_devices
@@ -292,7 +345,7 @@ FAST = ("same dropout streams", "stale parameter", "not updated", "diverging rep
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTS])
 def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
     _, case, keys, step, message = PLANTS[name]
-    recipe = runs.merged(case.recipe(str(bench.model("llama"))), keys | {"training": {"witness": "first"}})
+    recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), keys | {"training": {"witness": "first"}})
     run = bench.written_run(recipe)
     outcomes = bench.pool.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
