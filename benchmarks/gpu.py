@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gpu_report.write(document, PARTS, options.output)
 
         wanted = [part for part in PARTS if not options.part or part.name in options.part]
-        for part in wanted:
+        for number, part in enumerate(wanted):
             left = options.seconds - GRACE_SECONDS - (time.monotonic() - began)
             found = document["parts"][part.name] = {"rows": [], "seconds": 0.0, "reason": None}
             if left < GRACE_SECONDS:
@@ -213,9 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 patience = options.patience if options.tiny else 1.0
                 run = Runner(own, options.device, None if options.device == "cpu" else facts["name"], forks, left=lambda: 0.0)
                 run.at_most_seconds *= patience
-                share = part.budget_seconds / sum(one.budget_seconds for one in wanted[wanted.index(part) :])
-                own = min(part.budget_seconds * patience, share * left)
-                run_part(part, Bench(run, hardware, tiny=options.tiny), own, found, note)
+                share = part.budget_seconds / sum(each.budget_seconds for each in wanted[number:])
+                seconds = min(part.budget_seconds * patience, share * left)
+                run_part(part, Bench(run, hardware, tiny=options.tiny), seconds, found, note)
             note()
             reasons = sum(1 for row in found["rows"] if row.get("reason"))
             print(f"{part.name}: {len(found['rows']) - reasons} rows, {reasons} without figures, {found['seconds']:.0f} s", flush=True)

@@ -113,7 +113,7 @@ def folder_of(output: Path, name: str) -> Path:
 
 
 def run_tasks(tasks: Sequence[Task], output: Path, seconds: float) -> list[Result]:
-    """All at once, each for its own limit or for `seconds`; an end that `seconds` alone brought is no result."""
+    """Run all tasks at the same time, each until its own limit or `seconds`. A task that `seconds` ended is incomplete."""
     from fsdp_tune.core.processes import ends_with_parent
 
     began = time.monotonic()
@@ -134,8 +134,9 @@ def run_tasks(tasks: Sequence[Task], output: Path, seconds: float) -> list[Resul
                     tail = _log(output, task).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
                     found[task.name] = replace(result, tail=tail)
     finally:
-        for process in running:
-            _kill(process)
+        for task, process in zip(tasks, running, strict=False):  # fewer run where one could not start
+            if task.name not in found:
+                _kill(process)
     return [found[task.name] for task in tasks]
 
 

@@ -114,11 +114,9 @@ def run_job(job: dict[str, Any], seconds: float, *, forks: bool) -> Ended:
         if code is None:
             time.sleep(POLL_SECONDS)
     if code is None:
-        if job["kind"] == "worker":
-            os.kill(pid, signal.SIGUSR2)  # a rank answers with the stacks of its threads
-            time.sleep(STACKS_SECONDS)
+        where = _location(Path(job["run"]), pid) if job["kind"] == "worker" else ""
         _kill(pid)
-        return Ended(f"killed after {seconds:.0f} s {_phase(job)}: {_stacks(job, log)}", time.monotonic() - started)
+        return Ended(f"killed after {seconds:.0f} s{where}", time.monotonic() - started)
     took = time.monotonic() - started
     if code == 0:
         return Ended(None, took)
@@ -135,22 +133,19 @@ def _kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def _phase(job: dict[str, Any]) -> str:
+def _location(folder: Path, pid: int) -> str:
+    """Return the phase of a running worker and the functions of its main thread, the innermost first."""
     from fsdp_tune.run.directory import RunDir
     from fsdp_tune.run.launch_files import read_heartbeat
 
-    beat = read_heartbeat(RunDir(Path(job["run"])), 0) if job["kind"] == "worker" else None
-    return "without a heartbeat" if beat is None else f"in phase {beat.phase}, step {beat.step}"
-
-
-def _stacks(job: dict[str, Any], log: Path) -> str:
-    """What is at the end of the logs: the functions of the main thread, the innermost first."""
-    from fsdp_tune.run.directory import RunDir
-
-    own = RunDir(Path(job["run"])).rank_log(0) if job["kind"] == "worker" else log
-    text = own.read_text(encoding="utf-8", errors="replace") if own.exists() else ""
-    frames = [line.strip() for line in text.rpartition("most recent call first")[2].splitlines() if line.strip().startswith("File ")]
-    return " < ".join(frame.replace("File ", "") for frame in frames[:6])[:LAST_WORDS] or _end_of(own)
+    run = RunDir(folder)
+    os.kill(pid, signal.SIGUSR2)  # a rank writes the stacks of its threads, the main one last
+    time.sleep(STACKS_SECONDS)
+    beat, log = read_heartbeat(run, 0), run.rank_log(0)
+    phase = "without a heartbeat" if beat is None else f"in phase {beat.phase}, step {beat.step}"
+    lines = log.read_text(encoding="utf-8", errors="replace").rpartition("most recent call first")[2].splitlines() if log.exists() else []
+    frames = [line.strip().removeprefix("File ") for line in lines if line.strip().startswith("File ")]
+    return f" {phase}: {' < '.join(frames[:6])[:LAST_WORDS] or _end_of(log)}"
 
 
 def _end_of(log: Path) -> str:

@@ -108,7 +108,7 @@ def ours(run_dir: str) -> int:
     set_environment(read_recipe(run), run)  # before transformers is imported, as the worker does
     from fsdp_tune.worker import setup
 
-    patch.object(setup, "user_callbacks", lambda _recipe: [gate_callback()]).start()  # an error where there is no such function any more
+    patch.object(setup, "user_callbacks", lambda _recipe: [gate_callback()]).start()  # raises if it was renamed
     return worker.main([run_dir])
 
 

@@ -67,9 +67,6 @@ class Prepared(Document):
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return Document.as_dict(self) | {"report": self.report.as_dict()}
-
     def as_notices(self) -> list[Notice]:
         return [*self._unstamped(), *self._stored_notices()]
 

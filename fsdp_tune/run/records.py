@@ -31,9 +31,8 @@ class Document:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the file without its version."""
-        own = asdict(self)
-        facts = own.pop("facts", {})
-        return own | (facts.as_dict() if isinstance(facts, PartialFacts) else facts)
+        own = {name: value.as_dict() if isinstance(value, PartialFacts) else value for name, value in asdict(self).items()}
+        return own | own.pop("facts", {})
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:

@@ -119,7 +119,7 @@ def test_failed_or_slow_job_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     job = {"kind": "probe", "device": "cuda", "result": str(tmp_path / "r"), "log": str(tmp_path / "log")}
     assert gpu_runs.run_job(job, 30.0, forks=True).reason == "exit code 1: SystemExit: no card"
     monkeypatch.setattr(gpu_runs, "probe", lambda _job: time.sleep(600))
-    assert gpu_runs.run_job(job, 0.5, forks=True).reason.startswith("killed after 0 s without a heartbeat: ")
+    assert gpu_runs.run_job(job, 0.5, forks=True).reason == "killed after 0 s"
 
 
 @pytest.mark.usefixtures("beside_the_benchmarks")

@@ -21,6 +21,7 @@ from fsdp_tune.model.kernels.head import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.model.kernels.install import choose_kernels, choose_loss, install_kernels
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
+from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -165,6 +166,20 @@ def test_own_rotary_function_is_back_for_a_model_without_the_kernel() -> None:
         assert module.apply_rotary_pos_emb is not own
         apply_liger(model, rotary=False)
     assert module.apply_rotary_pos_emb is own
+
+
+def test_mlps_are_sliced_although_their_kernels_cannot_run_on_the_cpu() -> None:
+    """The probe for MLPs runs on the CPU, so it must come before Liger's kernels."""
+
+    def apply(*, model: Any) -> None:
+        for layer in model.model.layers:
+            layer.mlp.forward = lambda _: pytest.fail("a kernel of Triton ran on the CPU")
+
+    recipe = recipe_of("llama", kernels={"mlp_slice_tokens": 4})
+    model = build_full(recipe)
+    with patch.object(liger, "is_installed", lambda: True), patch.object(liger, "_functions", lambda: {"llama": apply}):
+        install_kernels(recipe, model, "cuda")
+    assert list(mlp_slices_of(model).values()) == [4, 4]
 
 
 @INTERPRETED
