@@ -134,7 +134,7 @@ class Shapes:
     tokens: int
     """Tokens of one sequence (`data.max_length`)."""
     accumulation: int
-    """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first and the last)."""
+    """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first, perhaps one between, and the last)."""
     traced_micro_batches: int
     traced_steps: int
     topology: Topology

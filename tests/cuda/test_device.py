@@ -284,7 +284,7 @@ def test_collectives_are_those_of_nccl(pool: RankPool) -> None:
         assert values["races"] == (True, 0)
 
 
-def _attention(dtype: str, groups: int) -> dict[str, Any]:
+def _attention(dtype: str, groups: int, declared: bool = True) -> dict[str, Any]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -295,7 +295,7 @@ def _attention(dtype: str, groups: int) -> dict[str, Any]:
     results = []
     for device in ("cpu", "cuda"):
         inputs = [each.detach().clone().to(device).requires_grad_() for each in tensors]
-        out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=groups > 1)
+        out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=declared and groups > 1)
         out.backward(upper.to(device))
         results.append([out.detach().cpu(), *(each.grad.cpu() for each in inputs)])  # type: ignore[union-attr]
         kernel = type(out.grad_fn).__name__
@@ -309,6 +309,13 @@ def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dty
     if not (kernel == "Efficient" and groups == 2):
         assert kernel in found["kernel"]
     assert max(found["differences"]) <= (2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+def test_no_fused_attention_broadcasts_heads(pool: RankPool) -> None:
+    (found,) = pool.run(1, _attention, "bfloat16", 4, False)
+    assert "Flash" not in found["kernel"]
+    assert "Efficient" not in found["kernel"]
+    assert max(found["differences"]) <= 2e-2
 
 
 def _scaled_product(scales: str, dtype: str, left: str = "float8_e4m3fn", bias: bool = False) -> dict[str, Any]:

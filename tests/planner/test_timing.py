@@ -118,13 +118,16 @@ def test_one_trace_predicts_steps_with_and_without_accumulation() -> None:
 SUM = collective_seconds("all_reduce", 100 * GIB, Group(8, 1), A100) or 0.0
 
 
+@pytest.mark.parametrize("traced", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
-def test_communication_of_the_last_micro_batch_counts_once_a_step(accumulation: int) -> None:
+def test_communication_of_the_last_micro_batch_counts_once_a_step(accumulation: int, traced: int) -> None:
     """DDP sums its gradients over the ranks in the last micro-batch alone, however many there are."""
-    hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1)
-    hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=1).wait(0, 1)
+    hand = Hand()
+    for micro in range(traced):
+        hand.op("mm", flops=FLOPS, micro=micro)
+    hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=traced - 1).wait(0, 1)
     hand.op("_fused_adamw_", flops=FLOPS, micro=-1, phase="optimizer")
-    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=2, topology=Topology(replicate=8), is_sharded=False))
+    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=traced, topology=Topology(replicate=8), is_sharded=False))
     assert made.step_seconds == pytest.approx(accumulation + SUM + 1)
     assert made.communication_seconds == pytest.approx(SUM)
     assert made.exposed_seconds == pytest.approx(SUM)

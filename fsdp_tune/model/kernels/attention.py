@@ -36,6 +36,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 _AMPERE = (8, 0)
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+_HAS_GROUPS = "enable_gqa" in _OPTIONS
 _WIDTH_MULTIPLE = 8
 """FlashAttention takes heads whose width is a multiple of this."""
 
@@ -94,14 +95,8 @@ def torch_varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         max_length_q = tokens
-    options: dict[str, Any] = {}
-    groups = heads // key.shape[1]
-    if "enable_gqa" in _OPTIONS:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    # Norms and rotary embeddings may leave queries and keys in fp32; values come from a matrix product.
-    rows_q, rows_k, rows_v = (_flattened(states, width, value.dtype) for states in (query, key, value))
+    options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if _HAS_GROUPS else {}
+    rows_q, rows_k, rows_v = varlen_rows(query, key, value)
     causal = module.is_causal if is_causal is None else is_causal
     # transformers includes the token itself in the window; the kernel's window is the number of tokens before it, -1 for all.
     window = (-1 if sliding_window is None else sliding_window - 1, 0) if causal else (-1, -1)
@@ -110,6 +105,17 @@ def torch_varlen_attention(
     output = varlen_attn(rows_q, rows_k, rows_v, ends, ends, longest, longest, scale=scale, window_size=window, **options)
     assert isinstance(output, torch.Tensor)
     return output[..., : value.shape[-1]].unflatten(0, (batch, tokens)), None
+
+
+def varlen_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return states [batch, heads, tokens, width] as the kernel takes them, [batch × tokens, heads, width], all in the dtype of values.
+
+    Norms and rotary embeddings may leave queries and keys in fp32; values come from a matrix product.
+    """
+    if not _HAS_GROUPS and (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    width, dtype = query.shape[-1], value.dtype
+    return _flattened(query, width, dtype), _flattened(key, width, dtype), _flattened(value, width, dtype)
 
 
 def _flattened(states: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -174,9 +174,9 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
         clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
         return clocks
 
-    # The first and the last micro-batch were traced; the others equal the last one without the collectives that only it sends.
+    # The untraced micro-batches equal the second of three; of two, the last one without the collectives that only it sends.
     like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
-    everywhere = ~_only_in_last(collectives, like)
+    everywhere = ~_only_in_last(collectives, shapes.traced_micro_batches - 1)
     whole = simulated(np.ones(len(collectives), bool))
     middle = whole if everywhere.all() or not times else simulated(everywhere)
     sums = _Sums.of([(each, 1) for each in whole.sums.values()] + [(middle.sums.get(like, _Sums()), times)])

@@ -267,12 +267,24 @@ def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: t
 _SCRATCH: dict[str, Callable[..., tuple[int, ...]]] = {"_scaled_dot_product_flash_attention_backward": _flash_backward_scratch}
 
 
+Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def packed_rows(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return states [batch, heads, tokens, width] as transformers flattens packed rows for flash-attn."""
+    return tuple(each.transpose(1, 2).flatten(0, 1) for each in states)
+
+
 class CudaAttention:
     """`scaled_dot_product_attention` as CUDA selects it: flash for half precision without a mask, memory-efficient with one,
-    else plain matrix products (`sdp::select_sdp_backend`). torch's own code then decides what is saved for the backward."""
+    else plain matrix products (`sdp::select_sdp_backend`). torch's own code then decides what is saved for the backward.
 
-    def __init__(self) -> None:
+    `rows`: what the kernel in whose place it is traced makes of its operands, [batch × tokens, heads, width] each; None for none.
+    """
+
+    def __init__(self, rows: Rows | None = None) -> None:
         self.used: set[str] = set()
+        self.rows = rows
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -298,14 +310,18 @@ class CudaAttention:
         grouped = key.shape[1] != query.shape[1]
         half = query.dtype in (torch.bfloat16, torch.float16)
         scale = scale if scale is not None else 1.0 / math.sqrt(width)
-        if attn_mask is None and half and width <= 256 and width == value.shape[-1]:
+        may_fuse = enable_gqa or not grouped  # by `check_batch_size_and_num_heads_dense`; Falcon leaves its one key to broadcasting
+        if may_fuse and attn_mask is None and half and width <= 256 and width == value.shape[-1]:
             self.used.add("flash")
-            padding = -width % 8
+            if self.rows is not None:
+                sizes = query.shape[0], query.shape[2]
+                query, key, value = (each.unflatten(0, sizes).transpose(1, 2) for each in self.rows(query, key, value))
+            padding = -query.shape[-1] % 8
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
             out = internals.FLASH_ATTENTION.get()(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., :width] if padding else out
-        if not (grouped and enable_gqa):
+            return out[..., :width] if out.shape[-1] > width else out
+        if not grouped:
             self.used.add("memory-efficient")
             bias = _as_bias(attn_mask, query, key)
             needs_backward = query.requires_grad or key.requires_grad or value.requires_grad

@@ -32,7 +32,6 @@ from transformers import PreTrainedConfig
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.model.internals.torch_internals import CHUNKS, FAKE_STORE
-from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
@@ -73,7 +72,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
 
 def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, exact: bool) -> Trace:
     flash_version = 3 if recipe.model.attn_implementation == "flash_attention_3" else 2
-    has_masks = not has_variable_lengths(attention(recipe, config))
+    kernel = attention(recipe, config)
     recipe, model = build_traced(recipe, config, vocabulary)
     groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
     counts, units = count(recipe, config, model), unit_list(recipe, model, tuple(groups))
@@ -85,7 +84,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
             recipe = shallow_recipe(recipe, container, repeated, model, groups)
             model = without_dropped(model, container, repeated)
     with fake_world(recipe.world_size):
-        run = run_step(recipe, model, has_masks=has_masks)
+        run = run_step(recipe, model, kernel=kernel)
         trace = assemble(recipe, config, run, counts, units, repeated)
     return replace(trace, facts=replace(trace.facts, flash_version=flash_version))
 

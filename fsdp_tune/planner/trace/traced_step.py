@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
+from fsdp_tune.model.kernels.attention import has_variable_lengths, varlen_rows
 from fsdp_tune.model.kernels.float8 import convert_to_fp8
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
@@ -29,12 +30,13 @@ from fsdp_tune.model.shard.local import plain_name
 from fsdp_tune.model.shard.wrap import join_groups, make_groups, make_mesh
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, scale_gradients, total_norm
 from fsdp_tune.planner.trace import device
-from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
+from fsdp_tune.planner.trace.cuda_kernels import CudaAttention, Rows, packed_rows
 from fsdp_tune.planner.trace.device import nothing, values_of_host
 from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, one_slice, scopes, wrap_traceable
 from fsdp_tune.planner.trace_format import GROUPS
+from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
@@ -55,17 +57,28 @@ class Run:
 
 
 def traced_micro_batches(recipe: Recipe) -> int:
-    """Return the number of traced micro-batches: the first and the last. Those between are like the first, with existing gradients."""
-    return min(2, recipe.training.gradient_accumulation_steps or 1)
+    """Return the number of traced micro-batches: the first, the last, and one in place of those between if it differs from the last.
+
+    It differs where ranks sum gradients in the last one alone: those between hold all gradients of the model until their end.
+    """
+    of_step = recipe.training.gradient_accumulation_steps or 1
+    return min(2 if _sums_each(recipe) and not recipe.is_hybrid else 3, of_step)
 
 
-def run_step(recipe: Recipe, model: PreTrainedModel, *, has_masks: bool) -> Run:
+def _sums_each(recipe: Recipe) -> bool:
+    """Whether ranks sum gradients in every micro-batch. For one rank, Accelerate leaves `no_sync` of DDP and FSDP1 out."""
+    is_fsdp2 = recipe.is_sharded and recipe.fsdp.version == 2
+    return (recipe.is_sharded and recipe.fsdp.sync_each_batch) or (recipe.world_size == 1 and not is_fsdp2)
+
+
+def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> Run:
     """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
 
-    `has_masks`: whether the attention kernel takes masks for packed examples and sliding windows.
+    `kernel`: the attention of the run, in whose place sdpa is traced.
     """
     where = torch.device(device.DEVICE, 0)
-    attention = CudaAttention()
+    attention = CudaAttention(_rows_of(kernel, is_packed=recipe.data.packing))
+    has_masks = not has_variable_lengths(kernel)
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
     mesh, groups = make_mesh(recipe, device.DEVICE), make_groups(recipe, device.DEVICE)
     join_groups(model, groups)
@@ -97,6 +110,13 @@ def _groups(mesh: Any, sharing_rows: dict[str, dist.ProcessGroup]) -> dict[str, 
         names = mesh.mesh_dim_names
         found = {mesh.get_group(name).group_name: GROUPS.index("shard" if name == names[-1] else "replicate") for name in names}
     return found | {str(group.group_name): GROUPS.index(name) for name, group in sharing_rows.items()}
+
+
+def _rows_of(kernel: str | None, *, is_packed: bool) -> Rows | None:
+    """Return how a kernel flattens its operands: torch's always, and flash-attn those of packed rows."""
+    if kernel == TORCH_VARLEN:
+        return varlen_rows
+    return packed_rows if is_packed and has_variable_lengths(kernel) else None
 
 
 @contextlib.contextmanager
@@ -177,9 +197,7 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
 
 def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
     wrapped = loaded.wrapped
-    # Accelerate leaves `no_sync` of DDP and FSDP1 out if there is a single rank.
-    alone = recipe.world_size == 1 and not isinstance(wrapped, FSDPModule)
-    synchronise = last or alone or (recipe.fsdp.sync_each_batch and recipe.is_sharded)
+    synchronise = last or _sums_each(recipe)
     if isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(synchronise)
         if recipe.is_hybrid:

@@ -23,9 +23,10 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
                std::optional<double>, bool has_groups) {
   auto& context = at::globalContext();
   bool fits = query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(-1) <= 256 && query.size(-1) % 8 == 0 && !query.is_nested();
-  if (fits && is_half(query) && !mask.has_value() && context.userEnabledFlashSDP()) return static_cast<int64_t>(SDPBackend::flash_attention);
   bool has_equal_heads = query.dim() == 4 && key.dim() == 4 && query.size(1) == key.size(1);
-  if (fits && has_equal_heads && !has_groups && context.userEnabledMemEfficientSDP()) return static_cast<int64_t>(SDPBackend::efficient_attention);
+  bool is_flash = fits && (has_equal_heads || has_groups) && is_half(query) && !mask.has_value();
+  if (is_flash && context.userEnabledFlashSDP()) return static_cast<int64_t>(SDPBackend::flash_attention);
+  if (fits && has_equal_heads && context.userEnabledMemEfficientSDP()) return static_cast<int64_t>(SDPBackend::efficient_attention);
   TORCH_CHECK(context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
   return static_cast<int64_t>(SDPBackend::math);
 }

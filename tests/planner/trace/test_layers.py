@@ -6,12 +6,15 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.memory import peak_memory
+from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
 from fsdp_tune.planner.trace.fake_model import container_of, layer_signatures, shallow_recipe, without_dropped
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -197,3 +200,27 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
     recipe = deep(2, model={"attn_implementation": "flex_attention"})
     with pytest.raises(FsdpTuneError, match="flex_attention` computes only in compiled code, which is not traced"):
         build_traced(recipe, config_or_facts(recipe)[0], None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key_heads", "declared", "masked", "kernel"),
+    [
+        (torch.bfloat16, 4, False, False, "flash"),
+        (torch.bfloat16, 4, True, False, "flash"),
+        (torch.bfloat16, 2, True, False, "flash"),
+        (torch.bfloat16, 1, False, False, "math"),  # Falcon's one key for all heads, which it leaves to broadcasting
+        (torch.bfloat16, 4, False, True, "memory-efficient"),
+        (torch.bfloat16, 2, True, True, "math"),
+        (torch.float32, 4, True, False, "memory-efficient"),
+        (torch.float32, 2, True, False, "math"),
+        (torch.float32, 1, False, False, "math"),
+    ],
+)
+def test_attention_has_the_kernel_that_cuda_selects(dtype: torch.dtype, key_heads: int, declared: bool, masked: bool, kernel: str) -> None:
+    """By `check_batch_size_and_num_heads_dense` of `sdp_utils_cpp.h`: no fused kernel broadcasts heads."""
+    attention = CudaAttention()
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, heads, 16, 8, dtype=dtype) for heads in (4, key_heads, key_heads))
+        mask = torch.ones(2, 1, 16, 16, dtype=torch.bool) if masked else None
+        assert attention.choose(query, key, value, mask, is_causal=not masked, enable_gqa=declared).shape == query.shape
+    assert attention.used == {kernel}
