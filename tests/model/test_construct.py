@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, build_full, embedding_rows, generation_config, model_config
@@ -223,8 +225,9 @@ def test_packaged_architecture_builds_a_config(name: str) -> None:
     assert facts is not None
     config = model_config(recipe_of({"from_config": facts}))
     if "rope_theta" in facts:
-        assert config.rope_parameters["rope_theta"] == facts["rope_theta"]
-        assert config.rope_parameters["rope_type"] == (facts.get("rope_scaling") or {"rope_type": "default"})["rope_type"]
+        of_layers = config.rope_parameters.get("full_attention", config.rope_parameters)  # Gemma 3 has another for layers with windows
+        assert of_layers["rope_theta"] == facts["rope_theta"]
+        assert of_layers["rope_type"] == (facts.get("rope_scaling") or {"rope_type": "default"})["rope_type"]
 
 
 def test_head_untied_by_the_recipe_starts_as_the_embedding(tmp_path: Path) -> None:
@@ -234,3 +237,24 @@ def test_head_untied_by_the_recipe_starts_as_the_embedding(tmp_path: Path) -> No
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert head is not embedding
     assert torch.equal(head, embedding)
+
+
+def test_experts_in_4_bits_of_gpt_oss_are_read_as_transformers_dequantises_them(tmp_path: Path) -> None:
+    """OpenAI's files: blocks of 32 numbers in MXFP4, and a scale of 8 bits for each."""
+    source = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 64}  # whole blocks
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["gpt_oss"] | sizes)).save_pretrained(source)
+    tensors, drawn = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outer, inner // 32, 16), generator=drawn)
+        scales = torch.randint(118, 124, blocks.shape[:-1], generator=drawn)
+        tensors |= {f"{name}_blocks": blocks.to(torch.uint8), f"{name}_scales": scales.to(torch.uint8)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    found = dict(build_full(recipe_of({"name_or_path": str(source)})).named_parameters())
+    wanted = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
+    experts = {name: each for name, each in wanted.named_parameters() if "proj" in name and "experts" in name}
+    assert any(each.abs().max() > 0.1 for each in experts.values())
+    assert all(torch.equal(found[name].float(), each.float()) for name, each in experts.items())

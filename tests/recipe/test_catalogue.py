@@ -18,6 +18,7 @@ GIB = 2**30
 PROMISED = {
     *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
     *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
+    *("qwen3_8b_chat", "smollm3_3b_chat", "llama3_2_3b_two_48gb", "gemma3_1b_24gb", "gpt_oss_20b_full_shard"),
     *("llama8b_lora_24gb", "llama8b_lora_8x80gb", "llama70b_qlora_two_24gb", "llama70b_qlora_4x80gb"),
 }
 LORA = {name for name in PROMISED if "lora" in name}
@@ -31,6 +32,11 @@ PARAMETERS = {
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "openai-community/gpt2-xl": 1_557_611_200,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "unsloth/gpt-oss-20b-BF16": 20_914_757_184,
 }
 
 
@@ -108,18 +114,27 @@ def test_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
 
 
 def count(facts: dict[str, object]) -> int:
-    """Parameters of a decoder, from the published shapes of GPT-2 and of Llama's family."""
-    if facts["model_type"] == "gpt2":
-        width, layers, positions, vocabulary = (int(str(facts[key])) for key in ("n_embd", "n_layer", "n_positions", "vocab_size"))
+    """Parameters of a decoder, from the published shapes of GPT-2 and of Llama's relatives."""
+
+    def of(key: str, default: int = 0) -> int:
+        return int(str(facts.get(key, default)))
+
+    kind = facts["model_type"]
+    if kind == "gpt2":
+        width, layers, positions, vocabulary = of("n_embd"), of("n_layer"), of("n_positions"), of("vocab_size")
         return vocabulary * width + positions * width + layers * (12 * width * width + 13 * width) + 2 * width
-    width, inner, layers, vocabulary = (
-        int(str(facts[key])) for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    width, inner, heads, groups = of("hidden_size"), of("intermediate_size"), of("num_attention_heads"), of("num_key_value_heads")
+    head = of("head_dim", width // heads)
+    attention = 2 * width * heads * head + 2 * width * groups * head
+    attention += (heads + 2 * groups) * head if kind in ("qwen2", "gpt_oss") else 0  # biases
+    attention += width + heads if kind == "gpt_oss" else 0  # bias of the output, sinks
+    attention += 2 * head if kind in ("qwen3", "gemma3_text") else 0  # norms of queries and keys
+    experts = of("num_local_experts")
+    mlp = experts * (3 * width * inner + 2 * inner + width) + experts * (width + 1) if experts else 3 * width * inner
+    norms = (4 if kind == "gemma3_text" else 2) * width
+    return (
+        of("num_hidden_layers") * (attention + mlp + norms) + width + of("vocab_size") * width * (1 if facts["tie_word_embeddings"] else 2)
     )
-    heads, groups = int(str(facts["num_attention_heads"])), int(str(facts["num_key_value_heads"]))
-    head = width // heads
-    bias = (heads + 2 * groups) * head if facts["model_type"] == "qwen2" else 0
-    layer = 2 * width * heads * head + 2 * width * groups * head + 3 * width * inner + 2 * width + bias
-    return layers * layer + width + vocabulary * width * (1 if facts["tie_word_embeddings"] else 2)
 
 
 def test_unpackaged_model_returns_none() -> None:
