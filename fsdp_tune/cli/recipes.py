@@ -1,6 +1,6 @@
 """The commands about recipes: the catalogue, `import`, and the chat templates of the package.
 
-`recipes list|show|copy|schema`: the catalogue in the package, and the JSON Schema for editors.
+`recipes list|show|copy|new|schema`: the catalogue in the package, a recipe for a model and GPUs, and the JSON Schema for editors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import fsdp_tune
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import given, verb
 from fsdp_tune.core.command import Argument, Option
-from fsdp_tune.jobs.options import ImportOptions
+from fsdp_tune.jobs.options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.answers import TemplateAnswer
@@ -105,6 +105,33 @@ def print_schema(screen: Screen) -> None:
     screen.document(schema)
     if not screen.json_output:
         screen.message(json.dumps(schema, indent=2))
+
+
+@recipes.command("new")
+@verb
+def write_new_recipe(
+    screen: Screen,
+    model: Annotated[str, Argument("A hub id or a model directory.", metavar="MODEL")],
+    data: Annotated[str, Argument("Rows: a file, a directory, a hub id or builtin:NAME.", metavar="DATA")],
+    options: NewRecipeOptions,
+) -> None:
+    """Write the fastest recipe that fits the GPUs, as `plan` ranks them, with a comment at each key.
+
+    \b
+    Example:
+        fsdp-tune recipes new Qwen/Qwen3-8B chats.jsonl --gpu H100-SXM --num-gpus 8
+    """
+    from fsdp_tune.jobs.answers import NewRecipeAnswer
+    from fsdp_tune.jobs.new_recipe import new_recipe
+
+    made = new_recipe(model, data, options, screen)
+    text = made.path.read_text(encoding="utf-8")
+    screen.document(NewRecipeAnswer(made.path.stem, str(made.path), text, made.method, made.refused))
+    if not screen.json_output:
+        screen.result(text)
+    screen.message(
+        f"wrote {made.path}; look at rows and keys with `fsdp-tune prepare --config {made.path} --show 3`, then `fsdp-tune train`"
+    )
 
 
 def _read(name: str) -> tuple[Path, str]:

@@ -14,6 +14,7 @@ from fsdp_tune.jobs.answers import (
     FollowerAnswer,
     ImportAnswer,
     KeyExplanation,
+    NewRecipeAnswer,
     PrepareAnswer,
     PrepareShownAnswer,
     PreviewAnswer,
@@ -68,4 +69,5 @@ def answers() -> dict[str, tuple[type, ...]]:
         "recipes list": (RecipesAnswer,),
         "recipes show": (RecipeTextAnswer,),
         "recipes copy": (RecipeFileAnswer,),
+        "recipes new": (NewRecipeAnswer,),
     }

@@ -425,6 +425,13 @@ class RecipeTextAnswer(RecipeFileAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class NewRecipeAnswer(RecipeTextAnswer):
+    method: str
+    refused: dict[str, str]
+    """The methods that did not fit, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """How a run ended on this machine. Machines other than the first know no step, outcome and checkpoint."""
 

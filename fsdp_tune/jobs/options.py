@@ -159,6 +159,25 @@ class PushOptions:
     adapter: Annotated[bool, Option("Upload RUN/adapter instead of the merged model.")] = False
 
 
+Method = Literal["full", "lora", "qlora"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecipeOptions:
+    gpu: Annotated[
+        str | None,
+        Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE"),
+    ] = None
+    num_gpus: Annotated[int, Option("GPUs over all machines.", metavar="N", minimum=1)] = 1
+    method: Annotated[Literal["auto", Method], Option("What is trained; auto: all parameters if that fits, else LoRA, else QLoRA.")] = (
+        "auto"
+    )
+    split: Annotated[str | None, Option("Split of a hub data set [default: train].")] = None
+    max_length: Annotated[int, Option("Tokens of a row.", metavar="N", minimum=1)] = 2048
+    global_batch_size: Annotated[int, Option("Rows of a step over all GPUs.", metavar="N", minimum=1)] = 64
+    output: Annotated[Path, Option("The recipe.", flags=("--output", "-o"), metavar="FILE")] = Path("recipe.yaml")
+
+
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
     tool: Annotated[OptionName | None, Option("The tool of the file [default: recognised by its keys].", flags=("--from",))] = None
