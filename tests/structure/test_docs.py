@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -32,7 +33,8 @@ from fsdp_tune.run.directory import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-USED = sorted([ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")])
+PAINS = sorted((ROOT / "docs" / "pains").glob("*.md"))
+USED = sorted([ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md"), *PAINS])
 """Pages whose commands are run."""
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -71,12 +73,35 @@ def test_links_and_anchors_resolve(page: Path) -> None:
     assert list(broken_links(page)) == []
 
 
-def test_every_page_is_in_the_navigation_and_on_the_index_page() -> None:
+def test_every_page_is_in_the_navigation_and_on_an_index_page() -> None:
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.is_relative_to(ROOT / "docs")} - {"index.md"}
     navigation = re.findall(r"^ +- (\w+/[\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     linked = {target.partition("#")[0] for target in LINK.findall(text_of(ROOT / "docs" / "index.md"))}
+    failures = {f"pains/{target}" for target in LINK.findall(text_of(ROOT / "docs" / "pains" / "index.md"))}
     assert sorted(navigation) == sorted(pages)
-    assert pages - linked == set()
+    assert pages - linked - failures == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAINS if page.stem != "index"], ids=name_of)
+def test_page_of_a_failure_begins_with_its_text_and_cites_public_threads(page: Path) -> None:
+    """The text is what people search for; everything else follows in the same order on each page."""
+    text = text_of(page)
+    title, _, rest = text.partition("\n")
+    assert title.startswith("# ")
+    assert rest.startswith("\n```text\n")
+    assert re.findall(r"^(?:## .*|\*\*Why\.\*\*)", text, re.MULTILINE) == ["**Why.**", "## With fsdp-tune", "## Without"]
+    assert len(re.findall(r"\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\)", text)) >= 3
+    assert 25 <= len(text.splitlines()) <= 60
+
+
+def test_tests_named_on_pages_exist() -> None:
+    """A page that names `test_…` also names its file, in the same page."""
+    for page in PAGES:
+        files = [ROOT / name for name in re.findall(r"`(tests/[\w/]+\.py)`", text_of(page))]
+        assert [file for file in files if not file.exists()] == []
+        sources = "".join(file.read_text(encoding="utf-8") for file in files)
+        if page in PAINS:
+            assert [name for name in re.findall(r"`(test_\w+)`", text_of(page)) if f"def {name}(" not in sources] == []
 
 
 # ---- Commands
@@ -112,6 +137,21 @@ def test_commands_in_blocks_exist_with_their_options(page: Path) -> None:
 def test_command_that_does_not_exist_is_detected() -> None:
     with pytest.raises(typer.TyperException):
         parse("fsdp-tune train --config recipe.yaml --no-such-option")
+
+
+def test_picture_of_the_readme_shows_commands_that_exist_and_loads_nothing() -> None:
+    picture = ROOT / "docs" / "assets" / "terminal.svg"
+    text = text_of(picture)
+    shown = "".join(element.text or "" for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")).replace(
+        "\xa0", " "
+    )
+    commands = re.findall(r"\$ (fsdp-tune .*)", shown)
+    assert len(commands) == 3
+    for command in commands:
+        parse(command)
+    assert len(text.encode()) < 100_000
+    assert re.findall(r"(?:href|url\()[^#)]*//", text) == []
+    assert f"]({picture.relative_to(ROOT)})" in text_of(ROOT / "README.md")
 
 
 # ---- Recipes and rows
@@ -180,14 +220,18 @@ def test_every_field_of_a_training_line_is_documented() -> None:
     assert table_of("metrics.md", "Training lines").keys() == written
 
 
-def test_mistakes_in_the_readme_are_what_the_command_reports() -> None:
-    """The recipe is in the repository, so that a reader can run the command."""
-    command = "fsdp-tune validate --config docs/guide/mistakes.yaml"
-    _, _, rest = text_of(ROOT / "README.md").partition(f"$ {command}\n")
-    shown = rest[: rest.index("```")]
-    done = subprocess.run(
-        [sys.executable, "-m", *command.replace("-", "_", 1).split()], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def refusals_in(page: Path) -> list[tuple[str, str]]:
+    """(command, what follows it) for each `$ fsdp-tune validate …` of the page's text blocks."""
+    parts = [part for block in blocks(page, "text") for part in re.split(r"^(?=\$ )", block, flags=re.MULTILINE)]
+    lines = [part.removeprefix("$ ").split("\n", 1) for part in parts if part.startswith("$ fsdp-tune validate ")]
+    return [(command, shown) for command, shown in lines]
+
+
+@pytest.mark.parametrize(("command", "shown"), [refusal for page in PAINS for refusal in refusals_in(page)])
+def test_refusals_on_pages_are_what_the_command_reports(command: str, shown: str) -> None:
+    """Their recipes are in the repository, so that a reader can run the command."""
+    words = shlex.split(command.replace("-", "_", 1))
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, shown)
 
 
@@ -213,8 +257,10 @@ launch: {device: cpu, num_processes: 2}
 NOT_RUN = {
     "scripts/": "sets up an environment, or is a suite with its own job",
     "pip install": "needs a package index",
+    "pip wheel": "the same; scripts/test-newest builds wheel and sdist",
     "fsdp-tune rehearse": "takes a minute; tests/check/test_rehearse.py runs it",
-    "fsdp-tune plan --config llama7b_full_shard": "needs the hub for the model's configuration",
+    "fsdp-tune plan --config llama7b_full_shard": "takes a minute; tests/planner and scripts/test-newest plan the catalogue's recipes",
+    "docker ": "needs a container engine",
     "fsdp-tune merge-checkpoint outputs/": "needs the hub and a checkpoint of another tool",
     "fsdp-tune merge-checkpoint runs/llama8b_lora_24gb": "needs a GPU; tests/cli/test_lora_run.py merges a small run",
     "fsdp-tune evaluate runs/gsm8k": "needs the hub; tests/cli/test_evaluate.py compares two models",
