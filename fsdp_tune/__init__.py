@@ -10,10 +10,11 @@ from fsdp_tune.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.jobs.evaluate import evaluate
+    from fsdp_tune.jobs.generate import generate
     from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.inspection import prepare
     from fsdp_tune.jobs.observer import Observer
-    from fsdp_tune.jobs.options import Allowed, EvaluateOptions, TrainOptions
+    from fsdp_tune.jobs.options import Allowed, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.results import merge_checkpoint, push, report
     from fsdp_tune.jobs.train import train
@@ -25,10 +26,12 @@ __all__ = [
     "Allowed",
     "EvaluateOptions",
     "FsdpTuneError",
+    "GenerateOptions",
     "MergeOptions",
     "Observer",
     "TrainOptions",
     "evaluate",
+    "generate",
     "import_recipe",
     "load_recipe",
     "merge_checkpoint",
@@ -45,10 +48,12 @@ _MODULES = {
     "Allowed": "jobs.options",
     "EvaluateOptions": "jobs.options",
     "FsdpTuneError": "core.errors",
+    "GenerateOptions": "jobs.options",
     "MergeOptions": "merge.merge_options",
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.options",
     "evaluate": "jobs.evaluate",
+    "generate": "jobs.generate",
     "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.results",

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fsdp_tune.cli.terminal import NARROW, Terminal, trend
+from fsdp_tune.cli.terminal import NARROW, Terminal, printable, trend
 from fsdp_tune.core.units import MIB, format_seconds
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
 
@@ -189,6 +190,37 @@ class LiveBar(ScreenBar):
             filled = min(width, width * self._done // self._total)
             fields.append(Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "dim")))
         return fields
+
+
+class LiveColumns:
+    """Texts that grow next to each other on a terminal, each in a column under its title; the last state stays."""
+
+    def __init__(self, screen: Terminal, titles: Sequence[str]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._titles, self._texts = [printable(title) for title in titles], ["" for _ in titles]
+        self._live = Live(get_renderable=self._table, console=Console(file=screen.talk), refresh_per_second=10)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def add(self, column: int, piece: str) -> None:
+        self._texts[column] += printable(piece)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="bold")
+        for title in self._titles:
+            table.add_column(Text(title), ratio=1)
+        table.add_row(*(Text(text) for text in self._texts))
+        return table
 
 
 class LiveLines:

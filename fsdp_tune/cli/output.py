@@ -53,13 +53,14 @@ class Screen(Terminal, Observer):
             self._phase.__enter__()
         self._phase.enter(name)
 
-    def _end_phase(self) -> None:
+    def end_phase(self) -> None:
+        """Remove the phase that is shown, before something else is."""
         phase, self._phase = self._phase, None
         if phase is not None:
             phase.__exit__(None, None, None)
 
     def close(self, problems: Sequence[Problem] = ()) -> None:
-        self._end_phase()
+        self.end_phase()
         super().close(problems)
 
     @contextmanager
@@ -67,7 +68,7 @@ class Screen(Terminal, Observer):
         """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
         from fsdp_tune.cli.bars import ByteBar, LiveBar, PlainBar
 
-        self._end_phase()
+        self.end_phase()
         kind = LiveBar if self.is_live else PlainBar
         if unit != "bytes":
             with kind(self, label, total, unit) as bar:
@@ -96,7 +97,7 @@ class Screen(Terminal, Observer):
         from fsdp_tune.cli.bars import LiveBar, SilentBar
         from fsdp_tune.cli.train_view import StepView
 
-        self._end_phase()
+        self.end_phase()
         bar = (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps")
         self._steps = StepView(self, bar)
         with bar:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -30,13 +31,15 @@ TREND = 20
 """Values of a sparkline."""
 NARROW = 100
 """Columns below which a terminal gets short forms."""
+KEPT = "\n\t\u200c\u200d"
+"""Control characters that are printed: line ends, tabs, and the joiners of letters and emoji."""
 LEAST_LAST_COLUMN = 20
 """Characters. A table whose last column would be narrower is printed as a list of records."""
 
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped: names and rows from files may hold terminal escapes."""
-    return "".join(char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
+    return "".join(char if char in KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
 
 
 def problem_lines(problem: Problem) -> list[str]:
@@ -78,6 +81,7 @@ class Terminal:
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
         self._has_result = False
+        self._has_asked = False
         self._collected: list[str] | None = None
         self.began = time.monotonic()
         self.is_quiet = False
@@ -97,6 +101,11 @@ class Terminal:
     def is_narrow(self) -> bool:
         """Whether this is a terminal that gets short forms."""
         return self.talk.isatty() and self._width() < NARROW
+
+    @property
+    def wrap_width(self) -> int | None:
+        """The columns at which text is wrapped; None where this is no terminal, which gets lines as they are."""
+        return self._width() if self.talk.isatty() else None
 
     @property
     def draws(self) -> bool:
@@ -136,6 +145,35 @@ class Terminal:
         """Print the text that a command is run for on stdout, unchanged; lines go to stderr from now on."""
         self._has_result = True
         write_text(sys.stdout, text)
+
+    def piece(self, text: str) -> None:
+        """Print a part of a line, which later parts continue. It is not copied into the log."""
+        write_text(self.talk, printable(text))
+
+    def ask(self, prompt: str) -> str | None:
+        """Return a line of stdin without its end; None at the end of the input. A line that is not typed is printed after the prompt."""
+        stdin: Any = sys.stdin
+        if not self._has_asked and isinstance(stdin, io.TextIOWrapper):
+            stdin.reconfigure(errors="replace")  # before the first read alone
+        self._has_asked = True
+        is_typed = sys.stdin.isatty()
+        if is_typed and sys.stdout.isatty() and self.talk is sys.stdout:
+            return self._ask_with_history(prompt)
+        if is_typed:
+            self.piece(prompt)
+        line = sys.stdin.readline()
+        if line and not is_typed:
+            self.message(prompt + line.rstrip("\n"))
+        return line.rstrip("\n") if line else None
+
+    def _ask_with_history(self, prompt: str) -> str | None:
+        with contextlib.suppress(ImportError):
+            import readline as readline  # gives `input` a history and keys to edit a line
+        try:
+            return input(prompt)
+        except EOFError:
+            self.message("")
+            return None
 
     def fields(self, fields: Sequence[str], narrow: Sequence[str]) -> None:
         """Print `fields` on one line. A terminal that is too narrow gets `narrow`, the most important first, as far as they fit; a pipe and

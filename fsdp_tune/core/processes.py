@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,31 @@ def stop_signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on the first SIGINT, which raises nothing, so that no line that is being read is lost; the next raises KeyboardInterrupt.
+
+    Does nothing outside the main thread, and if SIGINT is ignored.
+    """
+    is_stopping = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
+        nonlocal is_stopping
+        if is_stopping:
+            raise KeyboardInterrupt
+        is_stopping = True
+        stop()
+
+    if threading.current_thread() is not threading.main_thread() or not without_ignored([signal.SIGINT]):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- The user's own cache directory, which holds the files that compilers execute.

@@ -140,11 +140,18 @@ def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
 
 
 def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder: Encoder) -> FormatSettings:
-    entry, data = source.entry, recipe.data
-    where = Where(key=source.key)
-    template_key = f"{source.key}.chat_template" if entry.chat_template else KEY
+    format_ = _format(source.entry.format or recipe.data.format, source, columns)
+    return format_settings(recipe, source.entry, source.key, format_, encoder, columns)
+
+
+def format_settings(
+    recipe: Recipe, entry: DataSource, key: str, format_: str, encoder: Encoder, columns: Sequence[str] = ()
+) -> FormatSettings:
+    """Return how rows of an entry are converted. Raises: usage error for a chat without a template, or a `loss_on` that does not fit."""
+    data = recipe.data
+    where = Where(key=key)
+    template_key = f"{key}.chat_template" if entry.chat_template else KEY
     template = resolve_template(entry.chat_template, template_key) if entry.chat_template else encoder.chat_template
-    format_ = _format(entry.format or data.format, source, columns)
     if format_ in {"messages", "sharegpt"} and template is None:
         raise usage_error(
             "no-chat-template",

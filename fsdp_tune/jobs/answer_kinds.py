@@ -32,6 +32,7 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.evaluate import Evaluation
+from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
 from fsdp_tune.planner.predict.predict import SHORT, Plan
@@ -58,6 +59,8 @@ def answers() -> dict[str, tuple[type, ...]]:
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),
+        "chat": (Generation,),
+        "generate": (Generation,),
         "status": (RunStatus, DirectoryStatus),
         "report": (ReportAnswer,),
         "explain": (KeyExplanation, CodeExplanation),

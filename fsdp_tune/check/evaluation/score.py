@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,17 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.extensions import Extension
 from fsdp_tune.run.base_model import BaseModel
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:
     """Load a model with its adapter. Raises: FsdpTuneError if it cannot be loaded, or has weights missing."""
+    return load_with_adapter(model, request)[0]
+
+
+def load_with_adapter(model: ModelToEvaluate, request: Request) -> tuple[PreTrainedModel, PeftModel | None]:
+    """Return a model with its adapter in its layers, and the PEFT model that switches it off. Raises: see `load_model`."""
     trained_base = model.trained_base
     loaded, missing = _load(model, request, trained_base)
     if trained_base is not None and trained_base.config_changes.get("tie_word_embeddings") is False:
@@ -56,14 +64,16 @@ def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:
         message = f"the tokenizer has {request.vocabulary_size:,} tokens, and the embedding of `{model.weights}` has {rows:,} rows"
         hint = "evaluate models with the tokenizer of the training"
         raise usage_error("vocabulary-larger-than-embedding", message, hint=hint)
+    adapted: PeftModel | None = None
     if model.adapter is not None:
         from peft import PeftModel
 
         # PEFT's wrapper hides the arguments of the model's forward; the adapter is in the layers of the model itself.
-        loaded = cast(Any, PeftModel.from_pretrained(loaded, model.adapter).get_base_model())
+        adapted = PeftModel.from_pretrained(loaded, model.adapter)
+        loaded = cast(Any, adapted.get_base_model())
     placed: Any = loaded
     evaluated: PreTrainedModel = placed.to(request.device).eval()
-    return evaluated
+    return evaluated, adapted
 
 
 def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | None) -> tuple[PreTrainedModel, set[str]]:

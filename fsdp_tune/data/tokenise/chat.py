@@ -416,10 +416,18 @@ def _rendered_prompt(messages: list[dict[str, str]], encoder: Encoder, where: Wh
         hint = f"{suggestion(encoder.encode)}, or write the prompt as text"
         raise usage_error("no-chat-template", "the prompt is a chat, and the tokenizer has no chat template", where=where, hint=hint)
     try:
+        return render_prompt(Chat(messages, None), encoder.chat_template, encoder)
+    except RowError as error:
+        raise usage_error("sample-prompt", str(error), where=where) from error
+
+
+def render_prompt(chat: Chat, template: str, encoder: Encoder) -> str:
+    """Return a conversation with the generation prompt, which is what the model receives. Raises: RowError if the template rejects it."""
+    try:
         with template_time_limit():
-            return encoder.render(messages, encoder.chat_template, tools=None, generation_prompt=True)
-    except FsdpTuneError:
+            return encoder.render(chat.messages, template, tools=chat.tools, generation_prompt=True, **chat.variables)
+    except (RowError, FsdpTuneError):  # the time limit; a signal that ends the command may arrive here
         raise
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise usage_error("sample-prompt", f"the chat template rejects the prompt: {first_line}", where=where) from error
+        raise RowError(f"the chat template rejects the prompt: {first_line}") from error

@@ -86,3 +86,21 @@ class Encoder(TextEncoder, Protocol):
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         ...
+
+
+def end_of_text(ids: Sequence[int], encoder: Encoder) -> int:
+    """Return where the special tokens at the end begin, with white space between them left out."""
+    special = {token.id for token in encoder.special_tokens}
+    end = len(ids)
+    for at in range(len(ids) - 1, -1, -1):
+        if ids[at] in special:
+            end = at
+        elif encoder.decode([ids[at]]).strip():
+            break
+    return end
+
+
+def closing_tokens(ids: Sequence[int], encoder: Encoder) -> set[int]:
+    """Return the token that ends an answer, if it is a special token or the end of sequence; else nothing."""
+    first = set(ids[end_of_text(ids, encoder) :][:1])
+    return first & {encoder.eos_id, *(token.id for token in encoder.special_tokens)}
