@@ -9,11 +9,12 @@ from fsdp_tune.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.jobs.compare import compare
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.inspection import prepare
     from fsdp_tune.jobs.observer import Observer
-    from fsdp_tune.jobs.options import Allowed, EvaluateOptions, TrainOptions
+    from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.results import merge_checkpoint, push, report
     from fsdp_tune.jobs.train import train
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allowed",
+    "CompareOptions",
     "EvaluateOptions",
     "FsdpTuneError",
     "MergeOptions",
     "Observer",
     "TrainOptions",
+    "compare",
     "evaluate",
     "import_recipe",
     "load_recipe",
@@ -43,11 +46,13 @@ __all__ = [
 
 _MODULES = {
     "Allowed": "jobs.options",
+    "CompareOptions": "jobs.options",
     "EvaluateOptions": "jobs.options",
     "FsdpTuneError": "core.errors",
     "MergeOptions": "merge.merge_options",
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.options",
+    "compare": "jobs.compare",
     "evaluate": "jobs.evaluate",
     "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
