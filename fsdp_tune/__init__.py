@@ -9,12 +9,13 @@ from fsdp_tune.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.jobs.compare import compare
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.generate import generate
     from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.inspection import prepare
     from fsdp_tune.jobs.observer import Observer
-    from fsdp_tune.jobs.options import Allowed, EvaluateOptions, GenerateOptions, TrainOptions
+    from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.results import merge_checkpoint, push, report
     from fsdp_tune.jobs.train import train
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allowed",
+    "CompareOptions",
     "EvaluateOptions",
     "FsdpTuneError",
     "GenerateOptions",
     "MergeOptions",
     "Observer",
     "TrainOptions",
+    "compare",
     "evaluate",
     "generate",
     "import_recipe",
@@ -46,12 +49,14 @@ __all__ = [
 
 _MODULES = {
     "Allowed": "jobs.options",
+    "CompareOptions": "jobs.options",
     "EvaluateOptions": "jobs.options",
     "FsdpTuneError": "core.errors",
     "GenerateOptions": "jobs.options",
     "MergeOptions": "merge.merge_options",
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.options",
+    "compare": "jobs.compare",
     "evaluate": "jobs.evaluate",
     "generate": "jobs.generate",
     "import_recipe": "jobs.import_recipe",

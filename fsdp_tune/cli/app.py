@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.chat import chat, generate
+from fsdp_tune.cli.compare import compare
 from fsdp_tune.cli.env import cache, env
 from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.output import Screen
@@ -109,6 +110,7 @@ app.command(short_help="Upload the model of a run to the Hugging Face hub.")(pus
 app.command(short_help="Score a model on rows of data, and compare it with its base.")(evaluate)
 app.command(short_help="Talk to the result of a run.")(chat)
 app.command(short_help="Answer the prompts of a file with a model.")(generate)
+app.command(short_help="Find the first difference of two recipes or runs, and its cause.")(compare)
 app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Write a page about runs: curves, events, samples, recipe.")(report)
 app.command(short_help="Explain a recipe key or the code of an error.")(explain)

@@ -133,6 +133,23 @@ class RowStore:
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         return (self._examples[examples + 1] - self._examples[examples] == segments[:, 1]).tolist()
 
+    @property
+    def example_count(self) -> int:
+        """Number of examples of all sets, as they were tokenised: neither cut nor packed."""
+        return len(self._examples) - 1
+
+    def example(self, index: int) -> tuple[Int32, Mask, tuple[str, int]]:
+        """Return the tokens of an example, the flags of the trained ones, and its source file and row."""
+        begin, end = self._examples[index : index + 2].tolist()
+        file, row = (int(number) for number in self._origins[index])
+        return self._tokens[begin:end], self._trained[begin:end], (self.files[file], row)
+
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """Return (example, first token in it, tokens) of each segment of a row."""
+        segments = self._segments[self._rows[index] : self._rows[index + 1]]
+        examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
+        return list(zip(examples.tolist(), (segments[:, 0] - self._examples[examples]).tolist(), segments[:, 1].tolist(), strict=True))
+
     def segments(self) -> Segments:
         """Return a table of all segments of the set, row by row."""
         starts, lengths = self._segments[:, 0], self._segments[:, 1]

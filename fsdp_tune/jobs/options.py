@@ -142,6 +142,34 @@ class RehearseOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """What is compared, and where B runs."""
+
+    rows: Annotated[int, Option("Read the first N rows of each source.", metavar="N", minimum=1)] = 32
+    model: Annotated[
+        Literal["small", "full"],
+        Option("small: the recipe's architecture, scaled down, with random weights; full: the recipe's own model."),
+    ] = "small"
+    python: Annotated[
+        Path | None,
+        Option("Compute B with this interpreter, which has other versions of torch or transformers [default: as A].", metavar="PYTHON"),
+    ] = None
+    tolerance: Annotated[
+        float | None,
+        Option(
+            "Relative difference that counts as none [default: 1e-6; with --python 1e-4, in half precision 0.02; "
+            "between lines of two runs 1e-5, in half precision 0.001].",
+            metavar="X",
+        ),
+    ] = None
+    num_gpus: Annotated[
+        int | None,
+        Option("GPUs that a configuration of another tool was made for: gives `training.global_batch_size`.", metavar="N", minimum=1),
+    ] = None
+    allowed: AllowedCode = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
 class PushOptions:
     to: Annotated[
         str | None, Option("The repository [default: training.hub_model_id, else the name of the run].", metavar="OWNER/NAME")

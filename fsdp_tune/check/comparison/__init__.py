@@ -1,0 +1,1 @@
+"""The computation of two recipes stage by stage, from tokens to the update, and the first place at which they differ."""

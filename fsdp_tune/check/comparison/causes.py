@@ -1,0 +1,139 @@
+"""Keys that differ between two recipes, and which of them cause a difference: shown by giving one side the other's values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.secrets import mask_text, masked
+from fsdp_tune.recipe.schema.keys import dotted, effect_of
+from fsdp_tune.recipe.schema.kinds import Affects
+from fsdp_tune.recipe.schema.reference import describe_key, described_names
+
+Path = tuple[str | int, ...]
+_ENVIRONMENT = ("launch", "env")
+_INDEX = re.compile(r"\[\d+\]")
+_AFFECTS = {
+    Affects.DATA: "the rows and their order",
+    Affects.NUMBERS: "losses and weights computed from the same rows",
+    Affects.MEMORY: "memory",
+    Affects.TIME: "time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentKey(JsonAnswer):
+    """A key of the resolved recipes."""
+
+    key: str
+    a: Any
+    b: Any
+    changes_numbers: bool
+    """Whether the key affects the rows, their order, losses or weights."""
+    affects: list[str]
+    meaning: str
+    """As docs/reference/recipe.yaml describes the key."""
+
+
+def different_paths(a: Any, b: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths at which two documents differ; a list whose length differs is one value."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        one, other = cast("dict[str, Any]", a), cast("dict[str, Any]", b)
+        for key in [*one, *(key for key in other if key not in one)]:
+            yield from different_paths(one.get(key), other.get(key), (*path, key))
+    elif isinstance(a, list) and isinstance(b, list) and len(cast("list[Any]", a)) == len(cast("list[Any]", b)):
+        for index, (one, other) in enumerate(zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)):
+            yield from different_paths(one, other, (*path, index))
+    elif a != b or isinstance(a, bool) is not isinstance(b, bool):
+        yield path
+
+
+def value_at(document: Any, path: Path) -> Any:
+    """Return the value at a path; None if there is none."""
+    for part in path:
+        if isinstance(document, dict):
+            document = cast("dict[str | int, Any]", document).get(part)
+        elif isinstance(document, list) and isinstance(part, int) and part < len(cast("list[Any]", document)):
+            document = cast("list[Any]", document)[part]
+        else:
+            return None
+    return document
+
+
+def with_values(document: dict[str, Any], source: Mapping[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
+    """Return a copy of a document with the values of another one at some paths; a key that the other lacks is removed."""
+    made: dict[str, Any] = json.loads(json.dumps(document))
+    for path in paths:
+        holder = value_at(made, path[:-1])
+        if not isinstance(holder, dict | list):
+            continue
+        value = json.loads(json.dumps(value_at(source, path)))
+        holder_of_value = value_at(source, path[:-1])
+        if isinstance(holder_of_value, dict) and path[-1] not in holder_of_value:
+            cast("dict[str | int, Any]", holder).pop(path[-1], None)
+        else:
+            cast(Any, holder)[path[-1]] = value
+    return made
+
+
+def affects_of(path: Path) -> Affects:
+    return effect_of(_INDEX.sub("", dotted(path))).affects
+
+
+def changes_numbers(path: Path) -> bool:
+    return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS))
+
+
+def different_key(path: Path, a: Any, b: Any) -> DifferentKey:
+    """Describe a key that differs, with secrets masked."""
+    name = _INDEX.sub("", dotted(path))
+    affects = affects_of(path)
+    meaning = describe_key(name).meaning if name in described_names() else ""
+    return DifferentKey(
+        key=dotted(path),
+        a=_safe(path, a),
+        b=_safe(path, b),
+        changes_numbers=changes_numbers(path),
+        affects=[text for flag, text in _AFFECTS.items() if affects & flag],
+        meaning=meaning,
+    )
+
+
+def _safe(path: Path, value: Any) -> Any:
+    if path[:2] == _ENVIRONMENT and isinstance(value, str):
+        return masked(str(path[-1]), value)
+    if isinstance(value, dict):
+        return {key: _safe(path, each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_safe(path, each) for each in cast("list[Any]", value)]
+    return mask_text(value) if isinstance(value, str) else value
+
+
+def causing(candidates: Sequence[Path], vanishes: Callable[[Sequence[Path]], bool]) -> tuple[Path, ...]:
+    """Return a smallest set of keys whose values, taken over from A, make a difference vanish in B; () if all of them do not.
+
+    `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced one by one: no key of the
+    result can be left out.
+    """
+    for path in candidates:
+        if vanishes([path]):
+            return (path,)
+    if len(candidates) < 2 or not vanishes(candidates):
+        return ()
+    needed = list(candidates)
+    for path in candidates:
+        rest = [each for each in needed if each != path]
+        if vanishes(rest):
+            needed = rest
+    return tuple(needed)
+
+
+def by_likelihood(paths: Sequence[Path], *, is_data_stage: bool) -> list[Path]:
+    """Return candidates with those first that affect what the stage shows; keys that change nothing are left out."""
+    first = Affects.DATA if is_data_stage else Affects.NUMBERS
+    rest = [path for path in paths if affects_of(path)]
+    return sorted(rest, key=lambda path: (not affects_of(path) & first, not changes_numbers(path)))

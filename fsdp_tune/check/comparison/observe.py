@@ -1,0 +1,432 @@
+"""Compute the stages of a comparison for recipes, in a process of its own, in this environment or in another one.
+
+    python -m fsdp_tune.check.comparison.observe
+
+A request is a line on stdin: {"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY,
+"defaults": false}. Its answer is a line on stdout: an `Observation`. Requests are accepted until stdin ends.
+
+One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is autocast. The model has the
+recipe's architecture, scaled down as in a rehearsal; the step is that of the worker (`model/step.py`, `model/optim/`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+
+if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the older spelling alone
+    transformers.__dict__["PreTrainedConfig"] = transformers.PretrainedConfig
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Facts, Observation, stages_until
+from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
+from fsdp_tune.core import families
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.data.batches import batch_of_step, collate, example_ids
+from fsdp_tune.data.preparation import prepare
+from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.loss import auxiliary_loss_weight, model_inputs, shift_labels, supervised_tokens, token_losses
+from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.shard.local import decayed_names
+from fsdp_tune.model.step import clip_factor, compute_context, forward_backward, scale_gradients, total_norm
+from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.schedule import schedule_of
+from fsdp_tune.recipe.schema.kinds import needs_cuda
+from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import run_of
+
+STEPS = 2
+"""Adam's first step hides its betas, which the second one shows."""
+ORDERED_STEPS = 3
+MODEL_ROWS = 8
+"""Rows of a step that run through the model."""
+MODEL_TOKENS = 256
+"""Tokens of a row that run through the model, unless its first trained token comes later."""
+AFTER_FIRST_TARGET = 32
+LOGIT_COLUMNS = 16
+EXACT_STEPS = 10_000
+NOMINAL_STEPS_OF_EPOCH = 1000
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "peft", "numpy", "safetensors")
+_SEED = 0
+
+Stages = dict[str, Facts]
+
+
+class Side:
+    """The stages of one recipe."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.recipe = Recipe.model_validate(request["recipe"])
+        self.rows: int = request["rows"]
+        self.is_full: bool = request["model"] == "full"
+        self.folder = Path(request["folder"])
+        self.shows_defaults: bool = request["defaults"]
+        self.wanted = list(stages_until(request["until"]))
+        self.stages: Stages = {}
+        self.names: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self.vocabulary: int | None = None
+        self.pad_id = 0
+        self.row_count: int | None = None
+        """Rows of an epoch; None if not all of them were read."""
+        self.raw_config: dict[str, Any] = {}
+        self.steps_of_rows: list[list[Row]] = []
+
+    def observe(self) -> Observation:
+        self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
+        if self.wanted[-1] not in DATA_STAGES:
+            self._attempt(self._rate, ["rate"])
+            self._attempt(self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")])
+        stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
+        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out))
+
+    def _attempt(self, compute: Callable[[], None], stages: Sequence[str]) -> None:
+        """Run a part; the stages that it could not compute get the reason."""
+        try:
+            compute()
+        except FsdpTuneError as error:
+            reason = error.problems[0].message
+        except Exception as error:  # noqa: BLE001  a failure of a library on one side is a result: it is what cannot be compared
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        else:
+            return
+        for name in stages:
+            self.stages.setdefault(name, Facts(reason=reason))
+
+    # ---- Data
+
+    def _data(self) -> None:
+        recipe = self._sampled()
+        encoder = load_encoder(recipe)
+        self.vocabulary, self.pad_id = encoder.vocabulary_size, encoder.pad_id
+        prepared = prepare(recipe, encoder, check_rows=False)
+        store = RowStore(prepared.train)
+        self._examples(store)
+        ids = {token for values in self.stages["tokens"].values.values() for token in values}
+        self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
+        keys = self._keys(store)
+        rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
+        self.stages["rows"] = Facts(rows)
+        size = self.recipe.global_batch_size
+        self.stages["batch"] = Facts({"sequences": size})
+        order: dict[str, list[str]] = {}
+        items: dict[str, int] = {}
+        for step in range(1, ORDERED_STEPS + 1):
+            chosen = batch_of_step(recipe, store.lengths, step).tolist()
+            found = [store[index] for index in chosen]
+            order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in chosen]
+            items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
+            self.steps_of_rows.append(found[:MODEL_ROWS])
+            self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
+        self.stages["order"], self.stages["items"] = Facts(order), Facts(items)
+        self.row_count = len(store)
+        if any(account.rows >= self.rows for account in prepared.report.inputs if account.set == "train"):
+            self.row_count = None
+            self.left_out.append(f"rows after the first {self.rows} of each source, and the order of all rows (`--rows N` reads more)")
+        if size > len(store):
+            self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
+
+    def _sampled(self) -> Recipe:
+        """Return the recipe with the first rows of each source, read in this process."""
+        raw = self.recipe.model_dump(mode="json", by_alias=True)
+        data = raw["data"]
+        evals: list[Any] = cast("list[Any]", data["eval"]) if isinstance(data["eval"], list) else []
+        for source in [*data["train"], *evals]:
+            source["max_rows"] = min(source["max_rows"] or self.rows, self.rows)
+        if isinstance(self.recipe.data.eval, EvalRows):
+            data["eval"]["rows"] = max(1, min(self.recipe.data.eval.rows, self.rows // 8))
+        data |= {"cache_dir": str(self.folder / "cache"), "num_proc": 1}
+        if self.recipe.data.streaming:
+            data |= {"streaming": False, "stream_lanes": "auto", "curriculum": []}
+            for source in data["train"]:
+                source["repeats"] = None
+            self.left_out.append("the order of a stream: its first rows are read as a file")
+        return Recipe.model_validate(raw)
+
+    def _examples(self, store: RowStore) -> None:
+        tokens: dict[str, list[int]] = {}
+        labels: dict[str, list[int]] = {}
+        for index, key in enumerate(self._keys(store)):
+            ids, trained, origin = store.example(index)
+            tokens[key], labels[key] = ids.tolist(), [0, *trained[1:].tolist()]  # the first token of an example is never a target
+            self.names[key] = f"example {index} ({_where(origin)})"
+        self.stages["tokens"], self.stages["labels"] = Facts(tokens), Facts(labels)
+
+    def _keys(self, store: RowStore) -> list[str]:
+        """Return a key of each example that both sides share: the number of its file, its row, and its number among the row's examples."""
+        counts: dict[tuple[str, int], int] = {}
+        keys: list[str] = []
+        for index in range(store.example_count):
+            origin = store.example(index)[2]
+            counts[origin] = counts.get(origin, 0) + 1
+            keys.append(f"{store.files.index(origin[0])}:{origin[1]}:{counts[origin]}")
+        return keys
+
+    def _rate(self) -> None:
+        recipe, size = self.recipe, self.recipe.global_batch_size
+        steps = int(training_value(recipe.training, "max_steps"))
+        if steps <= 0:
+            of_epoch = NOMINAL_STEPS_OF_EPOCH if self.row_count is None else math.ceil(self.row_count / size)
+            if self.row_count is None:
+                self.left_out.append(f"the number of steps of an epoch: the learning rate is that of epochs of {of_epoch:,} steps")
+            steps = math.ceil(float(training_value(recipe.training, "num_train_epochs")) * of_epoch)
+        schedule = schedule_of(recipe, steps)
+        if schedule is None:
+            self.stages["rate"] = Facts(reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses")
+            return
+        shown = (
+            range(steps) if steps <= EXACT_STEPS else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
+        )
+        values = {f"step {step + 1}": recipe.training.learning_rate * schedule(step) for step in shown}
+        self.stages["rate"] = Facts({**values, "steps of the run": steps})
+
+    # ---- Model
+
+    def _model(self) -> None:
+        recipe = self._one_process()
+        config = model_config(recipe)
+        model = build_full(recipe, config, vocabulary=self.vocabulary)
+        if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
+            loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
+            self.stages["defaults"] = Facts({"parameters": str(loaded.dtype).removeprefix("torch.")})
+        parameters = dict(model.named_parameters())
+        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+        fields = {f"config.json: {name}": value for name, value in self.raw_config.items()}
+        self.stages["model"] = Facts({**fields, **shapes})
+        self.stages["dtypes"] = Facts(
+            {name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}" for name, p in parameters.items()}
+        )
+        self.stages["weights"] = Facts({name: _summary(parameter.detach()) for name, parameter in parameters.items()})
+        if not self.is_full:
+            self.left_out.append(
+                "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
+            )
+        steps = [self._cut(rows) for rows in self.steps_of_rows] or [self._invented(model)] * STEPS
+        self._forward(recipe, model, steps[0])
+        self._train(recipe, model, steps[:STEPS])
+
+    def _one_process(self) -> Recipe:
+        """Return the recipe for one process on the CPU, and write its small model unless the recipe's own weights are wanted."""
+        recipe = self.recipe
+        raw = recipe.model_dump(mode="json", by_alias=True)
+        raw["launch"] |= {"device": "cpu", "num_processes": 1, "num_machines": 1}
+        raw["parallelism"] = dict.fromkeys(raw["parallelism"], 1)
+        raw["fsdp"] = {"sharding_strategy": "NO_SHARD"}
+        raw["kernels"] |= {"liger": "auto", "loss": "full", "compile": False, "mlp_slice_tokens": None}
+        if recipe.precision.mixed_precision == "fp8":
+            raw["precision"]["mixed_precision"] = "bf16"
+            self.left_out.append("fp8, which is computed in bf16 here")
+        if needs_cuda(recipe.model.attn_implementation):
+            raw["model"]["attn_implementation"] = "auto"
+        start = recipe.model.name_or_path
+        run = run_of(Path(start)) if start is not None else None
+        if self.is_full:
+            if run is not None:
+                raise ValueError(f"the weights of {start} are in a sharded checkpoint: name its merged model")
+            return Recipe.model_validate(raw)
+        self.raw_config = _raw_config(recipe) | recipe.model.config_overrides
+        small = scale_down_config(self.raw_config)
+        _map_patterns(raw, self.raw_config, small)
+        raw["model"]["config_overrides"] = {}
+        if recipe.model.from_config is not None:
+            raw["model"]["from_config"] = small
+        else:
+            raw["model"] |= {"name_or_path": str(self._written(small)), "revision": "main"}
+        return Recipe.model_validate(raw)
+
+    def _written(self, small: dict[str, Any]) -> Path:
+        """Return the directory of the small model, written once for all sides whose small configuration is the same."""
+        folder = self.folder / f"model-{hashlib.sha256(json.dumps(small, sort_keys=True).encode()).hexdigest()[:16]}"
+        if not folder.is_dir():
+            torch.manual_seed(_SEED)
+            fields = dict(small)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
+            stage = folder.with_suffix(".part")
+            model.save_pretrained(stage)
+            kept = {name: self.raw_config[name] for name in ("dtype", "torch_dtype") if name in self.raw_config}
+            # As a published file has it: what a version of the library writes, another one may not read.
+            text = json.dumps({**small, **kept, "architectures": [type(model).__name__]})
+            (stage / "config.json").write_text(text, encoding="utf-8")
+            stage.rename(folder)
+        return folder
+
+    def _cut(self, rows: list[Row]) -> list[Row]:
+        """Return the beginning of each row, with a trained token if it has one."""
+        cut: list[Row] = []
+        for row in rows:
+            trained = np.flatnonzero(row.labels != IGNORE_INDEX)
+            length = max(MODEL_TOKENS, int(trained[0]) + AFTER_FIRST_TARGET if len(trained) else 0)
+            if length < len(row.input_ids):
+                ends = np.minimum(np.cumsum(row.lengths), length)
+                lengths = tuple(int(each) for each in np.diff(ends, prepend=0) if each > 0)
+                row = replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length], lengths=lengths)
+                self._leave_out(f"tokens of a row after the first {MODEL_TOKENS}, in the stages of the model")
+            cut.append(row)
+        if self.recipe.global_batch_size > MODEL_ROWS:
+            self._leave_out(f"rows of a step after the first {MODEL_ROWS}, in the stages of the model")
+        return cut
+
+    def _leave_out(self, what: str) -> None:
+        if what not in self.left_out:
+            self.left_out.append(what)
+
+    def _invented(self, model: PreTrainedModel) -> list[Row]:
+        """Return rows of drawn ids, for data that cannot be read here."""
+        self._leave_out("the recipe's rows in the stages of the model: drawn ids were used, since the data cannot be read here")
+        drawn = np.random.default_rng(_SEED).integers(0, int(model.config.get_text_config().vocab_size), (4, 32)).astype(np.int32)
+        labels = np.concatenate([np.full((4, 1), IGNORE_INDEX, np.int32), drawn[:, 1:]], axis=1)
+        return [Row(ids, labels[at], (32,), at) for at, ids in enumerate(drawn)]
+
+    def _batch(self, model: PreTrainedModel, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        arrays = collate(rows, self.pad_id, self.recipe.data.pad_to_multiple_of, max_length=self.recipe.data.max_length)
+        if auxiliary_loss_weight(model) > 0:
+            arrays["example_ids"], arrays["example_lengths"] = example_ids(rows, arrays["input_ids"].shape[1])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    @torch.no_grad()
+    def _forward(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> None:
+        """Run each row alone, without dropout."""
+        model.eval()
+        smoothing = float(training_value(recipe.training, "label_smoothing_factor"))
+        logits_of: dict[str, Any] = {}
+        losses: dict[str, Any] = {}
+        for row in rows:
+            batch = self._batch(model, [row])
+            with compute_context(recipe, "cpu"):
+                logits = cast(Any, model)(**model_inputs(batch), use_cache=False).logits
+            used = logits[0, : len(row.input_ids)].float()
+            columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
+            logits_of[f"row-id {row.row_id}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
+            losses[f"row-id {row.row_id}"] = float(token_losses(logits, shift_labels(batch["labels"]), smoothing).sum())
+        self.stages["logits"], self.stages["row_losses"] = Facts(logits_of), Facts(losses)
+
+    def _train(self, recipe: Recipe, model: PreTrainedModel, steps: Sequence[Sequence[Row]]) -> None:
+        """Run the steps of the worker on one device; the update is at the peak learning rate, since a warm-up starts at 0."""
+        model.train()
+        torch.manual_seed(recipe.training.seed)
+        optimizer = build_optimizer(recipe, model, decayed_names(model))
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        before = {name: parameter.detach().double().clone() for name, parameter in trained.items()}
+        max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
+        losses: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
+        clipping: dict[str, Any] = {"max_grad_norm": max_norm}
+        for number, rows in enumerate(steps, 1):
+            loss = self._accumulate(recipe, model, rows)
+            parameters = [parameter for parameter in trained.values() if parameter.grad is not None]
+            norm = total_norm(parameters)
+            if number == 1:  # that of step 2 depends on the first update
+                losses = {"step 1": loss}
+                summaries = {name: _summary(parameter.grad) for name, parameter in trained.items() if parameter.grad is not None}
+                gradients = {"all parameters": float(norm), **summaries}
+                clipping["factor of step 1"] = float(clip_factor(norm, max_norm)) if max_norm else 1.0
+            if max_norm:
+                scale_gradients(parameters, clip_factor(norm, max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        self.stages |= {"loss": Facts(losses), "gradients": Facts(gradients), "clipping": Facts(clipping)}
+        self.stages["update"] = Facts({name: _summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()})
+
+    def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
+        """Run forward and backward of a step's micro-batches, and return its loss."""
+        size = min(recipe.training.per_device_train_batch_size, len(rows))
+        batches = [self._batch(model, rows[at : at + size]) for at in range(0, len(rows), size)]
+        targets = sum(int(supervised_tokens(batch["labels"])) for batch in batches)
+        if targets == 0:
+            raise ValueError("no token of the step is trained")
+        tokens = sum(len(row.input_ids) for row in rows)
+        smoothing = float(training_value(recipe.training, "label_smoothing_factor"))
+        total = 0.0
+        for batch in batches:
+            auxiliary = auxiliary_loss_weight(model) / tokens
+            _, loss_sum = forward_backward(recipe, model, batch, 1.0 / targets, auxiliary=auxiliary, label_smoothing=smoothing)
+            total += float(loss_sum)
+        return total / targets
+
+
+def _where(origin: tuple[str, int]) -> str:
+    return f"{Path(origin[0]).name}:{origin[1]}"
+
+
+def _summary(tensor: torch.Tensor) -> list[float]:
+    """Return the norm of a tensor and its product with a fixed vector, in fp64: other values change at least one of them."""
+    flat = tensor.double().reshape(-1)
+    return [float(flat.norm()), float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0))]
+
+
+def _raw_config(recipe: Recipe) -> dict[str, Any]:
+    """Return config.json as its file has it: two versions of transformers read the same. Raises: OSError, ValueError."""
+    source = recipe.model.from_config
+    if isinstance(source, dict):
+        return dict(source)
+    if isinstance(source, str):
+        path = Path(source)
+        return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    name = str(recipe.model.name_or_path)
+    run = run_of(Path(name))
+    try:
+        local_only = not (Path(name).exists() or hub_is_reachable())
+        options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
+        found, _ = PreTrainedConfig.get_config_dict(run.model if run else name, **options)
+    except OSError:
+        facts = architecture(name)
+        if facts is None:
+            raise
+        return facts
+    return {key: value for key, value in found.items() if key not in ("_commit_hash", "transformers_version")}
+
+
+def _map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, Any]) -> None:
+    """Map patterns that name layers to the layers of the small model."""
+    of, to = families.LAYERS.of(config), families.LAYERS.of(small)
+    if of is None or to is None:
+        return
+    raw["model"]["freeze"] = map_layer_patterns(raw["model"]["freeze"], of, to)
+    for group in raw["training"]["parameter_groups"]:
+        group["match"] = map_layer_patterns(group["match"], of, to)
+    if raw["lora"] is not None:
+        raw["lora"] |= {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}, "adapter": None}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the libraries that compute, of this interpreter."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # another number adds in another order
+    answers = sys.stdout
+    for line in sys.stdin:
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold answers only
+            observation = Side(json.loads(line)).observe()
+        answers.write(json.dumps(asdict(observation)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

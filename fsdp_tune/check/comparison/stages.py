@@ -1,0 +1,281 @@
+"""The stages of a comparison, from tokens to the update: what is observed of a side, and the first place at which two sides differ.
+
+An observation is computed by `check/comparison/observe.py` in a child process. This module compares two of them; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from fsdp_tune.core.command import JsonAnswer
+
+Status = Literal["equal", "different", "not_compared"]
+STAGES: dict[str, str] = {
+    "tokens": "tokens of the first rows",
+    "labels": "which of them are trained",
+    "rows": "examples in each row: truncation, packing, positions",
+    "batch": "sequences of a step",
+    "order": "order of the rows in the first steps",
+    "items": "trained tokens of a step, by which its loss is divided",
+    "model": "configuration and shapes of the model",
+    "defaults": "dtype that `from_pretrained` loads if none is given",
+    "dtypes": "dtype of each parameter, and whether it is trained",
+    "weights": "values of the parameters at the start",
+    "logits": "logits, without dropout",
+    "row_losses": "loss of each row, without dropout",
+    "loss": "loss of a step, as in training",
+    "gradients": "gradient of each parameter",
+    "clipping": "gradient clipping",
+    "rate": "learning rate of all steps",
+    "update": "change of each parameter in two steps at the peak learning rate",
+}
+"""In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
+DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items")
+TOLERANCE = 1e-6
+"""Relative. In one environment equal input gives equal bits; padding to another width moves the last ones."""
+OTHER_VERSIONS_TOLERANCE = 1e-4
+"""Relative, of other versions of the libraries in fp32: their kernels add in another order."""
+OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
+"""The same where matrices are multiplied in bf16 or fp16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is observed in a stage: a value by place, such as a list of ids by example. `reason`: why there is none."""
+
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one side computes."""
+
+    stages: dict[str, Facts]
+    names: dict[str, str]
+    """Text for a place: `example 3 (train.jsonl:4)`."""
+    texts: dict[str, str]
+    """Text of each token id that occurs."""
+    versions: dict[str, str | None]
+    left_out: tuple[str, ...]
+    """What the observation does not cover, a sentence each."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Self:
+        stages = {name: Facts(**facts) for name, facts in raw["stages"].items()}
+        return cls(stages, raw["names"], raw["texts"], raw["versions"], tuple(raw["left_out"]))
+
+
+@dataclass(frozen=True, slots=True)
+class StageDifference(JsonAnswer):
+    """The first place of a stage at which two sides differ."""
+
+    place: str
+    """A row with its file and line, a token, a parameter, or a step."""
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStage(JsonAnswer):
+    name: str
+    title: str
+    status: Status
+    detail: str | None = None
+    """Why it was not compared, or that only last bits differ."""
+    difference: StageDifference | None = None
+    places: int = 0
+    """Places that were compared: rows, parameters, steps."""
+    different_places: int = 0
+
+
+Compared = tuple[int, int, StageDifference | None, float]
+"""Places, places that differ, the first of them, and the largest relative difference among the equal ones."""
+
+
+def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = TOLERANCE) -> ComparedStage:
+    """Compare one stage. What one of the sides does not have is not compared, and says so."""
+    title = STAGES[name]
+    own, other = a.stages.get(name), b.stages.get(name)
+    if own is None or other is None or own.reason or other.reason:
+        reasons = {side: facts.reason for side, facts in (("A", own), ("B", other)) if facts is not None and facts.reason}
+        same = len(set(reasons.values())) == 1 and len(reasons) == 2
+        detail = next(iter(reasons.values())) if same else "; ".join(f"{side}: {reason}" for side, reason in reasons.items())
+        return ComparedStage(name, title, "not_compared", detail or "it was not computed")
+    places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
+    if first is not None:
+        return ComparedStage(name, title, "different", None, first, places, different)
+    if places == 0:
+        return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
+    detail = f"within {largest:.1e}; the last bits differ" if largest else None
+    return ComparedStage(name, title, "equal", detail, None, places)
+
+
+def compare_observations(a: Observation, b: Observation, tolerance: float = TOLERANCE) -> list[ComparedStage]:
+    """Compare all stages that one of the sides has, in order."""
+    return [compare_stage(name, a, b, tolerance) for name in STAGES if name in a.stages or name in b.stages]
+
+
+def _places(own: Facts, other: Facts) -> list[str]:
+    return [*own.values, *(place for place in other.values if place not in own.values)]
+
+
+def _walk(own: Facts, other: Facts, a: Observation, b: Observation, at: Callable[[str, Any, Any], StageDifference | None]) -> Compared:
+    """Compare place by place. `at` returns the difference of two values; a place that one side lacks differs."""
+    first: StageDifference | None = None
+    different, places = 0, _places(own, other)
+    for place in places:
+        name = a.names.get(place) or b.names.get(place) or place
+        if place not in own.values or place not in other.values:
+            found = StageDifference(name, *(_PRESENCE[place in each.values] for each in (own, other)))
+        else:
+            found = at(place, own.values[place], other.values[place])
+        if found is not None:
+            different += 1
+            first = first or StageDifference(f"{name}{found.place}", found.a, found.b)
+    return len(places), different, first, 0.0
+
+
+_PRESENCE = {True: "is there", False: "is not there"}
+
+
+def _tokens(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+    def at(_place: str, ids: list[int], others: list[int]) -> StageDifference | None:
+        if ids == others:
+            return None
+        index = next((i for i, (x, y) in enumerate(zip(ids, others, strict=False)) if x != y), min(len(ids), len(others)))
+        return StageDifference(f", token {index}", _token(a, ids, index), _token(b, others, index))
+
+    return _walk(own, other, a, b, at)
+
+
+def _token(side: Observation, ids: Sequence[int], index: int) -> str:
+    if index >= len(ids):
+        return f"has ended after {len(ids)} tokens"
+    return f"{side.texts.get(str(ids[index]), '')!r} (id {ids[index]})"
+
+
+def _labels(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+    """Compare flags of the examples whose tokens are equal: others differ in their tokens already."""
+    tokens, others_tokens = a.stages["tokens"].values, b.stages["tokens"].values
+    shared = [place for place in own.values if place in tokens and tokens[place] == others_tokens.get(place)]
+
+    def at(place: str, flags: list[int], others: list[int]) -> StageDifference | None:
+        if flags == others:
+            return None
+        index = next(i for i, (x, y) in enumerate(zip(flags, others, strict=True)) if x != y)
+        counts = [f"{_VERDICT[side[index]]} ({sum(side)} of {len(side)} tokens of the example are trained)" for side in (flags, others)]
+        return StageDifference(f", token {index} {a.texts.get(str(tokens[place][index]), '')!r}", *counts)
+
+    return _walk(Facts({place: own.values[place] for place in shared}), Facts({p: other.values[p] for p in shared}), a, b, at)
+
+
+_VERDICT = {0: "is not trained", 1: "is trained"}
+
+
+def _rows(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+    def at(_place: str, pieces: list[list[Any]], others: list[list[Any]]) -> StageDifference | None:
+        if pieces == others:
+            return None
+        return StageDifference("", _pieces(a, pieces), _pieces(b, others))
+
+    return _walk(own, other, a, b, at)
+
+
+SHOWN_PIECES = 3
+
+
+def _pieces(side: Observation, pieces: Sequence[Sequence[Any]]) -> str:
+    """Describe the examples of a row, each [place, first token, tokens]."""
+    texts = [
+        f"{side.names.get(place, place)}{f' from token {start}' if start else ''}: {length} tokens"
+        for place, start, length in pieces[:SHOWN_PIECES]
+    ]
+    more = len(pieces) - len(texts)
+    return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
+
+
+def _exact(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+    def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:
+        return None if value == other_value else StageDifference("", *(_shown(each, of) for each, of in ((value, a), (other_value, b))))
+
+    return _walk(own, other, a, b, at)
+
+
+def _order(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+    def at(_place: str, rows: list[str], others: list[str]) -> StageDifference | None:
+        if rows == others:
+            return None
+        index = next((i for i, (x, y) in enumerate(zip(rows, others, strict=False)) if x != y), min(len(rows), len(others)))
+        shown = [
+            f"reads {side.names.get(each[index], each[index])}" if index < len(each) else f"has only {len(each)} rows"
+            for side, each in ((a, rows), (b, others))
+        ]
+        return StageDifference(f", row {index + 1}", *shown)
+
+    return _walk(own, other, a, b, at)
+
+
+def _shown(value: Any, side: Observation) -> str:
+    if isinstance(value, str):
+        return side.names.get(value, value)
+    return f"{value:.8g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _numbers(own: Facts, other: Facts, a: Observation, b: Observation, tolerance: float) -> Compared:
+    """Compare numbers relative to the largest of their vector; a value with two dimensions has a vector for each token."""
+    largest = 0.0
+
+    def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:
+        nonlocal largest
+        x, y = np.asarray(value, np.float64), np.asarray(other_value, np.float64)
+        if x.shape != y.shape:
+            return StageDifference("", f"{_size(x)}", f"{_size(y)}")
+        is_nan = np.isnan(x) & np.isnan(y)
+        x, y = np.where(is_nan, 0.0, x), np.where(is_nan, 0.0, y)
+        scale = np.maximum(np.abs(x), np.abs(y))
+        scale = scale.max(axis=-1, keepdims=True) if scale.ndim else scale
+        with np.errstate(invalid="ignore"):
+            off = np.where(x == y, 0.0, np.abs(x - y) / np.where(scale == 0.0, 1.0, scale))
+        off = np.where(np.isnan(off), np.inf, off)
+        wrong = np.argwhere(np.atleast_1d(off) > tolerance)
+        if not len(wrong):
+            largest = max(largest, float(np.max(off, initial=0.0)))
+            return None
+        index = tuple(wrong[0].tolist())
+        where = f", token {index[0]}" if x.ndim == 2 else ""
+        shown = (float(np.atleast_1d(each)[index]) for each in (x, y))
+        return StageDifference(where, *(f"{each:.9g}" for each in shown))
+
+    places, different, first, _ = _walk(own, other, a, b, at)
+    return places, different, first, largest
+
+
+def _size(value: np.ndarray[Any, Any]) -> str:
+    return " × ".join(map(str, value.shape)) + " values" if value.ndim else "one value"
+
+
+_COMPARE: dict[str, Callable[[Facts, Facts, Observation, Observation, float], Compared]] = {
+    "tokens": _tokens,
+    "labels": _labels,
+    "rows": _rows,
+    "batch": _exact,
+    "order": _order,
+    "items": _exact,
+    "model": _exact,
+    "defaults": _exact,
+    "dtypes": _exact,
+}
+
+
+def stages_until(name: str) -> Iterator[str]:
+    """Yield the stages up to `name`, which it depends on."""
+    for each in STAGES:
+        yield each
+        if each == name:
+            return

@@ -1,0 +1,134 @@
+"""`compare`: the first difference of two recipes, runs or configurations of other tools, and its cause."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import fsdp_tune
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import Overrides, verb
+from fsdp_tune.core.command import Argument
+from fsdp_tune.core.errors import ExitCode, usage_error
+from fsdp_tune.jobs.options import CompareOptions
+
+if TYPE_CHECKING:
+    from fsdp_tune.check.comparison.causes import DifferentKey
+    from fsdp_tune.check.comparison.stages import ComparedStage
+    from fsdp_tune.jobs.compare import Cause, Comparison, FirstDifference
+
+WIDTH = 80
+LONGEST_VALUE = 200
+SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
+PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
+"""Where the terminal's encoding lacks the others."""
+
+
+@verb
+def compare(
+    screen: Screen,
+    a: Annotated[
+        str,
+        Argument("A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration of another tool.", metavar="A"),
+    ],
+    b: Annotated[str | None, Argument("The same; with --set or --python it may be left out, and is A.", metavar="[B]")] = None,
+    *,
+    overrides: Overrides = (),
+    options: CompareOptions,
+) -> None:
+    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause.
+
+    The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
+    the keys that differ. Two runs are compared by their files first. `--set` changes B. What cannot be compared is listed.
+    Exit code 0: all that was compared is equal; 1: it is not; 2: a side cannot be read.
+
+    \b
+    Examples:
+        fsdp-tune compare recipe.yaml axolotl.yaml
+        fsdp-tune compare runs/monday runs/tuesday
+        fsdp-tune compare recipe.yaml --python ~/old/bin/python
+    """
+    if b is None and not overrides and options.python is None:
+        raise usage_error("compare-one-side", "there is nothing to compare A with", hint="give B, `--set KEY=VALUE` or `--python PYTHON`")
+    found = fsdp_tune.compare(a, a if b is None else b, options, overrides=overrides, observer=screen)
+    screen.document(found)
+    show_comparison(screen, found)
+    if not found.equal:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def show_comparison(screen: Screen, found: Comparison) -> None:
+    """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
+    for letter, side in (("A", found.a), ("B", found.b)):
+        kind = side.kind if side.kind in ("recipe", "run") else f"configuration of {side.kind}, imported"
+        python = f", computed by {side.python}" if side.python is not None and found.a.python != found.b.python else ""
+        _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}")
+    for name, (a, b) in found.environment.items():
+        _print(screen, "   ", f"{name}: {a} / {b}")
+    signs = SIGNS if (screen.talk.encoding or "utf-8").lower().startswith("utf") else PLAIN_SIGNS
+    for stage in found.stages:
+        _print(screen, f"{signs[stage.status]} ", f"{stage.title}{_note(stage)}")
+    if found.first is not None:
+        _show_difference(screen, "first difference", found.first, found.cause, found)
+    for each in found.later:
+        _show_difference(screen, "then", each.difference, each.cause, found)
+    if found.rows_of_step is not None:
+        _print(screen, "rows of that step: ", found.rows_of_step)
+    _show_keys(screen, found.keys)
+    screen.message("not compared:")
+    for line in found.not_compared:
+        _print(screen, "  – " if signs is SIGNS else "  - ", line)
+    changing = any(key.changes_numbers for key in found.keys)
+    verdict = "equal in all that was compared" if found.equal else "different"
+    if not found.equal and found.first is None and changing:
+        verdict = "no stage differs, but keys that may change later steps do"
+    screen.message(f"{verdict} (tolerance {found.tolerance:g})")
+
+
+def _note(stage: ComparedStage) -> str:
+    if stage.status == "different":
+        return f": {stage.different_places:,} of {stage.places:,} differ"
+    return f": {stage.detail}" if stage.detail and stage.status == "equal" else ""
+
+
+def _show_difference(screen: Screen, head: str, found: FirstDifference, cause: Cause | None, whole: Comparison) -> None:
+    title = next((stage.title for stage in whole.stages if stage.name == found.stage), found.stage)
+    _print(screen, f"{head}: ", title)
+    _print(screen, "  at    ", found.place)
+    _print(screen, "  A     ", found.a)
+    _print(screen, "  B     ", found.b)
+    if cause is None:
+        _print(screen, "  cause ", "not found: no keys were found that make it vanish")
+        return
+    _print(screen, "  cause ", cause.text)
+    for key in cause.keys if cause.is_shown else ():
+        _print(screen, "        ", f"{key.key}: {_value(key.a)} in A, {_value(key.b)} in B")
+    if cause.hint is not None:
+        _print(screen, "  hint: ", cause.hint)
+
+
+def _show_keys(screen: Screen, keys: Sequence[DifferentKey]) -> None:
+    changing = [key for key in keys if key.changes_numbers]
+    others = [key.key for key in keys if not key.changes_numbers]
+    if changing:
+        screen.message("keys that differ and change rows or numbers:")
+        for key in changing:
+            _print(screen, "  ", f"{key.key}: {_value(key.a)} in A, {_value(key.b)} in B ({', '.join(key.affects)})")
+    if others:
+        _print(screen, "other keys that differ: ", ", ".join(others))
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _print(screen: Screen, head: str, text: str) -> None:
+    """Print a line that is wrapped at 80 columns, with the text indented below its beginning."""
+    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False) or [""]
+    for number, line in enumerate(lines):
+        screen.message(f"{' ' * len(head) if number else head}{line}")

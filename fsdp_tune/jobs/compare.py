@@ -1,0 +1,507 @@
+"""Compare two recipes, runs or configurations of other tools: the first difference from tokens to the update, and its cause.
+
+Torch runs in child processes, one for each interpreter (`check/comparison/observe.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from fsdp_tune.check.comparison.causes import (
+    DifferentKey,
+    by_likelihood,
+    causing,
+    different_key,
+    different_paths,
+    value_at,
+    with_values,
+)
+from fsdp_tune.check.comparison.causes import Path as KeyPath
+from fsdp_tune.check.comparison.runs import FP32_TOLERANCE, HALF_TOLERANCE, TITLES, DifferentStep, compare_lines
+from fsdp_tune.check.comparison.stages import (
+    DATA_STAGES,
+    OTHER_VERSIONS_HALF_TOLERANCE,
+    OTHER_VERSIONS_TOLERANCE,
+    TOLERANCE,
+    ComparedStage,
+    Observation,
+    StageDifference,
+    compare_observations,
+    compare_stage,
+)
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.ownership import temporary_directory
+from fsdp_tune.core.version import PACKAGE
+from fsdp_tune.data.format.templates import BUNDLED
+from fsdp_tune.data.preparation import rows_of_step
+from fsdp_tune.jobs.answers import ImportedKey
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.jobs.session import resolve_recipe, session
+from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.pages.run_record import RunRecord, differences, read_run
+from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
+from fsdp_tune.recipe.read.foreign.ledger import Fate
+from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir
+
+OBSERVE = ("-P", "-m", "fsdp_tune.check.comparison.observe")
+NEEDED = ("torch", "transformers", "accelerate", "numpy", "pydantic", "pyyaml", "psutil", "safetensors", "jinja2", "packaging", "xxhash")
+"""Packages that another interpreter must have."""
+Versions = dict[str, list[str | None]]
+"""Library → its version in A and in B, of those that differ."""
+NEVER_COMPARED = (
+    "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
+    "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
+    "evaluation, checkpoints and everything after the second step, except the learning rate",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SideAnswer(JsonAnswer):
+    name: str
+    kind: str
+    """`recipe`, `run`, or the tool whose configuration it is."""
+    python: str | None
+    """The interpreter that computed it; null if nothing was computed."""
+    not_carried: list[ImportedKey]
+    """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference(StageDifference):
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cause(JsonAnswer):
+    """Why the first difference arises."""
+
+    keys: list[DifferentKey]
+    """With A's values of these keys in B, the difference vanishes."""
+    versions: dict[str, list[str | None]]
+    """Libraries with their versions in A and B, if the interpreter is the cause."""
+    is_shown: bool
+    """Whether B was computed again without the cause, and the difference vanished."""
+    text: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaterDifference(JsonAnswer):
+    """The first difference that is left when B has A's values of the causes before it."""
+
+    difference: FirstDifference
+    cause: Cause | None
+    """Null if no keys were found that make it vanish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(JsonAnswer):
+    """The result, and the document of `compare --json`."""
+
+    equal: bool
+    """Whether all that was compared is equal. What was not compared is in `not_compared`."""
+    a: SideAnswer
+    b: SideAnswer
+    keys: list[DifferentKey]
+    """All that differ in the resolved recipes, those that change numbers first."""
+    environment: dict[str, list[str | None]]
+    """Versions, and for runs machines, that differ."""
+    stages: list[ComparedStage]
+    first: FirstDifference | None
+    cause: Cause | None
+    later: list[LaterDifference]
+    first_step: DifferentStep | None
+    """Of two runs: the first logged step beyond the tolerance."""
+    first_bits: DifferentStep | None
+    """Of two runs: the first logged step that is not bitwise equal."""
+    rows_of_step: str | None
+    """The rows of the global batch of `first_step`."""
+    tolerance: float
+    not_compared: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    name: str
+    kind: str
+    loaded: LoadedRecipe
+    recipe: Recipe
+    """Resolved."""
+    run: RunDir | None = None
+    imported: ImportedRecipe | None = None
+
+    @property
+    def written(self) -> dict[str, Any]:
+        return self.loaded.recipe.model_dump(mode="json", by_alias=True)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        return self.recipe.model_dump(mode="json", by_alias=True)
+
+    @property
+    def not_carried(self) -> list[ImportedKey]:
+        rows = () if self.imported is None else self.imported.rows
+        return [ImportedKey(**row.as_dict()) for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION)]
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    options: CompareOptions = CompareOptions(),
+    *,
+    overrides: Sequence[str] = (),
+    observer: Observer = Observer(),
+) -> Comparison:
+    """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the CPU in one process.
+
+    Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first.
+    `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these differ.
+    Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run the comparison.
+    """
+    with session():
+        one, other = _read(str(a), (), options, observer), _read(str(b), overrides, options, observer)
+        paths = list(different_paths(one.resolved, other.resolved))
+        keys = [different_key(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
+        keys.sort(key=lambda key: not key.changes_numbers)
+        result = _Result(one, other, keys, options)
+        if one.run is not None and other.run is not None:
+            result.compare_runs(one.run, other.run)
+        if not result.is_of_runs or options.python is not None or any(key.changes_numbers for key in keys):
+            with ExitStack() as stack:
+                folder = stack.enter_context(temporary_directory("compare-"))
+                _Walk(result, folder, stack, observer).run()
+        return result.answer()
+
+
+def _read(name: str, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
+    """Read a side. Raises: FsdpTuneError."""
+    path = Path(name)
+    if RunDir(path).is_used:
+        if overrides:
+            raise usage_error("compare-override", f"`--set` changes a recipe, and `{name}` is a run", hint="leave out `--set`")
+        run = RunDir(path.resolve())
+        recipe = read_resolved(run)
+        return _Side(name, "run", LoadedRecipe(recipe, (), run.recipe_json, "", (), {}), recipe, run)
+    imported: ImportedRecipe | None = None
+    try:
+        loaded = load_recipe(name, overrides)
+    except FsdpTuneError as error:
+        is_command = path.is_file() and path.suffix in (".sh", ".bash", ".txt")
+        if not is_command and not any(problem.code == "foreign-configuration" for problem in error.problems):
+            raise
+        imported = import_file(path, num_gpus=options.num_gpus, templates=frozenset(BUNDLED))
+        loaded = parse_recipe(imported.text, path, overrides, name=path.stem)
+    resolution = resolve_recipe(loaded, options.allowed, observer)
+    observer.notices(resolution.notices)
+    return _Side(name, imported.tool if imported else "recipe", loaded, resolution.recipe, None, imported)
+
+
+@dataclass
+class _Result:
+    """What is found, part by part."""
+
+    a: _Side
+    b: _Side
+    keys: list[DifferentKey]
+    options: CompareOptions
+    tolerance: float = 0.0
+    environment: dict[str, list[str | None]] = field(default_factory=dict[str, "list[str | None]"])
+    before: list[ComparedStage] = field(default_factory=list[ComparedStage])
+    """Stages of two runs that come before those of the recipes."""
+    stages: list[ComparedStage] = field(default_factory=list[ComparedStage])
+    after: list[ComparedStage] = field(default_factory=list[ComparedStage])
+    causes: list[LaterDifference] = field(default_factory=list[LaterDifference])
+    first_step: DifferentStep | None = None
+    first_bits: DifferentStep | None = None
+    rows_of_step: str | None = None
+    left_out: list[str] = field(default_factory=list[str])
+    interpreters: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def is_of_runs(self) -> bool:
+        return self.a.run is not None and self.b.run is not None
+
+    def compare_runs(self, a: RunDir, b: RunDir) -> None:
+        one, other = read_run(a, "A"), read_run(b, "B")
+        self.environment = differences([one.environment, other.environment])
+        key, other_key = (each.data.key if each.data else None for each in (one, other))
+        self.before = [_digest("data", key, other_key, "data.json")]
+        self.before.append(_digest("data_order", _order_digest(one), _order_digest(other), "readback.json"))
+        is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self.a, self.b))
+        self.tolerance = self.options.tolerance or (FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE)
+        lines = compare_lines(one.lines.losses, other.lines.losses, self.tolerance)
+        self.after, self.first_step, self.first_bits = [lines.stage], lines.first, lines.first_bits
+        self.left_out += lines.left_out
+        if lines.first is not None:
+            self.rows_of_step = rows_of_step(a.data_json, self.a.recipe, lines.first.step)
+            if self.rows_of_step is None:
+                self.left_out.append(f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream")
+
+    def answer(self) -> Comparison:
+        stages = [*self.before, *self.stages, *self.after]
+        changing = [key for key in self.keys if key.changes_numbers]
+        is_equal = not changing and all(stage.status != "different" for stage in stages)
+        left_out = [*self.left_out, *(f"{each.title}: {each.detail}" for each in stages if each.status == "not_compared")]
+        for side in (self.a, self.b):
+            left_out += [f"`{key.key}` of {side.name}: {key.reason or key.fate}" for key in side.not_carried]
+            left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
+        found = first_of(stages)
+        causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
+        shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
+        if self.stages and not any(each.cause is None for each in self.causes):
+            left_out += [f"`{key.key}`: no stage shows an effect" for key in changing if not _is_named(key.key, shown)]
+        return Comparison(
+            equal=is_equal,
+            a=SideAnswer(self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried),
+            b=SideAnswer(self.b.name, self.b.kind, self.interpreters[1], self.b.not_carried),
+            keys=self.keys,
+            environment=self.environment,
+            stages=stages,
+            first=found,
+            cause=causes[0].cause if causes and causes[0].cause else self._unshown(changing) if found else None,
+            later=causes[1:] if causes else self.causes,
+            first_step=self.first_step,
+            first_bits=self.first_bits,
+            rows_of_step=self.rows_of_step,
+            tolerance=self.tolerance,
+            not_compared=list(dict.fromkeys([*left_out, *NEVER_COMPARED])),
+        )
+
+    def _unshown(self, changing: list[DifferentKey]) -> Cause:
+        """Return what may be the cause, where nothing was computed again."""
+        if changing:
+            named = ", ".join(f"`{key.key}`" for key in changing)
+            return Cause(changing, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
+        if self.environment:
+            named = ", ".join(self.environment)
+            text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
+            return Cause([], self.environment, is_shown=False, text=text, hint=None)
+        return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
+
+
+def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
+    found = next((stage for stage in stages if stage.difference is not None), None)
+    return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
+
+
+def _is_named(key: str, causes: set[str]) -> bool:
+    """Return whether a key, or the section above or the key below it, is among the causes."""
+    return any(key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}[")) for each in causes)
+
+
+def _digest(name: str, a: str | None, b: str | None, file: str) -> ComparedStage:
+    title = TITLES[name]
+    if not a or not b:
+        return ComparedStage(name, title, "not_compared", f"a run has none in {file}")
+    if a == b:
+        return ComparedStage(name, title, "equal", None, None, 1)
+    return ComparedStage(name, title, "different", None, StageDifference(f"digest in {file}", a, b), 1, 1)
+
+
+def _order_digest(run: RunRecord) -> str | None:
+    return run.readback.facts.data_order_digest if run.readback is not None else None
+
+
+class _Walk:
+    """The stages of two recipes, and the search for the cause of the first difference."""
+
+    def __init__(self, result: _Result, folder: Path, stack: ExitStack, observer: Observer) -> None:
+        self._result, self._observer = result, observer
+        self._options = result.options
+        observer.phase("computing A and B")
+        resolved = set(different_paths(result.a.resolved, result.b.resolved))
+        self._paths = [path for path in different_paths(result.a.written, result.b.written) if _is_among(path, resolved)]
+        self._tolerance = TOLERANCE
+        python = self._options.python
+        has_other = python is not None
+        self._here = stack.enter_context(_Child(sys.executable, folder, self._options, shows_defaults=has_other))
+        self._there = self._here
+        if python is not None:
+            self._there = stack.enter_context(_Child(_interpreter(python), folder, self._options, shows_defaults=True))
+
+    def run(self) -> None:
+        result, last = self._result, "update"
+        a = self._here.observe(result.a.recipe, last)
+        b = self._there.observe(result.b.recipe, last)
+        result.interpreters = (sys.executable, str(self._options.python or sys.executable))
+        versions = differences([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
+        if self._there is not self._here:
+            result.environment |= versions
+        self._tolerance = self._tolerance_of()
+        result.tolerance = result.tolerance or self._tolerance
+        result.stages = compare_observations(a, b, self._tolerance)
+        result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
+        self._observer.phase("searching for the causes")
+        result.causes = list(self._causes(a, result.stages, versions))
+
+    def _causes(self, a: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
+        """Yield the first difference with its cause, then what is left with A's values of that cause in B, and so on."""
+        fixed: tuple[KeyPath, ...] = ()
+        while (found := first_of(stages)) is not None:
+            keys, cause = self._cause(found.stage, a, versions, fixed)
+            yield LaterDifference(found, cause)
+            if not keys:
+                return
+            fixed = (*fixed, *keys)
+            stages = compare_observations(a, self._observed(fixed, self._there, "update"), self._tolerance)
+
+    def _tolerance_of(self) -> float:
+        if self._options.tolerance is not None:
+            return self._options.tolerance
+        if self._there is self._here:
+            return TOLERANCE
+        is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
+        return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
+
+    def _cause(
+        self, stage: str, a: Observation, versions: Versions, fixed: tuple[KeyPath, ...]
+    ) -> tuple[tuple[KeyPath, ...], Cause | None]:
+        """Return the keys without which the stage is equal, and the cause: these keys, or the interpreter."""
+        candidates = by_likelihood([path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES)
+
+        def vanishes(chosen: Sequence[KeyPath], child: _Child) -> bool:
+            try:
+                b = self._observed((*fixed, *chosen), child, stage)
+            except (FsdpTuneError, ValueError, TypeError):
+                return False  # a combination that no recipe may have
+            return compare_stage(stage, a, b, self._tolerance).status == "equal"
+
+        if found := causing(candidates, lambda chosen: vanishes(chosen, self._there)):
+            return found, self._of_keys(found)
+        if self._there is self._here:
+            return (), None
+        if vanishes((), self._here):
+            return (), _of_versions(stage, versions, ())
+        found = causing(candidates, lambda chosen: vanishes(chosen, self._here))
+        return (), _of_versions(stage, versions, self._described(found)) if found else None
+
+    def _observed(self, paths: Sequence[KeyPath], child: _Child, until: str) -> Observation:
+        """Compute B with A's values of some keys. Raises: FsdpTuneError, ValueError or TypeError for what is not a recipe."""
+        document = with_values(self._result.b.written, self._result.a.written, paths)
+        loaded = replace(self._result.b.loaded, recipe=Recipe.model_validate(document), notices=())
+        return child.observe(resolve_recipe(loaded, self._options.allowed, Observer()).recipe, until)
+
+    def _described(self, paths: Sequence[KeyPath]) -> list[DifferentKey]:
+        a, b = self._result.a.written, self._result.b.written
+        return [different_key(path, value_at(a, path), value_at(b, path)) for path in paths]
+
+    def _of_keys(self, found: Sequence[KeyPath]) -> Cause:
+        keys = self._described(found)
+        named = ", ".join(f"`{key.key}`" for key in keys)
+        text = f"{named}: with A's value{'s' if len(keys) > 1 else ''} in B the difference vanishes"
+        options = " ".join(f"--set {key.key}={_option(key.a)}" for key in keys)
+        return Cause(keys, {}, is_shown=True, text=text, hint=f"`{options}` gives B the numbers of A at this stage")
+
+
+def _is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
+    """Return whether a written key, or one below or above it, differs in the resolved recipes too."""
+    return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
+
+
+def _option(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if text and not any(char in text for char in " '\"{}[]|&;<>$`") else "'" + text.replace("'", "'\\''") + "'"
+
+
+def _of_versions(stage: str, versions: Versions, keys: Sequence[DifferentKey]) -> Cause:
+    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items())
+    also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
+    hint = None
+    if stage == "defaults":
+        hint = "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe here always has `model.dtype`"
+    text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
+    return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)
+
+
+def _interpreter(python: Path) -> str:
+    """Return the interpreter's path. Raises: usage error if it cannot be run."""
+    found = shutil.which(str(python))
+    if found is None:
+        raise usage_error("compare-python", f"`--python {python}` is not an interpreter", hint="give the path of `bin/python` of a venv")
+    return str(Path(found).absolute())
+
+
+class _Child:
+    """The process that computes sides with one interpreter. It starts with the first request."""
+
+    def __init__(self, python: str, folder: Path, options: CompareOptions, *, shows_defaults: bool) -> None:
+        self._python, self._folder, self._options = python, folder, options
+        self._shows_defaults = shows_defaults
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] | None = None
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            children.end(self._process)
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+        if self._errors is not None:
+            self._errors.close()
+
+    def observe(self, recipe: Recipe, until: str) -> Observation:
+        """Compute a resolved recipe up to a stage. Raises: usage error if the interpreter lacks a package, failed error if it crashed."""
+        request = {
+            "recipe": recipe.model_dump(mode="json", by_alias=True),
+            "rows": self._options.rows,
+            "until": until,
+            "model": self._options.model,
+            "folder": str(self._folder),
+            "defaults": self._shows_defaults,
+        }
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        if not line:
+            raise self._crashed(process.wait())
+        return Observation.from_json(json.loads(line))
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            # A folder with this package alone: other packages of this environment must not hide those of the other one.
+            alone = self._folder / "package"
+            alone.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                (alone / PACKAGE.name).symlink_to(PACKAGE)
+            environment = {**os.environ, "PYTHONPATH": str(alone), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+            self._process = children.start((self._python, *OBSERVE), environment, **pipes)
+        return self._process
+
+    def _crashed(self, code: int) -> FsdpTuneError:
+        assert self._errors is not None
+        self._errors.seek(0)
+        how = children.describe_failure(code, self._errors.read())
+        if "ImportError" in how or "ModuleNotFoundError" in how:
+            hint = f"it needs {', '.join(NEEDED)}: `{self._python} -m pip install …`"
+            return usage_error("compare-python", f"`{self._python}` cannot run the comparison: {how}", hint=hint)
+        return failed_error(
+            "compare-failed", f"the comparison ended with {self._python}: {how}", hint="`fsdp-tune env` shows the installation"
+        )
