@@ -25,10 +25,12 @@ from fsdp_tune.merge.merge_options import MergeOptions
 if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
     from fsdp_tune.jobs.results import RunReport
-    from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
+    from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus, Spike
     from fsdp_tune.merge.merging import MergeResult
 
 WATCH_SECONDS = 2.0
+SPIKE_ROWS = 8
+"""Rows of a spike that `status` shows."""
 
 
 @verb
@@ -140,6 +142,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
     screen.message(f"newest complete checkpoint: {facts.checkpoint or 'none'}")
+    if facts.spike is not None:
+        _show_spike(screen, facts.spike)
     for bad in facts.rejected_checkpoints:
         screen.message(f"not complete: {bad.path}: {bad.reason}")
     if facts.merged:
@@ -149,6 +153,26 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     for way in facts.ways_on:
         screen.message(f"  {way}")
     screen.message(f"logs: {facts.logs}")
+
+
+def _show_spike(screen: Screen, spike: Spike) -> None:
+    """Print the newest spike, and the rows of its micro-batches with the highest losses."""
+    screen.message(f"{spike.event.replace('_', ' ')} at step {spike.step:,}: {spike.message}")
+    if not spike.rows:
+        return
+    rows = [
+        [
+            f"{row.file}:{row.row}",
+            f"{row.tokens:,}",
+            f"{row.step}/{row.rank}/{row.micro_batch}",
+            "" if row.loss is None else f"{row.loss:.4f}",
+        ]
+        for row in spike.rows[:SPIKE_ROWS]
+    ]
+    screen.table("", ["row", "tokens", "step/rank/micro-batch", "loss"], rows)
+    named = f"`--json` names {len(spike.rows):,}" if len(spike.rows) > SPIKE_ROWS else "all named"
+    hint = "`train --skip-rows FILE` leaves rows out"
+    screen.message(f"{min(len(spike.rows), SPIKE_ROWS)} of {spike.rows_total:,} rows ({named}); {hint}")
 
 
 @verb

@@ -402,7 +402,7 @@ def show_inputs(screen: Terminal, inputs: TrainingInputs, *, verbose: bool) -> N
         kernels_line(inputs.model),
         *data_lines(inputs.data.report, reused=inputs.data.reused),
         batch_arithmetic(recipe),
-        rate_line(recipe, total_steps(recipe, inputs.data.train_rows)),
+        rate_line(recipe, inputs.steps),
         *filling_lines(recipe, inputs.data.train),
         *(f"{key}: {value}" for key, value in inputs.decided.items()),
         *([predicted_line(inputs.plan)] if inputs.plan else []),

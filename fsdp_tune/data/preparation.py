@@ -17,12 +17,13 @@ from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, refuse_bad_share, spread_indices
-from fsdp_tune.data.batches import batch_of_step
+from fsdp_tune.data.batches import RowOrder, row_order
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
+from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -66,6 +67,36 @@ class Prepared(Document):
     """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
+    skipped: tuple[SkippedRow, ...] = ()
+    """Rows that the run leaves out (`--skip-rows`)."""
+
+    @property
+    def is_stream(self) -> bool:
+        return self.report.stream_sample_rows is not None
+
+    def training_store(self) -> RowStore:
+        """Open the training rows; of a stream, those of its beginning, none left out."""
+        return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
+
+    def order(self, recipe: Recipe, store: RowStore) -> RowOrder:
+        """Return the global batches of `training_store`, which is not a stream's."""
+        return row_order(recipe, store.lengths, removed_rows(store, self.skipped))
+
+    def without(self, recipe: Recipe, named: Sequence[NamedRow], earlier: Sequence[SkippedRow], step: int) -> Prepared:
+        """Return the data of a run that leaves out the `named` rows from `step` on, and those that it has left out `earlier`.
+
+        Raises: usage error with the line of each name that is no training row, and if too few rows remain.
+        """
+        if not named and not earlier:
+            return self
+        files = StreamedFiles(self.stamps, self.unit_rows) if self.is_stream else PreparedFiles(RowStore(self.train))
+        changed = replace(self, skipped=resolved_rows(named, earlier, files, step))
+        if not self.is_stream:
+            left = self.train_rows - sum(len(rows) for _, rows in removed_rows(RowStore(self.train), changed.skipped))
+            if left < recipe.global_batch_size:
+                message = f"{left:,} rows remain without those that are skipped, and one step takes {recipe.global_batch_size:,}"
+                raise usage_error("too-few-rows", message, hint="skip fewer rows, or lower `training.global_batch_size`")
+        return changed
 
     def as_notices(self) -> list[Notice]:
         return [*self._unstamped(), *self._stored_notices()]
@@ -285,7 +316,7 @@ def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
         prepared = Prepared.read(data_json)
         if prepared is None or recipe.data.streaming:
             return None
-        store = RowStore(prepared.train)
+        store = prepared.training_store()
     except (OSError, ValueError, FsdpTuneError):
         return None
-    return store.describe_rows(batch_of_step(recipe, store.lengths, step).tolist())
+    return store.describe_rows(prepared.order(recipe, store).batch_after(step - 1).tolist())

@@ -37,6 +37,10 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.uint8]
+Origin = tuple[str, int]
+"""(name of a source file, row in it, counted from 1)."""
+ROW_BITS = 40
+"""Of the number of a row in a key that has the number of its file above."""
 Number = TypeVar("Number", np.int32, np.int64, np.uint8)
 
 
@@ -78,9 +82,12 @@ class Segments:
 class RowStore:
     """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files again."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Map the files of a set. Raises: FailedError if the store is missing or incomplete."""
-        self.path = Path(path)
+    def __init__(self, path: Path | str, skipped: Sequence[Origin] = ()) -> None:
+        """Map the files of a set. Of the rows of the source files in `skipped` no example is read, and every other number stays.
+
+        Raises: FailedError if the store is missing or incomplete.
+        """
+        self.path, self._skipped = Path(path), tuple(skipped)
         pool = self.path.parent
         manifest = read_manifest(pool)
         if manifest is None or manifest.kind != STORE_KIND or not self.path.is_dir():
@@ -97,9 +104,10 @@ class RowStore:
         self._origins = _map(pool / "origins.int64", np.int64).reshape(-1, 2)
         self._segments = _map(self.path / "segments.int64", np.int64).reshape(-1, 2)
         self._rows = _map(self.path / "rows.int64", np.int64)
+        self._left_out = np.sort(np.concatenate(self.find(self._skipped))) if self._skipped else np.zeros(0, np.int64)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
-        return (type(self), (self.path,))  # else pickle would copy the mapped arrays
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...]]]:
+        return (type(self), (self.path, self._skipped))  # else pickle would copy the mapped arrays
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -107,29 +115,59 @@ class RowStore:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        segments = self._segments[self._rows[index] : self._rows[index + 1]]
-        return row_of(self._tokens, self._trained, segments, index)
+        return row_of(self._tokens, self._trained, self._segments_of(index), index)
+
+    def _segments_of(self, index: int) -> Int64:
+        """Return [n, 2], start and length of the segments of a row, without those of skipped rows of the source files."""
+        first, end = int(self._rows[index]), int(self._rows[index + 1])
+        segments = self._segments[first:end]
+        low, high = np.searchsorted(self._left_out, (first, end))
+        return segments if low == high else np.delete(segments, self._left_out[low:high] - first, axis=0)
 
     @property
     def lengths(self) -> Int64:
-        """Number of tokens of each row."""
+        """Number of tokens of each row, those of skipped examples included: the order of a run must not change when more are skipped."""
         return np.add.reduceat(self._segments[:, 1], self._rows[:-1])
+
+    def find(self, rows: Sequence[Origin]) -> list[Int64]:
+        """Return the segments of each row of a source file: none if it is not in this set."""
+        numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self.files):  # a file may be named by several sources
+            numbers.setdefault(name, []).append(number)
+        wanted = [(number, row, at) for at, (name, row) in enumerate(rows) for number in numbers.get(name, ())]
+        keys = np.array([(number << ROW_BITS) + row for number, row, _ in wanted], np.int64)
+        examples = np.flatnonzero(np.isin((self._origins[:, 0] << ROW_BITS) + self._origins[:, 1], keys))
+        owners = np.searchsorted(self._examples, self._segments[:, 0], side="right") - 1
+        segments = np.flatnonzero(np.isin(owners, examples))
+        found = (self._origins[owners[segments], 0] << ROW_BITS) + self._origins[owners[segments], 1]
+        by_row: list[list[Int64]] = [[] for _ in rows]
+        for key, (_, _, at) in zip(keys, wanted, strict=True):
+            by_row[at].append(segments[found == key])
+        return [np.concatenate([np.zeros(0, np.int64), *each]) for each in by_row]
+
+    def rows_with(self, segments: Int64) -> Int64:
+        """Return the row of each segment."""
+        return np.searchsorted(self._rows, segments, side="right") - 1
+
+    def segments_in(self, row: int) -> int:
+        """Return the number of segments of a row, skipped ones included."""
+        return int(self._rows[row + 1] - self._rows[row])
 
     def origins(self, index: int) -> list[tuple[str, int]]:
         """Return source file and row of each example in a row, for messages."""
-        starts = self._segments[self._rows[index] : self._rows[index + 1], 0]
+        starts = self._segments_of(index)[:, 0]
         examples = np.searchsorted(self._examples, starts, side="right") - 1
         return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
 
     def files_of(self, rows: Sequence[int]) -> tuple[Int64, Int64]:
         """Return the file (an index into `files`) and the number of tokens of each segment of some rows."""
-        segments = np.concatenate([self._segments[self._rows[row] : self._rows[row + 1]] for row in rows])
+        segments = np.concatenate([self._segments_of(row) for row in rows])
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         return self._origins[examples, 0], segments[:, 1]
 
     def are_complete(self, index: int) -> list[bool]:
         """Return for each example in a row whether all its tokens are there: none were cut off at `data.max_length` or by packing."""
-        segments = self._segments[self._rows[index] : self._rows[index + 1]]
+        segments = self._segments_of(index)
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         return (self._examples[examples + 1] - self._examples[examples] == segments[:, 1]).tolist()
 

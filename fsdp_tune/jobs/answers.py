@@ -488,3 +488,5 @@ class TrainingInputs:
     """The prediction for this machine's GPU; None where there is none."""
     base: BaseModel | None
     """The model under an adapter; None without `lora:`."""
+    steps: int | None
+    """Optimizer steps of the run; None if they are unknown."""

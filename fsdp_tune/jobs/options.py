@@ -94,6 +94,13 @@ class TrainOptions:
             read=parse_profile,
         ),
     ] = None
+    skip_rows: Annotated[
+        Path | None,
+        Option(
+            "Leave out the rows that this file names, `PATH:ROW` or a JSON object a line, from the step on where the run starts.",
+            metavar="FILE",
+        ),
+    ] = None
     ignore_plan: Annotated[bool, Option("Start even if the plan does not fit this machine's GPUs.")] = False
     verify_data: VerifyData = False
     allowed: Allowed = Allowed()

@@ -18,6 +18,7 @@ from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
 from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -126,7 +127,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     address = None if starts_here else "FIRST_MACHINE"
     run = RunDir(Path(recipe.output_dir))
     plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
-    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer)
+    skipped = () if options.skip_rows is None or rank > 0 else tuple(read_named_rows(options.skip_rows))
+    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer, skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class _Job:
     extensions: Sequence[Extension]
     options: TrainOptions
     observer: Observer
+    skipped: Sequence[NamedRow] = ()
+    """Rows that `options.skip_rows` names."""
     early: EarlyLaunch | None = None
     """The first launcher, if it has been started while the inputs were checked."""
 
@@ -270,10 +274,11 @@ class _Job:
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
         check_data(start, data.key)
+        data = self._without_skipped(start, data)
         base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             _check_base(RunDir(start.checkpoint.path.parent), base)
-        steps = total_steps(recipe, data.train_rows)
+        steps = self._steps(data)
         refuse_beyond_end(start, steps)
         if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
@@ -281,7 +286,27 @@ class _Job:
             refuse_what_cannot_fit(predicted)
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
-        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base)
+        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)
+
+    def _without_skipped(self, start: Start, data: Prepared) -> Prepared:
+        """Leave out the rows that the options name, and those that the resumed run leaves out. Raises: usage error."""
+        trained = start.checkpoint.path.parent if start.checkpoint is not None else self.plan.run.path
+        before = Prepared.read(RunDir(trained).data_json) if start.checkpoint is not None or not start.is_new else None
+        earlier = before.skipped if before is not None else ()
+        if self.options.overwrite:
+            earlier = ()
+        changed = data.without(self.recipe, self.skipped, earlier, start.step)
+        if changed.skipped:
+            kept = f", {len(earlier):,} of them as before" if earlier else ""
+            self.observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{kept}")
+        return changed
+
+    def _steps(self, data: Prepared) -> int | None:
+        """Return the optimizer steps of the run: without skipped rows its epochs are shorter."""
+        epochs = float(training_value(self.recipe.training, "num_train_epochs") or 0)
+        if not data.skipped or data.is_stream or total_steps(self.recipe, None) is not None:
+            return total_steps(self.recipe, data.train_rows)
+        return data.order(self.recipe, data.training_store()).total_steps(epochs)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
@@ -15,7 +18,7 @@ from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.coordination import machines_elsewhere
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
-from fsdp_tune.run.events import TRAIN_STARTED
+from fsdp_tune.run.events import SPIKES, TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import json_objects, number
 from fsdp_tune.run.records import Prediction
@@ -50,6 +53,37 @@ class RejectedCheckpoint(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class SpikeRow(JsonAnswer):
+    """A row of a spike. A file of such objects, one a line, is one for `train --skip-rows`."""
+
+    file: str
+    row: int
+    """In the file, from 1: its line, where the file has lines."""
+    tokens: int
+    step: int
+    rank: int
+    micro_batch: int
+    """In the step, from 1."""
+    sequence: int
+    """Packed examples share one."""
+    loss: float | None
+    """Mean token loss of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spike(JsonAnswer):
+    """A spike of the loss or of the gradient norm."""
+
+    event: str
+    step: int
+    message: str
+    rows: list[SpikeRow]
+    """Those of the micro-batches with the highest losses first."""
+    rows_total: int
+    """Also of those that are not named."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus(JsonAnswer):
     """The status of a run, and the document of `status RUN --json`."""
 
@@ -80,6 +114,8 @@ class RunStatus(JsonAnswer):
     planned_reserved_gib: float | None
     """The same, as planned."""
     peak_host_gib: float | None
+    spike: Spike | None
+    """The newest one."""
 
     @property
     def is_active(self) -> bool:
@@ -135,7 +171,31 @@ def run_status(run: RunDir) -> RunStatus:
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
+        spike=newest_spike(run.metrics_jsonl),
     )
+
+
+def newest_spike(path: Path) -> Spike | None:
+    """Return the last event of a spike in metrics.jsonl, or None."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            at = max(text.rfind(f'{{"event": "{name}"'.encode()) for name in SPIKES)
+            line = text[at : text.find(b"\n", at) + 1] if at >= 0 else b""
+    except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
+        return None
+    return next((spike_of(found) for found in json_objects(line)), None)
+
+
+def spike_of(line: dict[str, Any]) -> Spike | None:
+    """Return the spike of an event of metrics.jsonl; None if its fields are not those of this version."""
+    fields = {name: line.get(name) for name in ("event", "step", "message")}
+    try:
+        return _SPIKE.validate_python(fields | {"rows": line.get("rows", []), "rows_total": line.get("rows_total", 0)})
+    except ValidationError:
+        return None
+
+
+_SPIKE = TypeAdapter(Spike)
 
 
 def _training_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,8 +19,9 @@ from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
+from fsdp_tune.launch.run_status import spike_of
 from fsdp_tune.pages.run_record import Curve, Line, RunRecord
-from fsdp_tune.run.events import EVENTS, SAMPLES, names_of
+from fsdp_tune.run.events import EVENTS, SAMPLES, SPIKES, names_of
 from fsdp_tune.run.metrics_file import number
 
 MAX_POINTS, MIN_POINTS = 2000, 50
@@ -375,12 +376,39 @@ def _event(line: Line) -> RunEvent:
     details = {
         key: value
         for key, value in line.items()
-        if key not in ("event", "step", "time", "message") and not (has_message and isinstance(value, str | int | float | None))
+        if key not in ("event", "step", "time", "message", *(("rows",) if name in SPIKES else ()))
+        and not (has_message and isinstance(value, str | int | float | None))
     }
     text = "\n".join(part for part in (str(line.get("message", "")), *(_labelled(key, value) for key, value in details.items())) if part)
     return RunEvent(
         f"{step:,}" if isinstance(step, int) else UNKNOWN, _time(time), name, mask_text(_cut(text, EVENT_CHARACTERS)), name in WARNINGS
     )
+
+
+def spike_tables(runs: Sequence[RunRecord], limit: int) -> list[Table]:
+    """Return a table of rows for each run with spikes, the newest spike first, with at most `limit` rows each."""
+    tables: list[Table] = []
+    for run in runs:
+        found = [spike for line in reversed(run.lines.events) if line["event"] in SPIKES and (spike := spike_of(line)) is not None]
+        rows = [
+            [
+                f"{row.step:,}",
+                mask_text(row.file),
+                f"{row.row:,}",
+                f"{row.tokens:,}",
+                str(row.rank),
+                str(row.micro_batch),
+                _figure(row.loss),
+            ]
+            for spike in found
+            for row in spike.rows
+        ]
+        if rows:
+            total = sum(spike.rows_total for spike in found)
+            shown = f"{min(limit, len(rows)):,} of {total:,} rows, those with the highest losses of the newest spike first"
+            caption = f"{run.label}: {shown}" if len(runs) > 1 else shown
+            tables.append(Table(["step", "file", "row", "tokens", "rank", "micro-batch", "loss of the micro-batch"], rows[:limit], caption))
+    return tables
 
 
 def _time(seconds: float | None) -> str:

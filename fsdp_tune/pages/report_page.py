@@ -23,6 +23,7 @@ from fsdp_tune.pages.charts import (
     points_each,
     samples_of,
     source_tables,
+    spike_tables,
     step_parts,
     summary_table,
 )
@@ -33,6 +34,7 @@ MAX_BYTES = 1_000_000
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Of the points, events and texts of a page; the first that fits is taken."""
 EVENTS, PROMPTS, SAMPLE_STEPS, SAMPLE_CHARACTERS, RECIPE_CHARACTERS = 200, 20, 12, 1000, 20_000
+SPIKE_ROWS = 100
 RESOLVED_RECIPES = 8
 """Runs whose every key is on the page; of more runs there are the differences."""
 UNCOMPARED_KEYS = ("name", "output_dir")
@@ -94,6 +96,7 @@ def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], found: Differe
         plans=plan_table(runs),
         sources=source_tables(runs),
         events=[events_of(run, max(10, int(share * EVENTS) // count)) for run in runs],
+        spikes=spike_tables(runs, max(4, int(share * SPIKE_ROWS) // count)),
         samples=prompts[:PROMPTS],
         more_prompts=max(0, len(prompts) - PROMPTS),
         recipe=difference_table(found.recipe, runs),

@@ -14,6 +14,9 @@ EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
 
 SHOWN_PHASE_SECONDS = 0.1
+NAMED_ROWS = 200
+"""Rows that the event of a spike names at most."""
+SHOWN_SPIKE_ROWS = 3
 SAMPLE_CHARACTERS = 60
 
 
@@ -79,6 +82,27 @@ def _stopping(line: Line) -> list[str]:
     return [f"step {line.get('step')}: stopping ({line['reason']})"]
 
 
+def spike_line(line: Line) -> str | None:
+    """Return the rows of the micro-batch with the highest loss of a spike in one line; None if it names none."""
+    rows: list[dict[str, Any]] = line.get("rows") or []
+    if not rows:
+        return None
+    places = ("step", "rank", "micro_batch")
+    worst = [row for row in rows if all(row[name] == rows[0][name] for name in places)]
+    shown = ", ".join(f"{row['file']}:{row['row']} ({row['tokens']:,} tokens)" for row in worst[:SHOWN_SPIKE_ROWS])
+    hidden = len(worst) - SHOWN_SPIKE_ROWS
+    more = f" and {hidden:,} more row{'' if hidden == 1 else 's'}" if hidden > 0 else ""
+    loss = f" with loss {rows[0]['loss']:.4f}" if isinstance(rows[0].get("loss"), int | float) else ""
+    place = f"step {rows[0]['step']}, rank {rows[0]['rank']}, micro-batch {rows[0]['micro_batch']}"
+    return f"highest of {line.get('rows_total', len(rows)):,} rows: {place}{loss}: {shown}{more}"
+
+
+def _spike(line: Line) -> list[str]:
+    named = spike_line(line)
+    bare = {key: value for key, value in line.items() if key not in ("rows", "rows_total")}
+    return [*describe(bare), *([f"  {named}"] if named else [])]
+
+
 def _profile(line: Line) -> list[str]:
     """Return the milliseconds a step of rank 0: a row for each phase, and one for their sum."""
     seconds: dict[str, dict[str, float]] = line["seconds"]
@@ -141,11 +165,25 @@ SLOW_RANK = EventKind(
 )
 LOSS_SPIKE = EventKind(
     "loss_spike",
-    ("message",),
-    "the loss is more than six standard deviations above the last 50 lines",
+    ("message", "rows", "rows_total"),
+    "the loss is more than six standard deviations above the last 50 lines. `rows` are those of the steps since the last line, on all "
+    f"ranks, at most {NAMED_ROWS}, and `rows_total` is their number: for each example `file`, `row` in it (its line), `tokens`, `step`, "
+    "`rank`, `micro_batch` (from 1), `sequence` (packed examples share one) and `loss`, the mean token loss of its micro-batch, highest "
+    "first. Of a rank the last 1,024 micro-batches are known",
     "warning",
+    _spike,
     marks_curves=True,
 )
+GRADIENT_SPIKE = EventKind(
+    "gradient_spike",
+    ("message", "rows", "rows_total"),
+    "the gradient norm is more than six standard deviations above the last 50 lines, and three times their mean, and the loss is not; "
+    "`rows` as in `loss_spike`, of the last step alone",
+    "warning",
+    _spike,
+    marks_curves=True,
+)
+SPIKES = (LOSS_SPIKE.name, GRADIENT_SPIKE.name)
 ZERO_GRADIENT = EventKind("zero_gradient", ("message",), "the gradient norm is exactly zero", "warning", marks_curves=True)
 WEIGHTS_LOOK_RANDOM = EventKind(
     "weights_look_random",

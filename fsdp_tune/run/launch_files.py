@@ -56,7 +56,7 @@ def train_command(run: RunDir, *options: str) -> str:
     if record is None or not record.command:
         return f"fsdp-tune train … {shlex.join(options)}"
     end = record.command.index("--") if "--" in record.command else len(record.command)
-    replaced = {name for name, _ in _split(options)} | {"--overwrite", "--no-start"}
+    replaced = {name for name, _ in _split(options)} | {"--overwrite", "--no-start", "--skip-rows"}  # the run has its rows
     kept = [word for name, words in _split(record.command[:end]) if name not in replaced for word in words]
     change = "" if record.cwd in (None, str(Path.cwd())) else f"cd {shlex.quote(record.cwd)} && "
     return change + shlex.join(["fsdp-tune", *kept, *options, *record.command[end:]])
@@ -68,7 +68,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for word in rest:
         name, is_joined, value = word.partition("=")
         own = [word]
-        if name in ("--set", "--resume", "--machine-rank") and not is_joined:
+        if name in ("--set", "--resume", "--machine-rank", "--skip-rows") and not is_joined:
             own.append(value := next(rest, ""))
         yield f"{name} {value.partition('=')[0]}" if name == "--set" else name, own
 

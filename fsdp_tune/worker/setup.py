@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import mean_tokens
-from fsdp_tune.data.batches import budget_of, order_of
+from fsdp_tune.data.batches import RowOrder, budget_of
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import RowStore, evaluation_hashes
 from fsdp_tune.data.stream.row_stream import open_stream, refuse_changed_files
@@ -175,11 +176,13 @@ def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeReque
 
 
 def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
-    store = RowStore(prepared.train)
+    store = prepared.training_store()
     if not recipe.data.streaming:
-        return PreparedRows(store, _sampler(recipe, store, rank), collator, SourceTokens.of(prepared.report.inputs))
+        sampler = _sampler(recipe, prepared.order(recipe, store), store, rank)
+        return PreparedRows(store, sampler, collator, SourceTokens.of(prepared.report.inputs))
     hashes, means = evaluation_hashes(prepared.train), mean_tokens(prepared.report)
     stream = open_stream(recipe, load_encoder(recipe), prepared.unit_rows, hashes, means)
+    stream = replace(stream, skipped=frozenset(each.origin for each in prepared.skipped))
     refuse_changed_files(prepared.stamps, stream.stamps())
     return StreamedRows(
         stream=stream,
@@ -195,16 +198,15 @@ def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank:
     )
 
 
-def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
-    lengths, budget = store.lengths, budget_of(recipe)
+def _sampler(recipe: Recipe, order: RowOrder, store: RowStore, rank: Rank) -> MicroBatches:
+    budget = budget_of(recipe)
     return MicroBatches(
-        partial(order_of, recipe, lengths),
-        len(store),
+        order,
         data_rank=recipe.topology.data_rank(rank.index),
         data_size=recipe.data_size,
         micro_batch=recipe.training.per_device_train_batch_size,
         accumulation=recipe.training.gradient_accumulation_steps or 1,
-        by_tokens=ByTokens(budget, lengths, recipe.global_batch_size) if budget else None,
+        by_tokens=ByTokens(budget, store.lengths) if budget else None,
     )
 
 

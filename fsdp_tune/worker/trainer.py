@@ -48,7 +48,8 @@ from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import metrics
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
+from fsdp_tune.worker.observe.metrics import Lines, device_peak_flops, model_size
+from fsdp_tune.worker.observe.spikes import IN_SPIKES, CurveWatch, RecentBatches
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
@@ -98,6 +99,7 @@ class FsdpTrainer(Trainer):
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
         self._watch = CurveWatch(parts.loaded.model.config.get_text_config().vocab_size if parts.recipe.model.from_config is None else None)
+        self._recent = RecentBatches(parts.rows, parts.recipe.topology)
         self.batches: list[Batch] = []
         self._batches_done = 0
         self._step_tokens = 0  # over all ranks, padding left out
@@ -142,8 +144,21 @@ class FsdpTrainer(Trainer):
             self.optimizer = build_optimizer(self.parts.recipe, self.wrapped, self.parts.loaded.size.decayed)
         return self.optimizer
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        values = super().set_initial_training_values(args, dataloader)
+        order = self.parts.rows.order
+        if order is None:
+            return values
+        # The Trainer multiplies the steps of one epoch, and epochs differ where rows are skipped.
+        _, steps, *counts, _ = values
+        total = args.max_steps if args.max_steps > 0 else order.total_steps(args.num_train_epochs)
+        return order.locate(total - 1)[0] + 1, steps, *counts, total
+
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         result = super()._init_training_state(max_steps, *args, **kwargs)
+        if (order := self.parts.rows.order) is not None:
+            epoch, steps = order.locate(self.state.global_step)
+            result = epoch, steps * self.args.gradient_accumulation_steps
         # A resumed state carries the old recipe's intervals; those of the recipe in force count.
         self.state.compute_steps(self.args, max_steps)
         return result
@@ -155,7 +170,10 @@ class FsdpTrainer(Trainer):
         return self.parts.rows.batches(workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self.parts.rows.set_epoch(kwargs["epoch"])
+        epoch, order = kwargs["epoch"], self.parts.rows.order
+        self.parts.rows.set_epoch(epoch)
+        if order is not None:
+            kwargs |= {"steps_in_epoch": len(kwargs["train_dataloader"]), "num_update_steps_per_epoch": order.steps(epoch)}
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
@@ -233,6 +251,7 @@ class FsdpTrainer(Trainer):
         )
         if is_counted:
             sums.add(loss_sum)
+        self._recent.add(self.state.global_step + 1, self._batches_done, batch, loss_sum)
         return loss
 
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
@@ -299,8 +318,10 @@ class FsdpTrainer(Trainer):
         line = {name: value for each in self._observers for name, value in each.facts(logged).items()}
         self.state.num_input_tokens_seen = self.lines.tokens
         self.log(line)
-        for kind, message in self._watch.watch(line["loss"], grad_norm):
-            self.parts.metrics.event(kind, step, message=message)
+        for kind, message in self._watch.watch(line["loss"], line["grad_norm"]):
+            rows = self._recent.rows_of(step if kind is events.GRADIENT_SPIKE else None) if kind in IN_SPIKES else {}
+            self.parts.metrics.event(kind, step, message=message, **rows)
+        self._recent.clear()
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "train_runtime" in logs:

@@ -11,7 +11,8 @@ import pytest
 from fsdp_tune.cli import runs
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.run_status import DirectoryStatus
+from fsdp_tune.launch.run_status import DirectoryStatus, run_status
+from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import refuse_undeclared
 from tests.cli.test_progress import shown_on_a_terminal
 from tests.launch.test_accelerate import resolved
@@ -40,6 +41,23 @@ def status(*arguments: object, columns: int = 80) -> list[str]:
     argv = ["fsdp-tune", "status", *map(str, arguments)]
     program = f"import sys; sys.argv = {argv!r}; from fsdp_tune.cli.app import main; main()"
     return [line.rstrip() for line in shown_on_a_terminal(program, columns).replace("\r", "").splitlines()]
+
+
+def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path) -> None:
+    place = {"tokens": 40, "step": 4, "rank": 1, "micro_batch": 2, "sequence": 3}
+    rows = [{"file": "a.jsonl", "row": row, **place, "loss": 9.0} for row in range(1, 11)]
+    spikes = [{"event": name, "step": 4, "message": name, "rows": rows, "rows_total": 64} for name in ("loss_spike", "gradient_spike")]
+    run = run_in(tmp_path, "a")
+    assert run_status(RunDir(run)).spike is None
+    lines = [*spikes, *({"step": step, "loss": 1.0, "padding": "x" * 1000} for step in range(5, 400))]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = run_status(RunDir(run)).spike
+    assert found is not None
+    assert (found.event, found.step, found.rows_total, [row.row for row in found.rows]) == ("gradient_spike", 4, 64, list(range(1, 11)))
+    shown = status(run)
+    at = shown.index("gradient spike at step 4: gradient_spike")
+    assert shown[at + 3].split() == ["a.jsonl:1", "40", "4/1/2", "9.0000"]
+    assert shown[at + 11] == "8 of 64 rows (`--json` names 10); `train --skip-rows FILE` leaves rows out"
 
 
 def test_status_has_speed_memory_and_sparkline(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.pages.charts import events_of, plan_table, samples_of, source_tables, summary_table
+from fsdp_tune.pages.charts import events_of, plan_table, samples_of, source_tables, spike_tables, summary_table
 from fsdp_tune.pages.run_record import RunRecord, read_run
 from tests.pages.written import training_line, written
 
@@ -38,7 +38,7 @@ def test_runs_with_the_same_rows_share_a_table_of_sources(tmp_path: Path) -> Non
 
 def test_event_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> None:
     spike = {
-        "event": "loss_spike",
+        "event": "zero_gradient",
         "step": 1200,
         "time": 1795398078.2,
         "message": "the loss is 9",
@@ -46,8 +46,24 @@ def test_event_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> Non
         "rows": [{"row": "a.jsonl:12", "loss": 9.123456}, {"row": "b.jsonl:3", "loss": 8.0}],
     }
     (event,) = events_of(record(tmp_path / "one", [spike]), 10).shown
-    assert (event.step, event.time, event.name, event.is_warning) == ("1,200", "2026-11-23 01:41:18", "loss_spike", True)
+    assert (event.step, event.time, event.name, event.is_warning) == ("1,200", "2026-11-23 01:41:18", "zero_gradient", True)
     assert event.text == "the loss is 9\nrows:\n  row: a.jsonl:12, loss: 9.123\n  row: b.jsonl:3, loss: 8"
+
+
+PLACE = {"file": "a.jsonl", "tokens": 40, "rank": 1, "micro_batch": 2, "sequence": 3}
+
+
+def test_rows_of_spikes_are_a_table_and_not_in_the_events(tmp_path: Path) -> None:
+    spikes = [
+        {"event": "loss_spike", "step": step, "message": "high", "rows": [{**PLACE, "row": 7, "step": step, "loss": 9.0}], "rows_total": 90}
+        for step in (3, 1200)
+    ]
+    old = {"event": "loss_spike", "step": 1, "message": "of another version"}
+    run = record(tmp_path / "one", [old, *spikes])
+    (table,) = spike_tables([run, record(tmp_path / "two", [])], 1)
+    assert table.rows == [["1,200", "a.jsonl", "7", "40", "1", "2", "9"]]
+    assert table.caption == "one: 1 of 180 rows, those with the highest losses of the newest spike first"
+    assert [event.text for event in events_of(run, 9).shown] == ["of another version", "high", "high"]
 
 
 def test_events_without_message_show_their_fields_and_bad_times_are_unknown(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fsdp_tune.run import events
 from fsdp_tune.run.events import EVENTS, describe
 
-OF_CURVES = {"LOSS_SPIKE", "ZERO_GRADIENT", "WEIGHTS_LOOK_RANDOM"}
+OF_CURVES = {"LOSS_SPIKE", "GRADIENT_SPIKE", "ZERO_GRADIENT", "WEIGHTS_LOOK_RANDOM"}
 """Passed to the call that writes them as the variable `kind`."""
 
 
@@ -35,7 +35,7 @@ def test_every_written_event_is_in_the_table_with_its_fields(repository: Path) -
             continue
         declared = set(getattr(events, name).fields)
         assert fields < declared if has_more else fields == declared, name
-    source = (repository / "fsdp_tune" / "worker" / "observe" / "metrics.py").read_text(encoding="utf-8")
+    source = (repository / "fsdp_tune" / "worker" / "observe" / "spikes.py").read_text(encoding="utf-8")
     assert all(f"events.{name}" in source for name in OF_CURVES)
     assert {name.lower() for name, *_ in written} - {"kind"} | {name.lower() for name in OF_CURVES} == EVENTS.keys()
 
@@ -45,6 +45,11 @@ def line_of(name: str, **fields: Any) -> dict[str, Any]:
 
 
 SHARE = {"total": 0.5, "compute": 0.25, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "idle": 0.25}
+PLACE = {"step": 7, "rank": 1, "sequence": 0, "tokens": 5}
+SPIKE_ROWS = [
+    {"file": "a.jsonl", "row": row, **PLACE, "micro_batch": number, "loss": 9.5 / number * 2}
+    for row, number in ((3, 2), (4, 2), (5, 2), (6, 2), (7, 3))
+]
 SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "train_started": ({"total_steps": 9}, ["the live model matches the recipe; training to step 9 from step 7"]),
     "first_step": (
@@ -74,7 +79,15 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "slow_rank": ({"rank": 1, "ratio": 2.0, "behind_seconds": 0.5, "message": "rank 1 is slow"}, ["warning: step 7: rank 1 is slow"]),
-    "loss_spike": ({"message": "high"}, ["step 7: loss spike: high"]),
+    "loss_spike": (
+        {"message": "high", "rows": SPIKE_ROWS, "rows_total": 90},
+        [
+            "step 7: loss spike: high",
+            "  highest of 90 rows: step 7, rank 1, micro-batch 2 with loss 9.5000: "
+            "a.jsonl:3 (5 tokens), a.jsonl:4 (5 tokens), a.jsonl:5 (5 tokens) and 1 more row",
+        ],
+    ),
+    "gradient_spike": ({"message": "high", "rows": [], "rows_total": 0}, ["step 7: gradient spike: high"]),
     "zero_gradient": ({"message": "zero"}, ["step 7: zero gradient: zero"]),
     "weights_look_random": ({"message": "blind"}, ["step 7: weights look random: blind"]),
     "precision_warning": ({"message": "fp32"}, ["step 7: precision warning: fp32"]),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.batches import TokenBudget, epoch_order
+from fsdp_tune.data.batches import RowOrder, TokenBudget, epoch_order
 from fsdp_tune.data.store import Row
 from fsdp_tune.worker.rows.training_rows import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 
@@ -16,19 +16,17 @@ SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 
 """(ranks, micro-batch, accumulation) of one global batch of 8."""
 
 
-def order_of(rows: int):
-    lengths = np.arange(1, rows + 1, dtype=np.int64)
-
-    def order(epoch: int) -> np.ndarray:
+def order_of(rows: int) -> RowOrder:
+    def order(epoch: int, lengths: np.ndarray) -> np.ndarray:
         return epoch_order(lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=8)
 
-    return order
+    return RowOrder(order, np.arange(1, rows + 1, dtype=np.int64), 8)
 
 
 def samplers(rows: int, split: tuple[int, int, int]) -> list[MicroBatches]:
     ranks, micro_batch, accumulation = split
     return [
-        MicroBatches(order_of(rows), rows, data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
+        MicroBatches(order_of(rows), data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
         for rank in range(ranks)
     ]
 
@@ -67,9 +65,8 @@ def test_epochs_after_a_step_do_not_depend_on_the_number_of_ranks(rows: int, ste
 @given(rows=st.integers(1, 60), epoch=st.integers(0, 3))
 def test_rows_of_all_ranks_are_those_of_the_step(rows: int, epoch: int) -> None:
     for step, found in enumerate(steps(rows, SPLITS[3], epoch)):
-        sampler = samplers(rows, SPLITS[3])[1]
-        sampler.set_epoch(epoch)
-        assert sorted(sampler.rows_of_all_ranks(step)) == found
+        order = order_of(rows)
+        assert sorted(order.batch_after(order.first_step(epoch) + step)) == found
 
 
 def test_epochs_have_different_reproducible_orders() -> None:
@@ -89,8 +86,8 @@ def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
     """Of the same global batches of 8 as `samplers`."""
     lengths = np.arange(1, rows + 1, dtype=np.int64)
     kinds = {"micro_batch": LONGEST_ROWS, "accumulation": -(-8 // (LONGEST_ROWS * ranks))}
-    cut = ByTokens(BUDGET, lengths, 8)
-    return [MicroBatches(order_of(rows), rows, data_rank=rank, data_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
+    cut = ByTokens(BUDGET, lengths)
+    return [MicroBatches(order_of(rows), data_rank=rank, data_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
@@ -103,7 +100,7 @@ def test_token_budget_has_equal_micro_steps_on_all_ranks(rows: int, ranks: int, 
     for taken in zip(*places, strict=True):
         assert len({bool(rows_of_rank) for rows_of_rank in taken}) == 1, "a place is empty on every rank or on none"
     of_rows = steps(rows, (1, 8, 1), epoch)
-    assert (each[0].steps, each[0].global_batch) == (len(of_rows), 8)
+    assert (each[0].order.steps(epoch), each[0].global_batch) == (len(of_rows), 8)
     for step, wanted in enumerate(of_rows):
         assert sorted(row for sampler in each for row in sampler.rows_of_step(step)) == wanted
         at = step * -(-8 // (LONGEST_ROWS * ranks))

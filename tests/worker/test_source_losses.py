@@ -7,7 +7,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def run_of(case: Case, bench: Bench, store: Path) -> RunDir:
 def steps_of(run: RunDir) -> Iterator[list[int]]:
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
     store = RowStore(json.loads(run.data_json.read_text())["train"])
-    order = partial(order_of, recipe, store.lengths)(0)
+    order = order_of(recipe, 0, store.lengths)
     for start in range(0, len(order), GLOBAL_BATCH_SIZE):
         yield [int(row) for row in order[start : start + GLOBAL_BATCH_SIZE]]
 

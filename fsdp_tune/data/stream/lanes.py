@@ -15,6 +15,7 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.account import refuse_bad_share
@@ -54,6 +55,8 @@ class StreamRow(Row):
     """State of its lane after this row."""
     bad: tuple[tuple[str, BadRow], ...] = ()
     """Rows that were skipped in the window that begins with this row, each with the name of its file."""
+    is_skipped: bool = False
+    """Whether it is empty since the run leaves out all of its examples."""
 
 
 class Lane:
@@ -221,6 +224,8 @@ class _Window:
     def row(self, index: int, after: LaneState) -> StreamRow:
         at = self.order[index]
         segments = self._rows.segments[self._rows.rows[at] : self._rows.rows[at + 1]]
+        is_trained = self._is_trained(segments)
+        segments = segments[is_trained]
         row = row_of(self._tokens, self._trained, segments, (self._state.emitted + index) * self._stream.lanes + self._lane)
         owners = self._owners(segments)
         names = self._stream.names
@@ -230,7 +235,16 @@ class _Window:
             sources=tuple(self._examples.sources[owners].tolist()),
             after=after,
             bad=self.bad if index == 0 else (),
+            is_skipped=not is_trained.any(),
         )
+
+    def _is_trained(self, segments: Int64) -> npt.NDArray[np.bool_]:
+        """Return for each segment whether its row of a source file is not left out of the run."""
+        skipped, names = self._stream.skipped, self._stream.names
+        if not skipped:
+            return np.ones(len(segments), bool)
+        origins = self._examples.origins[self._owners(segments)].tolist()
+        return np.array([(names[file], number) not in skipped for file, number in origins], bool)
 
     def empty_rows(self) -> Iterator[StreamRow]:
         """Yield rows without tokens until another stage begins."""

@@ -17,7 +17,7 @@ from fsdp_tune.data.read.file_access import remote_info
 from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, Part, arrow_row_count, dataset_rows, parquet_row_count
 from fsdp_tune.data.read.sources import RowSource, SourceFile
-from fsdp_tune.data.store import UInt64
+from fsdp_tune.data.store import Origin, UInt64
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -124,6 +124,8 @@ class RowStream:
     """Sorted hashes of the rows of the evaluation sets."""
     names: tuple[str, ...]
     """Names of all units, by the numbers that rows carry."""
+    skipped: frozenset[Origin] = frozenset()
+    """Rows that the run leaves out, by the names of their units. They keep their places, so that no other row moves."""
 
     def stamps(self) -> dict[str, str]:
         """Return the stamp of each file."""

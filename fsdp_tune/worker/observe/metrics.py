@@ -5,12 +5,9 @@ Find the first non-finite value: repeat the forward of the step and check the ou
 
 from __future__ import annotations
 
-import math
 import resource
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run import events
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
@@ -90,9 +86,13 @@ class Sums:
         """Return the loss sum of each source, then the supervised tokens of each."""
         return [] if self.source_losses is None else [*self.source_losses.tolist(), *map(float, self._source_supervised)]
 
-    def reduced(self) -> dict[str, Any]:
-        """One all-reduce: loss sum, tokens and supervised tokens of all ranks, also by source; the wait of this rank."""
-        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending, *self._of_sources()]
+    def reduced(self, grad_norm: float = 0.0) -> dict[str, Any]:
+        """One all-reduce: loss sum, tokens and supervised tokens of all ranks, also by source; the wait of this rank.
+
+        `grad_norm` of rank 0 is returned on all ranks, so that they compare the same number.
+        """
+        norm = grad_norm if dist.get_rank() == 0 else 0.0
+        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending, norm, *self._of_sources()]
         totals = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(totals)
         attending = totals[4].item()
@@ -102,7 +102,8 @@ class Sums:
             "tokens": totals[1].item(),
             "supervised_tokens": totals[2].item(),
             "data_wait_seconds": self._data_wait_seconds,
-            "source_losses": [None if count == 0 else loss / count for loss, count in zip(*totals[5:].view(2, -1).tolist(), strict=True)],
+            "grad_norm": totals[5].item(),
+            "source_losses": [None if count == 0 else loss / count for loss, count in zip(*totals[6:].view(2, -1).tolist(), strict=True)],
         }
 
 
@@ -171,7 +172,7 @@ class Lines(StepObserver):
         """All ranks take part; the numbers are the same on each, but for memory and waiting, which are this rank's."""
         seconds = time.monotonic() - self._time
         steps = max(1, step.step - self._step)
-        totals = self.sums.reduced()
+        totals = self.sums.reduced(step.grad_norm or 0.0)
         self.tokens += int(totals["tokens"])
         self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
         self.sums.reset()
@@ -180,7 +181,7 @@ class Lines(StepObserver):
         speed = totals["tokens"] / seconds / self._devices
         return {
             "loss": self.last_loss,
-            "grad_norm": step.grad_norm,
+            "grad_norm": None if step.grad_norm is None else totals["grad_norm"],
             "learning_rate": step.learning_rate,
             "tokens": self.tokens,
             "supervised_tokens": int(totals["supervised_tokens"]),
@@ -192,45 +193,6 @@ class Lines(StepObserver):
             **memory(self._device),
             **{f"source_{name}_loss": loss for name, loss in zip(self._sources, totals["source_losses"], strict=True)},
         }
-
-
-# ---- Events that a loss curve should not have: spikes, a gradient of exactly zero, weights that were never loaded.
-
-WINDOW_LINES = 50
-MIN_LINES = 10
-SPIKE_DEVIATIONS = 6.0
-UNTRAINED_SHARE = 0.02
-"""A pretrained model's first loss is far below ln(vocabulary); that of a random one is within 2 % of it."""
-
-
-@dataclass
-class CurveWatch:
-    """`vocabulary` is given only if the model should be pretrained."""
-
-    vocabulary: int | None
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_LINES))
-    _first: bool = True
-
-    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[events.EventKind, str]]:
-        """Return an event and its sentence for each thing that is wrong in a line of metrics."""
-        found: list[tuple[events.EventKind, str]] = []
-        if self._first and self.vocabulary is not None:
-            blind = math.log(self.vocabulary)
-            if abs(loss - blind) < UNTRAINED_SHARE * blind:
-                sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
-                found.append((events.WEIGHTS_LOOK_RANDOM, f"{sentence}: were the weights loaded?"))
-        self._first = False
-        if grad_norm == 0.0:
-            found.append((events.ZERO_GRADIENT, "the gradient norm is exactly zero: nothing is being trained"))
-        if len(self._losses) >= MIN_LINES:
-            mean = sum(self._losses) / len(self._losses)
-            deviation = math.sqrt(sum((value - mean) ** 2 for value in self._losses) / len(self._losses))
-            if loss > mean + SPIKE_DEVIATIONS * deviation + 1e-6 * abs(mean):
-                found.append(
-                    (events.LOSS_SPIKE, f"the loss is {loss:.4f}; the last {len(self._losses)} lines had {mean:.4f} ± {deviation:.4f}")
-                )
-        self._losses.append(loss)
-        return found
 
 
 def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch.device) -> str | None:

@@ -175,7 +175,7 @@ def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
     Kernels with variable lengths may be right for one row and wrong for several, or for rows that end where others end.
     """
     read = [store[index] for index in range(min(len(store), ROWS_READ))]
-    long = [row for row in read if row.lengths[0] > 1]
+    long = [row for row in read if row.lengths and row.lengths[0] > 1]  # a skipped row is empty
     usable = [row for row in long if len(row.lengths) > 1] or long
     count = max(2, micro_batch) if usable else 0
     tokens = max(MIN_ROW_TOKENS, BATCH_TOKENS // max(1, count))

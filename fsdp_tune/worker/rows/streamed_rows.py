@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
-from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.store import Origin, RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
 from fsdp_tune.worker.agreement import gather
@@ -75,6 +75,10 @@ class StreamedRows(StepObserver):
     def global_batch(self) -> int:
         return self.stream.global_batch
 
+    @property
+    def order(self) -> None:
+        return None
+
     def batches(self, *, workers: int, pin_memory: bool, prefetch: int | None) -> Iterable[Batch]:
         return _Batches(self, workers, pin_memory, prefetch)
 
@@ -96,6 +100,9 @@ class StreamedRows(StepObserver):
 
     def describe(self, batch: Batch) -> str:
         return described(batch.row_ids, list(batch.origins))
+
+    def examples_of(self, batch: Batch) -> list[list[tuple[Origin, int]]]:
+        return [list(row) for row in batch.examples]
 
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
         return loader_died(error, lambda: "the stream", step)
@@ -162,7 +169,7 @@ class StreamedRows(StepObserver):
         lane = row.row_id % self.stream.lanes
         self.states[lane] = row.after
         self.given += 1
-        (self.ended.discard if row.lengths else self.ended.add)(lane)
+        (self.ended.discard if row.lengths or row.is_skipped else self.ended.add)(lane)
         if not self.counts:
             return row
         for source, tokens in zip(row.sources, row.lengths, strict=True):
@@ -202,8 +209,9 @@ class _Batches:
                     raise FsdpTuneError(*item.problems, exit_code=item.exit_code)
                 taken.append(rows.take(item))
             batch = rows.collator([row for row in taken if row.lengths] or [None])
-            places = {"row_ids": tuple(row.row_id for row in taken), "origins": tuple((*row.origins, NO_ROW)[0] for row in taken)}
-            batch = replace(batch, **places)
+            places = tuple((*row.origins, NO_ROW)[0] for row in taken)
+            examples = tuple(tuple(zip(map(_origin, row.origins), row.lengths, strict=True)) for row in taken)
+            batch = replace(batch, row_ids=tuple(row.row_id for row in taken), origins=places, examples=examples)
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _readers(self) -> list[Iterator[StreamRow | ReaderFailure]]:
@@ -248,6 +256,11 @@ class _Part(IterableDataset["list[StreamRow | ReaderFailure]"]):
             row = at // len(lanes) * self._stream.lanes + lanes[at % len(lanes)]
             message = f"row {row} of the stream cannot be read: {type(error).__name__}: {error}"
             yield [*rows, ReaderFailure((Problem("row-unreadable", message),), ExitCode.FAILED)]
+
+
+def _origin(place: str) -> Origin:
+    name, _, row = place.rpartition(":")
+    return (name, int(row))
 
 
 def _same(item: Any) -> Any:

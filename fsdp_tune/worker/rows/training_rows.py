@@ -14,7 +14,6 @@ The training rows of a run on this rank: what the trainer needs of them, whether
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.data.batches import (
+    RowOrder,
     TokenBudget,
     collate,
     cumulative_lengths,
@@ -38,7 +38,7 @@ from fsdp_tune.data.batches import (
 )
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
-from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
+from fsdp_tune.data.store import IGNORE_INDEX, Int64, Origin, Row, RowStore
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.signals import ignore_stop_signals
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
@@ -60,6 +60,8 @@ class Batch:
     """Σ length² over the examples: the attended positions, packed or not."""
     origins: tuple[str, ...] = ()
     """`file:row` of the first example of each row of a stream; prepared rows are looked up."""
+    examples: tuple[tuple[tuple[Origin, int], ...], ...] = ()
+    """Of each row of a stream, its examples with their tokens; those of prepared rows are looked up."""
     supervised_by_source: tuple[int, ...] = ()
     """`supervised_tokens` of each source, if the batch has `source_ids`."""
 
@@ -152,7 +154,6 @@ class ByTokens:
     budget: TokenBudget
     lengths: Int64
     """Of all rows."""
-    global_batch: int
 
     def cut(self, rows: Int64, data_rank: int, data_size: int) -> list[Int64]:
         return [rows[ranks[data_rank]] for ranks in token_micro_batches(self.lengths[rows], self.budget, data_size)]
@@ -166,8 +167,7 @@ class MicroBatches(BatchSampler):
 
     def __init__(
         self,
-        order: Callable[[int], Int64],
-        rows: int,
+        order: RowOrder,
         *,
         data_rank: int,
         data_size: int,
@@ -175,59 +175,46 @@ class MicroBatches(BatchSampler):
         accumulation: int,
         by_tokens: ByTokens | None = None,
     ) -> None:
-        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else. `data_rank` of `data_size`: see `Topology`.
+        """`data_rank` of `data_size`: see `Topology`.
 
         With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation` micro-batches of them are enough.
         """
-        self._order = functools.lru_cache(maxsize=1)(order)  # sorting millions of rows takes seconds
-        self._rows, self._by_tokens = rows, by_tokens
+        self.order, self._by_tokens = order, by_tokens
         self._data_rank, self._data_size = data_rank, data_size
         self.micro_batch, self._accumulation = micro_batch, accumulation
         self.epoch = 0
 
     @property
     def global_batch(self) -> int:
-        if self._by_tokens is not None:
-            return self._by_tokens.global_batch
-        return self._data_size * self.micro_batch * self._accumulation
+        return self.order.global_batch
 
     def digest(self, epoch: int = 0) -> str:
         """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batch."""
-        return hashlib.blake2b(np.ascontiguousarray(self._order(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(np.ascontiguousarray(self.order.rows_of(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return this rank's rows in step `step` (from 0) of the current epoch."""
         batches = list(self)[step * self._accumulation : (step + 1) * self._accumulation]
         return [row for batch in batches for row in batch if row != FILLER]
 
-    @property
-    def steps(self) -> int:
-        """Steps of an epoch."""
-        return math.ceil(len(self) / self._accumulation)
-
-    def rows_of_all_ranks(self, step: int) -> list[int]:
-        """Return the rows that all ranks together read after `step` steps, in the global batch of the current epoch."""
-        start = step % self.steps * self.global_batch
-        return [int(row) for row in self._order(self.epoch)[start : start + self.global_batch]]
-
     def epochs_after(self, step: int) -> float:
         """Return the epochs trained after `step` steps (rows over rows per epoch), the same on any number of ranks."""
-        epochs, steps = divmod(step, self.steps)
-        return epochs + steps * self.global_batch / self._rows
+        epochs, steps = self.order.locate(step)
+        return epochs + (steps * self.global_batch / len(self.order.rows_of(epochs)) if steps else 0.0)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._rows, self.global_batch)
+        whole, rest = divmod(len(self.order.rows_of(self.epoch)), self.global_batch)
         return whole * self._accumulation + self._places(rest)
 
     def _places(self, rows: int) -> int:
         return math.ceil(rows / (self._data_size * self.micro_batch))
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order(self.epoch)
-        for start in range(0, self._rows, self.global_batch):
+        order = self.order.rows_of(self.epoch)
+        for start in range(0, len(order), self.global_batch):
             yield from self._split(order[start : start + self.global_batch])
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
@@ -302,6 +289,11 @@ class TrainingRows(StepObserver, Protocol):
     @property
     def micro_batch(self) -> int: ...
     @property
+    def order(self) -> RowOrder | None:
+        """The global batches of the epochs; None for a stream, which counts passes itself."""
+        ...
+
+    @property
     def sample(self) -> RowStore:
         """Rows to check the model with before step 1."""
         ...
@@ -322,6 +314,10 @@ class TrainingRows(StepObserver, Protocol):
 
     def describe(self, batch: Batch) -> str:
         """Return `rows 3 (train.jsonl:17), 9 (train.jsonl:40)`."""
+        ...
+
+    def examples_of(self, batch: Batch) -> list[list[tuple[Origin, int]]]:
+        """Return the examples of each row of a batch, each with its number of tokens."""
         ...
 
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
@@ -426,6 +422,10 @@ class PreparedRows(StepObserver):
     def micro_batch(self) -> int:
         return self.sampler.micro_batch
 
+    @property
+    def order(self) -> RowOrder:
+        return self.sampler.order
+
     def batches(self, *, workers: int, pin_memory: bool, prefetch: int | None) -> Iterable[Batch]:
         of_file = self.sources.of_file if self.collator.sources else None
         parts = (self.sample, self.sampler, self.collator)
@@ -441,14 +441,17 @@ class PreparedRows(StepObserver):
         return self.sampler.digest()
 
     def rows_of_all_ranks(self, step: int) -> list[int]:
-        return self.sampler.rows_of_all_ranks(step)
+        return self.sampler.order.batch_after(step).tolist()
 
     def describe(self, batch: Batch) -> str:
         places = ["{}:{}".format(*self.sample.origins(row)[0]) for row in batch.row_ids[:DESCRIBED_ROWS]]
         return described(batch.row_ids, places)
 
+    def examples_of(self, batch: Batch) -> list[list[tuple[Origin, int]]]:
+        return [list(zip(self.sample.origins(row), self.sample[row].lengths, strict=True)) for row in batch.row_ids]
+
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
-        return loader_died(error, lambda: self.sample.describe_rows(self.sampler.rows_of_step(step % self.sampler.steps)), step)
+        return loader_died(error, lambda: self.sample.describe_rows(self.sampler.rows_of_step(self.sampler.order.locate(step)[1])), step)
 
     def count(self, batches: Sequence[Batch]) -> None:
         self.sources.add(self.sample, [row for batch in batches for row in batch.row_ids])
