@@ -202,6 +202,7 @@ class AnswerView:
         self._columns: LiveColumns | None = None
         self._wrapped = WrappedText(screen.wrap_width)
         self._model: int | None = None
+        self._has_text = False
 
     def add(self, piece: AnswerPiece) -> None:
         if len(piece.names) > 1 and self._screen.is_live and not self._screen.is_narrow:
@@ -213,6 +214,7 @@ class AnswerView:
             if len(piece.names) > 1:
                 self._screen.message(f"[{piece.names[piece.model]}]")
             self._model = piece.model
+        self._has_text |= bool(piece.text)
         if text := self._wrapped.add(piece.text):
             self._screen.piece(text)
 
@@ -233,8 +235,8 @@ class AnswerView:
 
     def _end_text(self) -> None:
         if self._model is not None:
-            self._screen.piece(self._wrapped.end() + "\n")
-        self._model = None
+            self._screen.piece((self._wrapped.end() if self._has_text else "(no text)") + "\n")
+        self._model, self._has_text = None, False
 
 
 class WrappedText:

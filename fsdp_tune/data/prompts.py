@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.format.conversations import CHAT_KEYS, Message, parsed_column
 from fsdp_tune.data.format.formats import Chat, FormatSettings, Text
 from fsdp_tune.data.inputs import format_settings
-from fsdp_tune.data.read.row_files import BadRow, RowError, kind_of
+from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount
 from fsdp_tune.data.tokenise.chat import render_prompt
 from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens
@@ -60,7 +60,10 @@ def prompt_of_row(row: Mapping[str, Any], *, is_line: bool) -> Prompt:
     value: object = row[key]
     if key in ("prompt", "text") and isinstance(value, str):
         return question(value) if key == "prompt" else Prompt("text", {"text": value})
-    turns = parsed_column(dict(row), key) if key != "text" else None  # a list, or its JSON text
+    try:
+        turns = parsed_column(dict(row), key) if key != "text" else None  # a list, or its JSON text
+    except ColumnError as error:
+        raise RowError(f"`{key}` {error.what}") from error
     if not isinstance(turns, list):
         raise RowError(f"`{key}` holds {kind_of(value)} instead of {'text' if key == 'text' else 'messages'}")
     others = {name: each for name, each in row.items() if name in CHAT_KEYS}

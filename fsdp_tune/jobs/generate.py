@@ -165,6 +165,10 @@ class AnsweringModel:
                 yield loaded
             finally:
                 children.end(child)
+                for pipe in (child.stdin, child.stdout):
+                    with suppress(BrokenPipeError):  # what the child did not read
+                        assert pipe is not None
+                        pipe.close()
 
     def _load(self, request: ModelsRequest, observer: Observer) -> None:
         self._send(request.as_json())
@@ -190,7 +194,7 @@ class AnsweringModel:
         self._send(json.dumps([[{**asdict(each), "system": system} for each in of_models] for of_models in asked]))
         for line in self._lines():
             if "bad" in line:
-                found = [Problem(UNUSABLE, reason, prompts[int(number)].where, hint) for number, reason, hint in line["bad"]]
+                found = [Problem("prompt-unusable", reason, prompts[int(number)].where, hint) for number, reason, hint in line["bad"]]
                 raise FsdpTuneError(*found)
             if "end" in line:
                 return
@@ -287,7 +291,7 @@ def read_prompts(path: str) -> list[AskedPrompt]:
                 continue
             except RowError as error:
                 row = error.bad_row(row[0])
-        problems.append(Problem(UNUSABLE, row.reason, Where(source.names[file], row.number, row.column), row.hint))
+        problems.append(Problem("prompt-unusable", row.reason, Where(source.names[file], row.number, row.column), row.hint))
     if problems:
         raise FsdpTuneError(*problems)
     if not found:
@@ -392,7 +396,9 @@ def _with_base(model: ModelToEvaluate, run: RunDir | None, options: GenerateOpti
     if not options.base:
         return _Chosen((model,), (model.name,), run)
     if model.adapter is not None:
-        return _Chosen((model,), (model.name, f"{model.weights} (without the adapter)"), run)
+        weights = Path(model.weights)
+        shown = weights.relative_to(Path.cwd()) if weights.is_relative_to(Path.cwd()) else model.weights
+        return _Chosen((model,), (model.name, f"{shown} (without the adapter)"), run)
     start = read_resolved(run).model if run is not None else None
     if start is None or start.name_or_path is None:
         reason = "is neither a run nor an adapter" if run is None else "was trained from random weights"
