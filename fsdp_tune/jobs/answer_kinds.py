@@ -30,7 +30,7 @@ from fsdp_tune.jobs.answers import (
     ValidateAnswer,
     WrittenAnswer,
 )
-from fsdp_tune.jobs.compare import Comparison
+from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
@@ -58,7 +58,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),
-        "compare": (Comparison,),
+        "compare": (CompareAnswer,),
         "status": (RunStatus, DirectoryStatus),
         "report": (ReportAnswer,),
         "explain": (KeyExplanation, CodeExplanation),

@@ -214,6 +214,7 @@ NOT_RUN = {
     "scripts/": "sets up an environment, or is a suite with its own job",
     "pip install": "needs a package index",
     "fsdp-tune rehearse": "takes a minute; tests/check/test_rehearse.py runs it",
+    "fsdp-tune compare": "exits 1 where sides differ; tests/cli/test_compare.py runs it",
     "fsdp-tune plan --config llama7b_full_shard": "needs the hub for the model's configuration",
     "fsdp-tune merge-checkpoint outputs/": "needs the hub and a checkpoint of another tool",
     "fsdp-tune merge-checkpoint runs/llama8b_lora_24gb": "needs a GPU; tests/cli/test_lora_run.py merges a small run",
