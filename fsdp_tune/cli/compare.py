@@ -19,7 +19,7 @@ from fsdp_tune.jobs.options import CompareOptions
 if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
     from fsdp_tune.check.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.compare import Cause, Comparison, FirstDifference
+    from fsdp_tune.jobs.compare import Cause, CompareAnswer, FirstDifference
 
 WIDTH = 80
 LONGEST_VALUE = 200
@@ -61,7 +61,7 @@ def compare(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def show_comparison(screen: Screen, found: Comparison) -> None:
+def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
     for letter, side in (("A", found.a), ("B", found.b)):
         kind = side.kind if side.kind in ("recipe", "run") else f"configuration of {side.kind}, imported"
@@ -95,7 +95,7 @@ def _note(stage: ComparedStage) -> str:
     return f": {stage.detail}" if stage.detail and stage.status == "equal" else ""
 
 
-def _show_difference(screen: Screen, head: str, found: FirstDifference, cause: Cause | None, whole: Comparison) -> None:
+def _show_difference(screen: Screen, head: str, found: FirstDifference, cause: Cause | None, whole: CompareAnswer) -> None:
     title = next((stage.title for stage in whole.stages if stage.name == found.stage), found.stage)
     _print(screen, f"{head}: ", title)
     _print(screen, "  at    ", found.place)

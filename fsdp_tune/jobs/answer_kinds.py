@@ -31,7 +31,7 @@ from fsdp_tune.jobs.answers import (
     ValidateAnswer,
     WrittenAnswer,
 )
-from fsdp_tune.jobs.compare import Comparison
+from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
@@ -62,7 +62,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "evaluate": (Evaluation,),
         "chat": (Generation,),
         "generate": (Generation,),
-        "compare": (Comparison,),
+        "compare": (CompareAnswer,),
         "status": (RunStatus, DirectoryStatus),
         "report": (ReportAnswer,),
         "explain": (KeyExplanation, CodeExplanation),

@@ -5,18 +5,13 @@ Torch runs in child processes, one for each interpreter (`check/comparison/obser
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fsdp_tune.check.comparison.causes import (
     DifferentKey,
@@ -28,6 +23,7 @@ from fsdp_tune.check.comparison.causes import (
     with_values,
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
+from fsdp_tune.check.comparison.child import ObservingChild, find_interpreter
 from fsdp_tune.check.comparison.runs import FP32_TOLERANCE, HALF_TOLERANCE, TITLES, DifferentStep, compare_lines
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
@@ -40,11 +36,9 @@ from fsdp_tune.check.comparison.stages import (
     compare_observations,
     compare_stage,
 )
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
@@ -59,9 +53,6 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 
-OBSERVE = ("-P", "-m", "fsdp_tune.check.comparison.observe")
-NEEDED = ("torch", "transformers", "accelerate", "numpy", "pydantic", "pyyaml", "psutil", "safetensors", "jinja2", "packaging", "xxhash")
-"""Packages that another interpreter must have."""
 Versions = dict[str, list[str | None]]
 """Library → its version in A and in B, of those that differ."""
 NEVER_COMPARED = (
@@ -111,7 +102,7 @@ class LaterDifference(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(JsonAnswer):
+class CompareAnswer(JsonAnswer):
     """The result, and the document of `compare --json`."""
 
     equal: bool
@@ -167,7 +158,7 @@ def compare(
     *,
     overrides: Sequence[str] = (),
     observer: Observer = Observer(),
-) -> Comparison:
+) -> CompareAnswer:
     """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the CPU in one process.
 
     Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first.
@@ -207,6 +198,9 @@ def _read(name: str, overrides: Sequence[str], options: CompareOptions, observer
             raise
         imported = import_file(path, num_gpus=options.num_gpus, templates=frozenset(BUNDLED))
         loaded = parse_recipe(imported.text, path, overrides, name=path.stem)
+    if options.num_gpus is not None and loaded.recipe.launch.num_processes == "auto":
+        launch = loaded.recipe.launch.model_copy(update={"num_processes": options.num_gpus})
+        loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": launch}))
     resolution = resolve_recipe(loaded, options.allowed, observer)
     observer.notices(resolution.notices)
     return _Side(name, imported.tool if imported else "recipe", loaded, resolution.recipe, None, imported)
@@ -253,7 +247,7 @@ class _Result:
             if self.rows_of_step is None:
                 self.left_out.append(f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream")
 
-    def answer(self) -> Comparison:
+    def answer(self) -> CompareAnswer:
         stages = [*self.before, *self.stages, *self.after]
         changing = [key for key in self.keys if key.changes_numbers]
         is_equal = not changing and all(stage.status != "different" for stage in stages)
@@ -266,7 +260,7 @@ class _Result:
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
         if self.stages and not any(each.cause is None for each in self.causes):
             left_out += [f"`{key.key}`: no stage shows an effect" for key in changing if not _is_named(key.key, shown)]
-        return Comparison(
+        return CompareAnswer(
             equal=is_equal,
             a=SideAnswer(self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried),
             b=SideAnswer(self.b.name, self.b.kind, self.interpreters[1], self.b.not_carried),
@@ -329,11 +323,11 @@ class _Walk:
         self._paths = [path for path in different_paths(result.a.written, result.b.written) if _is_among(path, resolved)]
         self._tolerance = TOLERANCE
         python = self._options.python
-        has_other = python is not None
-        self._here = stack.enter_context(_Child(sys.executable, folder, self._options, shows_defaults=has_other))
+        settings: dict[str, Any] = {"rows": self._options.rows, "model": self._options.model, "shows_defaults": python is not None}
+        self._here = stack.enter_context(ObservingChild(sys.executable, folder, **settings))
         self._there = self._here
         if python is not None:
-            self._there = stack.enter_context(_Child(_interpreter(python), folder, self._options, shows_defaults=True))
+            self._there = stack.enter_context(ObservingChild(find_interpreter(python), folder, **settings))
 
     def run(self) -> None:
         result, last = self._result, "update"
@@ -375,7 +369,7 @@ class _Walk:
         """Return the keys without which the stage is equal, and the cause: these keys, or the interpreter."""
         candidates = by_likelihood([path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES)
 
-        def vanishes(chosen: Sequence[KeyPath], child: _Child) -> bool:
+        def vanishes(chosen: Sequence[KeyPath], child: ObservingChild) -> bool:
             try:
                 b = self._observed((*fixed, *chosen), child, stage)
             except (FsdpTuneError, ValueError, TypeError):
@@ -391,7 +385,7 @@ class _Walk:
         found = causing(candidates, lambda chosen: vanishes(chosen, self._here))
         return (), _of_versions(stage, versions, self._described(found)) if found else None
 
-    def _observed(self, paths: Sequence[KeyPath], child: _Child, until: str) -> Observation:
+    def _observed(self, paths: Sequence[KeyPath], child: ObservingChild, until: str) -> Observation:
         """Compute B with A's values of some keys. Raises: FsdpTuneError, ValueError or TypeError for what is not a recipe."""
         document = with_values(self._result.b.written, self._result.a.written, paths)
         loaded = replace(self._result.b.loaded, recipe=Recipe.model_validate(document), notices=())
@@ -420,88 +414,10 @@ def _option(value: Any) -> str:
 
 
 def _of_versions(stage: str, versions: Versions, keys: Sequence[DifferentKey]) -> Cause:
-    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items())
+    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items()) or "equal, so it is something else of the interpreter"
     also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
     hint = None
     if stage == "defaults":
         hint = "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe here always has `model.dtype`"
     text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
     return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)
-
-
-def _interpreter(python: Path) -> str:
-    """Return the interpreter's path. Raises: usage error if it cannot be run."""
-    found = shutil.which(str(python))
-    if found is None:
-        raise usage_error("compare-python", f"`--python {python}` is not an interpreter", hint="give the path of `bin/python` of a venv")
-    return str(Path(found).absolute())
-
-
-class _Child:
-    """The process that computes sides with one interpreter. It starts with the first request."""
-
-    def __init__(self, python: str, folder: Path, options: CompareOptions, *, shows_defaults: bool) -> None:
-        self._python, self._folder, self._options = python, folder, options
-        self._shows_defaults = shows_defaults
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: IO[str] | None = None
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            children.end(self._process)
-            for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
-        if self._errors is not None:
-            self._errors.close()
-
-    def observe(self, recipe: Recipe, until: str) -> Observation:
-        """Compute a resolved recipe up to a stage. Raises: usage error if the interpreter lacks a package, failed error if it crashed."""
-        request = {
-            "recipe": recipe.model_dump(mode="json", by_alias=True),
-            "rows": self._options.rows,
-            "until": until,
-            "model": self._options.model,
-            "folder": str(self._folder),
-            "defaults": self._shows_defaults,
-        }
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line:
-            raise self._crashed(process.wait())
-        return Observation.from_json(json.loads(line))
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            # A folder with this package alone: other packages of this environment must not hide those of the other one.
-            alone = self._folder / "package"
-            alone.mkdir(exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                (alone / PACKAGE.name).symlink_to(PACKAGE)
-            environment = {**os.environ, "PYTHONPATH": str(alone), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-            self._process = children.start((self._python, *OBSERVE), environment, **pipes)
-        return self._process
-
-    def _crashed(self, code: int) -> FsdpTuneError:
-        assert self._errors is not None
-        self._errors.seek(0)
-        how = children.describe_failure(code, self._errors.read())
-        if "ImportError" in how or "ModuleNotFoundError" in how:
-            hint = f"it needs {', '.join(NEEDED)}: `{self._python} -m pip install …`"
-            return usage_error("compare-python", f"`{self._python}` cannot run the comparison: {how}", hint=hint)
-        return failed_error(
-            "compare-failed", f"the comparison ended with {self._python}: {how}", hint="`fsdp-tune env` shows the installation"
-        )

@@ -1,9 +1,10 @@
 """Compute the stages of a comparison for recipes, in a process of its own, in this environment or in another one.
 
-    python -m fsdp_tune.check.comparison.observe
+    python -m fsdp_tune.check.comparison.observe [LENT-3.11]
 
-A request is a line on stdin: {"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY,
-"defaults": false}. Its answer is a line on stdout: an `Observation`. Requests are accepted until stdin ends.
+LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A request is a line on stdin:
+{"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY, "defaults": false}. Its answer is a
+line on stdout: an `Observation`. Requests are accepted until stdin ends.
 
 One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is autocast. The model has the
 recipe's architecture, scaled down as in a rehearsal; the step is that of the worker (`model/step.py`, `model/optim/`).
@@ -12,6 +13,7 @@ recipe's architecture, scaled down as in a rehearsal; the step is that of the wo
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,6 +25,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+sys.path.extend(folder for folder in sys.argv[1:] if folder.endswith(f"-{sys.version_info.major}.{sys.version_info.minor}"))
+
 import numpy as np
 import torch
 import transformers
@@ -32,7 +36,7 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Facts, Observation, stages_until
+from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
 from fsdp_tune.core.errors import FsdpTuneError
@@ -67,7 +71,7 @@ NOMINAL_STEPS_OF_EPOCH = 1000
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "peft", "numpy", "safetensors")
 _SEED = 0
 
-Stages = dict[str, Facts]
+Stages = dict[str, StageFacts]
 
 
 class Side:
@@ -96,6 +100,8 @@ class Side:
         if self.wanted[-1] not in DATA_STAGES:
             self._attempt(self._rate, ["rate"])
             self._attempt(self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")])
+        if lent := lent_packages():
+            self.left_out.append(f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used")
         stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
         return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out))
 
@@ -110,7 +116,7 @@ class Side:
         else:
             return
         for name in stages:
-            self.stages.setdefault(name, Facts(reason=reason))
+            self.stages.setdefault(name, StageFacts(reason=reason))
 
     # ---- Data
 
@@ -125,9 +131,9 @@ class Side:
         self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
         keys = self._keys(store)
         rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
-        self.stages["rows"] = Facts(rows)
+        self.stages["rows"] = StageFacts(rows)
         size = self.recipe.global_batch_size
-        self.stages["batch"] = Facts({"sequences": size})
+        self.stages["batch"] = StageFacts({"sequences": size})
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
@@ -137,11 +143,13 @@ class Side:
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
             self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
-        self.stages["order"], self.stages["items"] = Facts(order), Facts(items)
+        self.stages["order"], self.stages["items"] = StageFacts(order), StageFacts(items)
         self.row_count = len(store)
         if any(account.rows >= self.rows for account in prepared.report.inputs if account.set == "train"):
             self.row_count = None
-            self.left_out.append(f"rows after the first {self.rows} of each source, and the order of all rows (`--rows N` reads more)")
+            self.left_out.append(
+                f"rows after the first {self.rows} of each source, and the order of all rows, if there are more (`--rows N` reads more)"
+            )
         if size > len(store):
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
 
@@ -169,7 +177,7 @@ class Side:
             ids, trained, origin = store.example(index)
             tokens[key], labels[key] = ids.tolist(), [0, *trained[1:].tolist()]  # the first token of an example is never a target
             self.names[key] = f"example {index} ({_where(origin)})"
-        self.stages["tokens"], self.stages["labels"] = Facts(tokens), Facts(labels)
+        self.stages["tokens"], self.stages["labels"] = StageFacts(tokens), StageFacts(labels)
 
     def _keys(self, store: RowStore) -> list[str]:
         """Return a key of each example that both sides share: the number of its file, its row, and its number among the row's examples."""
@@ -191,13 +199,13 @@ class Side:
             steps = math.ceil(float(training_value(recipe.training, "num_train_epochs")) * of_epoch)
         schedule = schedule_of(recipe, steps)
         if schedule is None:
-            self.stages["rate"] = Facts(reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses")
+            self.stages["rate"] = StageFacts(reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses")
             return
         shown = (
             range(steps) if steps <= EXACT_STEPS else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
         )
         values = {f"step {step + 1}": recipe.training.learning_rate * schedule(step) for step in shown}
-        self.stages["rate"] = Facts({**values, "steps of the run": steps})
+        self.stages["rate"] = StageFacts({**values, "steps of the run": steps})
 
     # ---- Model
 
@@ -207,15 +215,15 @@ class Side:
         model = build_full(recipe, config, vocabulary=self.vocabulary)
         if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
             loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
-            self.stages["defaults"] = Facts({"parameters": str(loaded.dtype).removeprefix("torch.")})
+            self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
         parameters = dict(model.named_parameters())
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         fields = {f"config.json: {name}": value for name, value in self.raw_config.items()}
-        self.stages["model"] = Facts({**fields, **shapes})
-        self.stages["dtypes"] = Facts(
+        self.stages["model"] = StageFacts({**fields, **shapes})
+        self.stages["dtypes"] = StageFacts(
             {name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}" for name, p in parameters.items()}
         )
-        self.stages["weights"] = Facts({name: _summary(parameter.detach()) for name, parameter in parameters.items()})
+        self.stages["weights"] = StageFacts({name: _summary(parameter.detach()) for name, parameter in parameters.items()})
         if not self.is_full:
             self.left_out.append(
                 "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
@@ -244,7 +252,7 @@ class Side:
                 raise ValueError(f"the weights of {start} are in a sharded checkpoint: name its merged model")
             return Recipe.model_validate(raw)
         self.raw_config = _raw_config(recipe) | recipe.model.config_overrides
-        small = scale_down_config(self.raw_config)
+        small = scale_down_config(_with_default_sizes(self.raw_config))
         _map_patterns(raw, self.raw_config, small)
         raw["model"]["config_overrides"] = {}
         if recipe.model.from_config is not None:
@@ -255,7 +263,8 @@ class Side:
 
     def _written(self, small: dict[str, Any]) -> Path:
         """Return the directory of the small model, written once for all sides whose small configuration is the same."""
-        folder = self.folder / f"model-{hashlib.sha256(json.dumps(small, sort_keys=True).encode()).hexdigest()[:16]}"
+        written = json.dumps(self.raw_config, sort_keys=True)
+        folder = self.folder / f"model-{hashlib.sha256(written.encode()).hexdigest()[:16]}"
         if not folder.is_dir():
             torch.manual_seed(_SEED)
             fields = dict(small)
@@ -317,7 +326,7 @@ class Side:
             columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
             logits_of[f"row-id {row.row_id}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
             losses[f"row-id {row.row_id}"] = float(token_losses(logits, shift_labels(batch["labels"]), smoothing).sum())
-        self.stages["logits"], self.stages["row_losses"] = Facts(logits_of), Facts(losses)
+        self.stages["logits"], self.stages["row_losses"] = StageFacts(logits_of), StageFacts(losses)
 
     def _train(self, recipe: Recipe, model: PreTrainedModel, steps: Sequence[Sequence[Row]]) -> None:
         """Run the steps of the worker on one device; the update is at the peak learning rate, since a warm-up starts at 0."""
@@ -343,8 +352,10 @@ class Side:
                 scale_gradients(parameters, clip_factor(norm, max_norm))
             optimizer.step()
             optimizer.zero_grad()
-        self.stages |= {"loss": Facts(losses), "gradients": Facts(gradients), "clipping": Facts(clipping)}
-        self.stages["update"] = Facts({name: _summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()})
+        self.stages |= {"loss": StageFacts(losses), "gradients": StageFacts(gradients), "clipping": StageFacts(clipping)}
+        self.stages["update"] = StageFacts(
+            {name: _summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
+        )
 
     def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
         """Run forward and backward of a step's micro-batches, and return its loss."""
@@ -395,6 +406,14 @@ def _raw_config(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("_commit_hash", "transformers_version")}
 
 
+def _with_default_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the whole numbers that it leaves to its class, such as the number of layers."""
+    fields = dict(config)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    every: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
+    return {name: value for name, value in every.items() if type(value) is int} | config
+
+
 def _map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, Any]) -> None:
     """Map patterns that name layers to the layers of the small model."""
     of, to = families.LAYERS.of(config), families.LAYERS.of(small)
@@ -407,6 +426,7 @@ def _map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, 
         raw["lora"] |= {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}, "adapter": None}
 
 
+@functools.cache
 def versions() -> dict[str, str | None]:
     """Return the versions of the libraries that compute, of this interpreter."""
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -416,6 +436,12 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def lent_packages() -> list[str]:
+    """Return the imported packages that are not this interpreter's own."""
+    files = {name: str(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()) if "." not in name}
+    return sorted(name for name, file in files.items() if file.startswith(tuple(f"{folder}/" for folder in sys.argv[1:])))
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class StageFacts:
     """What is observed in a stage: a value by place, such as a list of ids by example. `reason`: why there is none."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -56,7 +56,7 @@ class Facts:
 class Observation:
     """What one side computes."""
 
-    stages: dict[str, Facts]
+    stages: dict[str, StageFacts]
     names: dict[str, str]
     """Text for a place: `example 3 (train.jsonl:4)`."""
     texts: dict[str, str]
@@ -67,7 +67,7 @@ class Observation:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
-        stages = {name: Facts(**facts) for name, facts in raw["stages"].items()}
+        stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
         return cls(stages, raw["names"], raw["texts"], raw["versions"], tuple(raw["left_out"]))
 
 
@@ -121,18 +121,20 @@ def compare_observations(a: Observation, b: Observation, tolerance: float = TOLE
     return [compare_stage(name, a, b, tolerance) for name in STAGES if name in a.stages or name in b.stages]
 
 
-def _places(own: Facts, other: Facts) -> list[str]:
+def _places(own: StageFacts, other: StageFacts) -> list[str]:
     return [*own.values, *(place for place in other.values if place not in own.values)]
 
 
-def _walk(own: Facts, other: Facts, a: Observation, b: Observation, at: Callable[[str, Any, Any], StageDifference | None]) -> Compared:
+def _walk(
+    own: StageFacts, other: StageFacts, a: Observation, b: Observation, at: Callable[[str, Any, Any], StageDifference | None]
+) -> Compared:
     """Compare place by place. `at` returns the difference of two values; a place that one side lacks differs."""
     first: StageDifference | None = None
     different, places = 0, _places(own, other)
     for place in places:
         name = a.names.get(place) or b.names.get(place) or place
         if place not in own.values or place not in other.values:
-            found = StageDifference(name, *(_PRESENCE[place in each.values] for each in (own, other)))
+            found = StageDifference("", *(_PRESENCE[place in each.values] for each in (own, other)))
         else:
             found = at(place, own.values[place], other.values[place])
         if found is not None:
@@ -144,7 +146,7 @@ def _walk(own: Facts, other: Facts, a: Observation, b: Observation, at: Callable
 _PRESENCE = {True: "is there", False: "is not there"}
 
 
-def _tokens(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+def _tokens(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     def at(_place: str, ids: list[int], others: list[int]) -> StageDifference | None:
         if ids == others:
             return None
@@ -160,7 +162,7 @@ def _token(side: Observation, ids: Sequence[int], index: int) -> str:
     return f"{side.texts.get(str(ids[index]), '')!r} (id {ids[index]})"
 
 
-def _labels(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+def _labels(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     """Compare flags of the examples whose tokens are equal: others differ in their tokens already."""
     tokens, others_tokens = a.stages["tokens"].values, b.stages["tokens"].values
     shared = [place for place in own.values if place in tokens and tokens[place] == others_tokens.get(place)]
@@ -172,13 +174,13 @@ def _labels(own: Facts, other: Facts, a: Observation, b: Observation, _: float) 
         counts = [f"{_VERDICT[side[index]]} ({sum(side)} of {len(side)} tokens of the example are trained)" for side in (flags, others)]
         return StageDifference(f", token {index} {a.texts.get(str(tokens[place][index]), '')!r}", *counts)
 
-    return _walk(Facts({place: own.values[place] for place in shared}), Facts({p: other.values[p] for p in shared}), a, b, at)
+    return _walk(StageFacts({place: own.values[place] for place in shared}), StageFacts({p: other.values[p] for p in shared}), a, b, at)
 
 
 _VERDICT = {0: "is not trained", 1: "is trained"}
 
 
-def _rows(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+def _rows(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     def at(_place: str, pieces: list[list[Any]], others: list[list[Any]]) -> StageDifference | None:
         if pieces == others:
             return None
@@ -200,14 +202,14 @@ def _pieces(side: Observation, pieces: Sequence[Sequence[Any]]) -> str:
     return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
 
 
-def _exact(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+def _exact(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:
         return None if value == other_value else StageDifference("", *(_shown(each, of) for each, of in ((value, a), (other_value, b))))
 
     return _walk(own, other, a, b, at)
 
 
-def _order(own: Facts, other: Facts, a: Observation, b: Observation, _: float) -> Compared:
+def _order(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     def at(_place: str, rows: list[str], others: list[str]) -> StageDifference | None:
         if rows == others:
             return None
@@ -227,7 +229,7 @@ def _shown(value: Any, side: Observation) -> str:
     return f"{value:.8g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def _numbers(own: Facts, other: Facts, a: Observation, b: Observation, tolerance: float) -> Compared:
+def _numbers(own: StageFacts, other: StageFacts, a: Observation, b: Observation, tolerance: float) -> Compared:
     """Compare numbers relative to the largest of their vector; a value with two dimensions has a vector for each token."""
     largest = 0.0
 
@@ -260,7 +262,7 @@ def _size(value: np.ndarray[Any, Any]) -> str:
     return " × ".join(map(str, value.shape)) + " values" if value.ndim else "one value"
 
 
-_COMPARE: dict[str, Callable[[Facts, Facts, Observation, Observation, float], Compared]] = {
+_COMPARE: dict[str, Callable[[StageFacts, StageFacts, Observation, Observation, float], Compared]] = {
     "tokens": _tokens,
     "labels": _labels,
     "rows": _rows,

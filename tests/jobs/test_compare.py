@@ -1,0 +1,274 @@
+"""A planted difference is found at the first stage that shows it, with its key as the cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import fsdp_tune
+from fsdp_tune.check.comparison.child import ObservingChild
+from fsdp_tune.check.comparison.observe import Side
+from fsdp_tune.check.comparison.stages import Observation
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs.compare import CompareAnswer
+from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.pages.written import training_line, written
+
+LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None}
+RECIPE: dict[str, Any] = {
+    "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic", "tokens": {"add": ["<|im_start|>", "<|im_end|>"]}},
+    "data": {"train": [{"path": "chat.jsonl"}], "max_length": 128, "chat_template": "chatml"},
+    "precision": {"mixed_precision": "no"},
+    "training": {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3, "report_to": []},
+    "launch": {"device": "cpu", "num_processes": 2},
+}
+
+
+def in_process(child: Any, recipe: Recipe, until: str) -> Observation:
+    """In place of the child process, whose start takes seconds."""
+    return Side({"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **child.settings}).observe()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe, its rows, and the configuration of its model."""
+    folder = tmp_path_factory.mktemp("sides")
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text(json.dumps(LLAMA))
+    turns = [
+        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
+        for n in range(24)
+    ]
+    rows = [{"messages": turn + turns[(at + 1) % len(turns)]} for at, turn in enumerate(turns)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "a.yaml").write_text(yaml.safe_dump(RECIPE))
+    training = RECIPE["training"] | {"data_seed": 1}
+    (folder / "lora.yaml").write_text(yaml.safe_dump(RECIPE | {"lora": {"r": 8}, "training": training}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files that a test may change."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(files, tmp_path, dirs_exist_ok=True))
+
+
+def compared(*overrides: str, a: str = "a.yaml", b: str | None = None, **options: Any) -> CompareAnswer:
+    return fsdp_tune.compare(a, b or a, CompareOptions(**options), overrides=overrides)
+
+
+def first(found: CompareAnswer) -> tuple[str, list[str]]:
+    assert found.first is not None
+    assert found.cause is not None
+    assert not found.equal
+    return found.first.stage, [key.key for key in found.cause.keys]
+
+
+PLANTED = [
+    ("data.chat_template=zephyr", "tokens", "data.chat_template"),
+    ("data.loss_on=last_assistant", "labels", "data.loss_on"),
+    ("data.packing=true", "rows", "data.packing"),
+    ("data.max_length=32", "rows", "data.max_length"),
+    ("data.eval={rows: 8}", "rows", "data.eval"),
+    ("data.train=[{path: chat.jsonl, max_rows: 20}]", "tokens", "data.train[0].max_rows"),
+    ("training.global_batch_size=8", "batch", "training.global_batch_size"),
+    ("launch.num_processes=1", None, ""),
+    ("training.data_seed=7", "order", "training.data_seed"),
+    ("data.shuffle=false", "order", "data.shuffle"),
+    ("model.dtype=bf16", "dtypes", "model.dtype"),
+    ("model.freeze=['model.embed_tokens.*']", "dtypes", "model.freeze"),
+    ("model.config_overrides={rope_theta: 500000.0}", "model", "model.config_overrides.rope_theta"),
+    ("precision.mixed_precision=bf16", "logits", "precision.mixed_precision"),
+    ("training.label_smoothing_factor=0.1", "row_losses", "training.label_smoothing_factor"),
+    ("model.config_overrides={attention_dropout: 0.5}", "model", "model.config_overrides.attention_dropout"),
+    ("training.max_grad_norm=0.25", "clipping", "training.max_grad_norm"),
+    ("training.learning_rate=2e-3", "rate", "training.learning_rate"),
+    ("training.lr_scheduler_type=cosine", "rate", "training.lr_scheduler_type"),
+    ("training.warmup_steps=5", "rate", "training.warmup_steps"),
+    ("training.weight_decay=0.1", "update", "training.weight_decay"),
+    ("training.adam_beta2=0.95", "update", "training.adam_beta2"),
+    ("training.optim=sgd", "update", "training.optim"),
+    ("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]", "update", "training.parameter_groups"),
+]
+
+
+@pytest.mark.parametrize(("override", "stage", "key"), PLANTED, ids=[override for override, _, _ in PLANTED])
+def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, stage: str | None, key: str) -> None:
+    found = compared(override)
+    if stage is None:  # the same steps on another number of ranks
+        assert found.equal
+        assert "launch.num_processes" in [each.key for each in found.keys]
+        return
+    assert first(found) == (stage, [key])
+    assert found.cause is not None
+    assert found.cause.is_shown
+    assert found.later == []
+
+
+@pytest.mark.parametrize(("override", "stage"), [("lora.lora_alpha=8", "gradients"), ("lora.r=4", "model"), ("training.seed=7", "weights")])
+def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
+    assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
+
+
+def test_equal_recipes_are_equal_and_what_was_not_compared_is_listed() -> None:
+    found = compared("output_dir=elsewhere", "training.logging_steps=1")
+    assert found.equal
+    assert (found.first, found.cause, found.keys[0].changes_numbers) == (None, None, False)
+    assert {stage.status for stage in found.stages} == {"equal"}
+    assert [stage.detail for stage in found.stages if stage.detail] == []
+    assert any("random weights" in line for line in found.not_compared)
+    assert any("sharding" in line for line in found.not_compared)
+
+
+def test_every_cause_is_found_one_after_another() -> None:
+    found = compared("training.weight_decay=0.1", "data.loss_on=last_assistant", "training.learning_rate=2e-3")
+    assert first(found) == ("labels", ["data.loss_on"])
+    later = [(each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None) for each in found.later]
+    assert later == [("rate", ["training.learning_rate"]), ("update", ["training.weight_decay"])]
+    assert found.cause is not None
+    assert found.cause.hint is not None
+    assert "--set data.loss_on=auto" in found.cause.hint
+
+
+def test_keys_that_only_together_make_the_difference_vanish_are_both_named(here: Path) -> None:
+    two = {"learning_rate": 2e-3, "parameter_groups": [{"match": ["*norm*"], "learning_rate": 1e-3}], "optim": "sgd"}
+    (here / "a.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"packing": True, "max_length": 128}}))
+    changed = {"data": RECIPE["data"] | {"max_length": 32}, "training": RECIPE["training"] | two}
+    (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | changed))
+    found = compared(b="b.yaml")
+    stage, keys = first(found)
+    assert (stage, sorted(keys)) == ("rows", ["data.max_length", "data.packing"])
+    assert next(each.difference.stage for each in found.later) == "rate"
+
+
+def test_key_that_no_stage_shows_makes_recipes_different_and_is_listed() -> None:
+    found = compared("training.on_nonfinite=skip")
+    assert (found.equal, found.first) == (False, None)
+    assert "`training.on_nonfinite`: no stage shows an effect" in found.not_compared
+
+
+def test_data_that_cannot_be_read_is_not_compared_and_the_model_still_is(here: Path) -> None:
+    (here / "chat.jsonl").unlink()
+    found = compared("training.weight_decay=0.1")
+    status = {stage.name: stage.status for stage in found.stages}
+    assert {status[name] for name in ("tokens", "labels", "rows", "order", "items")} == {"not_compared"}
+    assert first(found) == ("update", ["training.weight_decay"])
+    assert any("drawn ids" in line for line in found.not_compared)
+    assert any(line.startswith("tokens of the first rows:") and "chat.jsonl" in line for line in found.not_compared)
+
+
+def test_model_that_cannot_be_built_is_not_compared_and_the_data_still_are(here: Path) -> None:
+    (here / "base" / "config.json").unlink()
+    found = compared("data.loss_on=last_assistant")
+    assert first(found) == ("labels", ["data.loss_on"])
+    status = {stage.name: stage.status for stage in found.stages}
+    assert status["logits"] == status["update"] == "not_compared"
+
+
+def test_rows_beyond_the_first_are_compared_with_more_rows(here: Path) -> None:
+    rows = (here / "chat.jsonl").read_text().splitlines(keepends=True)
+    (here / "other.jsonl").write_text("".join([*rows[:20], rows[20].replace("what", "which"), *rows[21:]]))
+    (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"train": [{"path": "other.jsonl"}]}}))
+    few = compared(b="b.yaml", rows=10)
+    assert (few.equal, few.first) == (False, None)  # the path of the data is a key
+    assert any("rows after the first 10" in line for line in few.not_compared)
+    more = compared(b="b.yaml", rows=24)
+    assert first(more) == ("tokens", ["data.train[0].path"])
+    assert more.first is not None
+    assert "other.jsonl" not in more.first.place
+    assert "chat.jsonl:21" in more.first.place
+
+
+AXOLOTL = """\
+base_model: base
+tokenizer_config: "builtin:arithmetic"
+datasets:
+  - {path: chat.jsonl, ds_type: json, type: chat_template}
+sequence_len: 128
+micro_batch_size: 2
+gradient_accumulation_steps: 1
+num_epochs: 1
+learning_rate: 0.001
+weight_decay: 0.0
+some_new_option: 3
+"""
+
+
+def test_foreign_file_and_its_imported_recipe_are_equal_but_for_what_was_not_carried(here: Path) -> None:
+    (here / "axolotl.yaml").write_text(AXOLOTL)
+    fsdp_tune.import_recipe("axolotl.yaml", output="imported.yaml", num_gpus=2)
+    found = compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2)
+    assert (found.a.kind, found.b.kind) == ("axolotl", "recipe")
+    assert [stage.name for stage in found.stages if stage.status == "different"] == []
+    assert found.equal
+    assert [key.key for key in found.a.not_carried] == ["datasets[0].ds_type", "some_new_option"]
+    assert any("some_new_option" in line for line in found.not_compared)
+    changed = (here / "imported.yaml").read_text().replace("learning_rate: 0.001", "learning_rate: 0.01")
+    (here / "imported.yaml").write_text(changed)
+    assert first(compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2)) == ("rate", ["training.learning_rate"])
+
+
+def runs(here: Path, losses: Sequence[float], other: Sequence[float], **training: Any) -> CompareAnswer:
+    written(here / "one", [training_line(step, loss) for step, loss in enumerate(losses, 1)])
+    written(here / "two", [training_line(step, loss) for step, loss in enumerate(other, 1)], **training)
+    return compared(a="one", b="two")
+
+
+def test_two_runs_are_compared_by_their_lines(here: Path) -> None:
+    found = runs(here, [3.0, 2.0, 1.0], [3.0, 2.0, 1.5])
+    assert found.first is not None
+    assert (found.first.stage, found.first.place) == ("steps", "step 3, loss")
+    assert found.first_step is not None
+    assert (found.first_step.step, found.first_step.a, found.first_step.b) == (3, 1.0, 1.5)
+    assert found.cause is not None
+    assert not found.cause.is_shown
+    assert found.a.python is None  # nothing was computed
+    assert any("the rows of step 3" in line for line in found.not_compared)
+
+
+def test_runs_of_one_curve_are_equal_with_the_digests_that_are_missing_listed(here: Path) -> None:
+    found = runs(here, [3.0, 2.0], [3.0, 2.0])
+    assert found.equal
+    assert found.first_bits is None
+    assert any(line.startswith("order of the rows of an epoch:") for line in found.not_compared)
+
+
+def test_runs_whose_recipes_differ_get_the_cause_from_their_recipes(here: Path) -> None:
+    found = runs(here, [3.0, 2.0], [3.0, 1.0], weight_decay=0.1)
+    assert first(found) == ("update", ["training.weight_decay"])
+    assert found.first_step is not None
+    assert found.first_step.step == 2
+
+
+def test_run_and_a_recipe_are_compared_by_their_recipes(here: Path) -> None:
+    run = written(here / "one")
+    recipe = json.loads(run.recipe_json.read_text())
+    same = {"model": recipe["model"], "data": recipe["data"], "output_dir": "x", "launch": {"num_processes": 2, "device": "cpu"}}
+    training = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 100, "label_smoothing_factor": 0.1}
+    same["model"] = {"from_config": {"model_type": "gpt2"}, "tokenizer": "builtin:arithmetic"}
+    same["data"] = {"train": [{"path": "builtin:arithmetic"}], "max_length": 32}
+    (here / "b.yaml").write_text(yaml.safe_dump(same | {"training": training}))
+    assert first(compared(a="one", b="b.yaml")) == ("row_losses", ["training.label_smoothing_factor"])
+    with pytest.raises(FsdpTuneError) as refused:
+        compared("training.seed=1", a="b.yaml", b="one")
+    assert refused.value.problems[0].code == "compare-override"
