@@ -129,6 +129,12 @@ class Terminal:
             self._log.write(line)
         self._shown.clear()
 
+    def end_log(self) -> None:
+        """Close the file of `log_to`; lines from now on are for the next one."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
     def message(self, text: str) -> None:
         """Print a line."""
         if self._collected is not None:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,9 +17,11 @@ from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.options import PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
 
 if TYPE_CHECKING:
+    from fsdp_tune.jobs.sweep import SweepAnswer
     from fsdp_tune.jobs.validate import Validation
     from fsdp_tune.recipe.read.loader import LoadedRecipe
 
@@ -129,12 +132,59 @@ def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -
     screen.message(f"all {len(done.checks)} checks passed in {sum(check.seconds for check in done.checks):.0f} s")
 
 
+def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: TrainOptions, *, dry_run: bool) -> NoReturn:
+    """Run a sweep, or show its runs; end with its exit code."""
+    from fsdp_tune.jobs.sweep import answer_of, plan_sweep, run_sweep, waiting
+
+    planned = plan_sweep(recipe.source(), recipe.overrides, sweep, options, name=recipe.name)
+    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.end_log)
+    screen.document(found)
+    show_sweep(screen, found)
+    raise typer.Exit(found.exit_code)
+
+
+def show_sweep(screen: Screen, found: SweepAnswer) -> None:
+    """Print a row for each run, the best one marked, and the command that compares them."""
+    has_eval = any(run.eval_loss is not None for run in found.runs)
+    columns = ["", *(key.rpartition(".")[2] for key in found.runs[0].values), "state", "loss", *(["eval loss"] if has_eval else []), "time"]
+    rows = [
+        [
+            "*" if run.run_dir == found.best else "",
+            *run.values.values(),
+            run.state,
+            _loss(run.loss),
+            *([_loss(run.eval_loss)] if has_eval else []),
+            format_seconds(run.seconds) if run.steps else "",
+            Path(run.run_dir).name,
+        ]
+        for run in found.runs
+    ]
+    screen.table("", [*columns, "directory"], rows)
+    screen.message(f"the directories are in {Path(found.runs[0].run_dir).parent}")
+    if found.best is not None:
+        screen.message(f"* lowest {found.metric.replace('_', ' ')}: {found.best}")
+    if any(run.steps for run in found.runs):
+        screen.message(f"compare: {found.report}")
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
 @verb
 def train(
     screen: Screen,
     context: typer.Context,
     recipe: NamedRecipe,
     options: TrainOptions,
+    sweep: Annotated[
+        Sequence[str],
+        Option(
+            "Train once for each value of a key, one run after another, each in a directory below `output_dir`; the same command again "
+            "continues. Repeatable: all combinations.",
+            metavar="KEY=VALUE,VALUE",
+        ),
+    ] = (),
     dry_run: Annotated[bool, Option("Print the resolved recipe, the command and the environment; start and write nothing.")] = False,
     full: Annotated[bool, Option("With --dry-run: print every key, not only those that differ from the defaults.")] = False,
     no_start: Annotated[bool, Option("Write the run directory and print the commands that start it.")] = False,
@@ -144,13 +194,14 @@ def train(
     """Fine-tune a model by a recipe, and merge the result into an ordinary model directory.
 
     Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite, 5 hang or lost rank,
-    130 Ctrl-C after saving, 143 saved and stopped. Arguments after `--` go to `accelerate launch`.
+    130 Ctrl-C after saving, 143 saved and stopped; a sweep: the first failure's. Arguments after `--` go to `accelerate launch`.
 
     \b
     Examples:
         fsdp-tune train --config gpt2_smoke
         fsdp-tune train my.yaml --set training.learning_rate=1e-4 --resume auto
         fsdp-tune train llama7b_full_shard --dry-run
+        fsdp-tune train my.yaml --sweep training.learning_rate=1e-5,2e-5 --sweep lora.r=8,16
     """
     if full and not dry_run:
         raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
@@ -161,9 +212,13 @@ def train(
     from fsdp_tune.cli import train_view as view
     from fsdp_tune.jobs.train import WrittenRun, preview, write_only
 
-    loaded = recipe.load()
     options = replace(options, **context.meta["arguments"])
     screen.verbose = verbose
+    if sweep:
+        if full or no_start:
+            raise usage_error("usage", "`--full` and `--no-start` are for a single run", hint="leave out `--sweep`, or the other option")
+        _sweep(screen, recipe, sweep, options, dry_run=dry_run)
+    loaded = recipe.load()
     if dry_run:
         view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
         return

@@ -119,13 +119,17 @@ class RecipeArgument:
         """Read the recipe that the argument or `--config` names. Raises: usage error for none or two."""
         import fsdp_tune
 
+        return fsdp_tune.load_recipe(self.source(), self.overrides, name=self.name, unneeded=unneeded)
+
+    def source(self) -> str:
+        """Return what the argument or `--config` names. Raises: usage error for none or two."""
         if self.recipe is not None and self.config is not None and self.recipe != self.config:
             raise usage_error("two-recipes", f"two recipes are given: `{self.recipe}` and `--config {self.config}`", hint="give one")
         source = self.config if self.config is not None else self.recipe
         if source is None:
             hint = "give a YAML file or a name of the catalogue, such as `--config gpt2_smoke`"
             raise usage_error("no-recipe", "no recipe is given", hint=hint)
-        return fsdp_tune.load_recipe(source, self.overrides, name=self.name, unneeded=unneeded)
+        return source
 
 
 @dataclass(frozen=True, slots=True)

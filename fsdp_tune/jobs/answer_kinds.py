@@ -34,6 +34,7 @@ from fsdp_tune.jobs.answers import (
 from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.sweep import SweepAnswer
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
 from fsdp_tune.planner.predict.predict import SHORT, Plan
@@ -51,7 +52,7 @@ def plan_answer() -> type:
 def answers() -> dict[str, tuple[type, ...]]:
     """Return the classes that each command may answer with. `recipes schema` prints the schema of a recipe."""
     return {
-        "train": (TrainAnswer, FollowerAnswer, WrittenAnswer, PreviewAnswer),
+        "train": (TrainAnswer, FollowerAnswer, WrittenAnswer, PreviewAnswer, SweepAnswer),
         "validate": (ValidateAnswer,),
         "import": (ImportAnswer,),
         "plan": (plan_answer(),),
