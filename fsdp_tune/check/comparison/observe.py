@@ -41,7 +41,7 @@ from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_
 from fsdp_tune.core import families
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.data.batches import batch_of_step, collate, example_ids
+from fsdp_tune.data.batches import collate, example_ids, row_order
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -134,10 +134,11 @@ class Side:
         self.stages["rows"] = StageFacts(rows)
         size = self.recipe.global_batch_size
         self.stages["batch"] = StageFacts({"sequences": size})
+        of_rows = row_order(recipe, store.lengths)
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
-            chosen = batch_of_step(recipe, store.lengths, step).tolist()
+            chosen = of_rows.batch_after(step - 1).tolist()
             found = [store[index] for index in chosen]
             order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in chosen]
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
