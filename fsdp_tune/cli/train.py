@@ -165,6 +165,8 @@ def show_sweep(screen: Screen, found: SweepAnswer) -> None:
         screen.message(f"* lowest {found.metric.replace('_', ' ')}: {found.best}")
     if any(run.steps for run in found.runs):
         screen.message(f"compare: {found.report}")
+    if any(run.state != "finished" for run in found.runs) and any(run.exit_code is not None for run in found.runs):
+        screen.message("the same command continues the runs that have not finished")
 
 
 def _loss(value: float | None) -> str:
