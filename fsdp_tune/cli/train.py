@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,14 +140,15 @@ def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: T
     planned = plan_sweep(recipe.source(), recipe.overrides, sweep, options, name=recipe.name)
     found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.end_log)
     screen.document(found)
-    show_sweep(screen, found)
+    show_sweep(screen, found, overwrites=options.overwrite)
     raise typer.Exit(found.exit_code)
 
 
-def show_sweep(screen: Screen, found: SweepAnswer) -> None:
+def show_sweep(screen: Screen, found: SweepAnswer, *, overwrites: bool = False) -> None:
     """Print a row for each run, the best one marked, and the command that compares them."""
     has_eval = any(run.eval_loss is not None for run in found.runs)
     columns = ["", *(key.rpartition(".")[2] for key in found.runs[0].values), "state", "loss", *(["eval loss"] if has_eval else []), "time"]
+    folder = os.path.commonpath([Path(run.run_dir).parent for run in found.runs])
     rows = [
         [
             "*" if run.run_dir == found.best else "",
@@ -155,18 +157,19 @@ def show_sweep(screen: Screen, found: SweepAnswer) -> None:
             _loss(run.loss),
             *([_loss(run.eval_loss)] if has_eval else []),
             format_seconds(run.seconds) if run.steps else "",
-            Path(run.run_dir).name,
+            os.path.relpath(run.run_dir, folder),
         ]
         for run in found.runs
     ]
     screen.table("", [*columns, "directory"], rows)
-    screen.message(f"the directories are in {Path(found.runs[0].run_dir).parent}")
+    screen.message(f"the directories are in {folder}")
     if found.best is not None:
         screen.message(f"* lowest {found.metric.replace('_', ' ')}: {found.best}")
     if any(run.steps for run in found.runs):
         screen.message(f"compare: {found.report}")
     if any(run.state != "finished" for run in found.runs) and any(run.exit_code is not None for run in found.runs):
-        screen.message("the same command continues the runs that have not finished")
+        again = "the same command without `--overwrite`" if overwrites else "the same command"
+        screen.message(f"{again} continues the runs that have not finished")
 
 
 def _loss(value: float | None) -> str:

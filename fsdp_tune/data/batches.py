@@ -131,10 +131,12 @@ class RowOrder:
         return self.rows_of(epoch)[index * self.global_batch : (index + 1) * self.global_batch]
 
     def total_steps(self, epochs: float) -> int:
-        """Return the steps of a number of epochs, which need not be whole."""
+        """Return the steps of a number of epochs, which need not be whole, rounded as the Trainer rounds them."""
         whole = math.floor(epochs)
-        part = math.ceil((epochs - whole) * self.steps(whole)) if epochs > whole else 0
-        return self.first_step(whole) + part
+        if epochs == whole:
+            return self.first_step(whole)
+        of_epoch = self.steps(whole)
+        return self.first_step(whole) + math.ceil(epochs * of_epoch) - whole * of_epoch
 
 
 def row_order(recipe: Recipe, lengths: Int64, removed: Sequence[Removed] = ()) -> RowOrder:

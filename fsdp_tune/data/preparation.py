@@ -78,6 +78,10 @@ class Prepared(Document):
         """Open the training rows; of a stream, those of its beginning, none left out."""
         return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
 
+    def skipping_from(self, step: int) -> Prepared:
+        """Return the data of a start after `step` steps, which may be fewer than those of an earlier start: its rows are left out from there."""
+        return replace(self, skipped=tuple(replace(each, step=min(each.step, step)) for each in self.skipped))
+
     def order(self, recipe: Recipe, store: RowStore) -> RowOrder:
         """Return the global batches of `training_store`, which is not a stream's."""
         return row_order(recipe, store.lengths, removed_rows(store, self.skipped))

@@ -17,9 +17,11 @@ import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.batches import Removed
-from fsdp_tune.data.store import Origin, RowStore
+from fsdp_tune.data.store import ROW_BITS, Origin, RowStore
 
 SHOWN_PROBLEMS = 10
+LONGEST_NUMBER = 13
+"""Digits of the largest number of a row, 2 to the power of `ROW_BITS`."""
 FORMS = "`PATH:ROW`, or an object with `file` and `row`, as `fsdp-tune status RUN --json` prints the rows of a spike"
 
 
@@ -71,13 +73,17 @@ def read_named_rows(path: Path) -> list[NamedRow]:
 def _named(line: str) -> Origin | None:
     if not line.startswith("{"):
         name, _, row = line.rpartition(":")
-        return (name, int(row)) if name and row.isascii() and row.isdigit() and int(row) > 0 else None
+        return _origin(name, int(row)) if row.isascii() and row.isdigit() and len(row) <= LONGEST_NUMBER else None
     try:
         raw: Any = json.loads(line)
         name, row = raw["file"], raw["row"]
     except (ValueError, KeyError, RecursionError):
         return None
-    return (name, row) if isinstance(name, str) and type(row) is int and row > 0 else None
+    return _origin(name, row) if isinstance(name, str) and type(row) is int else None
+
+
+def _origin(name: str, row: int) -> Origin | None:
+    return (name, row) if name and 0 < row < 1 << ROW_BITS else None
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -92,9 +98,9 @@ def _refuse(problems: Sequence[Problem]) -> None:
 def resolved_rows(named: Sequence[NamedRow], earlier: Iterable[SkippedRow], known: NamedFiles, step: int) -> tuple[SkippedRow, ...]:
     """Return the rows that a run leaves out from `step` on: those of `earlier` starts, and the named ones.
 
-    Raises: usage error with the line of each name that is no training row.
+    Raises: usage error with the line of each name that is no training row, and for a row of `earlier` that is none now.
     """
-    found = {each.origin: replace(each, step=min(each.step, step)) for each in earlier}
+    found = {each.origin: replace(each, step=min(each.step, step)) for each in _found_again(earlier, known)}
     origins = [(known.name_of(each.file), each.row) for each in named]
     exist = known.are_rows([(file or "", row) for file, row in origins])
     problems: list[Problem] = []
@@ -109,6 +115,18 @@ def resolved_rows(named: Sequence[NamedRow], earlier: Iterable[SkippedRow], know
     return tuple(sorted(found.values(), key=lambda each: (each.step, each.file, each.row)))
 
 
+def _found_again(earlier: Iterable[SkippedRow], known: NamedFiles) -> list[SkippedRow]:
+    """Return the rows by the names that their files have now: the same data may lie in another directory."""
+    rows = [replace(each, file=known.moved(each.file) or each.file) for each in earlier]
+    exist = known.are_rows([each.origin for each in rows])
+    lost = [each for each, is_row in zip(rows, exist, strict=True) if not is_row or each.file not in known.names]
+    if lost:
+        message = f"the run skips `{lost[0].file}:{lost[0].row}` since step {lost[0].step:,}, and the training data have no such row"
+        more = f" ({len(lost):,} such rows)" if len(lost) > 1 else ""
+        raise usage_error("skip-rows-unknown", message + more, hint=f"{known.hint}; give the files their names, or start another run")
+    return rows
+
+
 def _unknown(named: NamedRow, message: str, hint: str) -> Problem:
     return Problem("skip-rows-unknown", message, named.where, hint)
 
@@ -119,18 +137,26 @@ class NamedFiles(ABC):
     row_hint = "rows that are held out, dropped or bad are not trained"
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(dict.fromkeys(names))
+        self.names = dict.fromkeys(names)
+        self._asked: dict[str, str | None] = {}
 
     @property
     def hint(self) -> str:
         more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return f"rows are of {', '.join(f'`{name}`' for name in self.names[:3])}{more}"
+        return f"rows are of {', '.join(f'`{name}`' for name in [*self.names][:3])}{more}"
 
     def name_of(self, given: str) -> str | None:
         """Return the name of the file that is given by this name, by its absolute path, or by the end of its path if only one has it."""
-        if given in self.names:
-            return given
-        path = Path(given)
+        if given not in self._asked:
+            self._asked[given] = given if given in self.names else self._search(Path(given))
+        return self._asked[given]
+
+    def moved(self, name: str) -> str | None:
+        """Return the name of a file that had this name when a run began: its own, or that of the only file that is called so."""
+        last = [other for other in self.names if Path(other).name == Path(name).name]
+        return self.name_of(name) or (last[0] if len(last) == 1 else None)
+
+    def _search(self, path: Path) -> str | None:
         same = [name for name in self.names if Path(name).absolute() == path.absolute()]
         ends = [name for name in self.names if not path.is_absolute() and Path(name).parts[-len(path.parts) :] == path.parts]
         return same[0] if same else ends[0] if len(ends) == 1 else None

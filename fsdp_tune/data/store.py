@@ -140,9 +140,11 @@ class RowStore:
         owners = np.searchsorted(self._examples, self._segments[:, 0], side="right") - 1
         segments = np.flatnonzero(np.isin(owners, examples))
         found = (self._origins[owners[segments], 0] << ROW_BITS) + self._origins[owners[segments], 1]
+        by_key = np.argsort(found, kind="stable")
+        starts, ends = (np.searchsorted(found[by_key], keys, side) for side in ("left", "right"))
         by_row: list[list[Int64]] = [[] for _ in rows]
-        for key, (_, _, at) in zip(keys, wanted, strict=True):
-            by_row[at].append(segments[found == key])
+        for start, end, (_, _, at) in zip(starts, ends, wanted, strict=True):
+            by_row[at].append(segments[by_key[start:end]])
         return [np.concatenate([np.zeros(0, np.int64), *each]) for each in by_row]
 
     def rows_with(self, segments: Int64) -> Int64:

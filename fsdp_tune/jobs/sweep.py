@@ -15,7 +15,7 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.train import Preview, preview, train
+from fsdp_tune.jobs.train import Preview, preview, takes_best, train
 from fsdp_tune.recipe.paths import output_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe, find_recipe, parse_recipe, read_text
 from fsdp_tune.recipe.read.overrides import OptionOverride
@@ -57,7 +57,7 @@ class SweptRun(JsonAnswer):
     loss: float | None
     """Of the last line."""
     eval_loss: float | None
-    """Of the last evaluation."""
+    """Of the last evaluation; with `load_best_model_at_end`, whose model is that of the best one, the lowest."""
     seconds: float
     """In its steps, those of earlier starts included."""
     exit_code: int | None
@@ -171,22 +171,32 @@ def plan_sweep(
     """Read and resolve the recipe of every run. Raises: usage error with the problems of all of them."""
     if options.resume not in (None, "auto"):
         raise usage_error("bad-sweep", "`--resume PATH` names the checkpoint of one run", hint="a sweep continues its runs by itself")
+    if options.overwrite and options.resume is not None:
+        raise usage_error(
+            "bad-sweep", "`--overwrite` starts all runs over and `--resume auto` continues them", hint="pass only one of them"
+        )
     points = sweep_points(parse_sweep(sweep))
     path = find_recipe(source)
     text = read_text(path)
     planned: list[PlannedRun] = []
-    problems: dict[tuple[str, Where], Problem] = {}
+    found: dict[tuple[str, Where], list[tuple[str, Problem]]] = {}
     for point in points:
         try:
             planned.append(_planned(text, path, overrides, point, options, name))
         except FsdpTuneError as error:
             for problem in error.problems:
-                is_of_value = str(problem.where.source).startswith("--sweep")
-                told = problem if is_of_value else replace(problem, message=f"{problem.message} ({point.name})")
-                problems.setdefault((told.message, told.where), told)
-    if problems:
-        raise FsdpTuneError(*problems.values())
+                found.setdefault((problem.message, problem.where), []).append((point.name, problem))
+    if found:
+        raise FsdpTuneError(*(_of_points(each, len(points)) for each in found.values()))
     return planned
+
+
+def _of_points(found: Sequence[tuple[str, Problem]], points: int) -> Problem:
+    """Return a problem with the first point that has it, unless the problem names its value or all points have it."""
+    name, problem = found[0]
+    if len(found) == points or str(problem.where.source).startswith("--sweep"):
+        return problem
+    return replace(problem, message=f"{problem.message} ({name}{f' and {len(found) - 1} more' if len(found) > 1 else ''})")
 
 
 def _planned(text: str, path: Path, overrides: Sequence[str], point: SweepPoint, options: TrainOptions, name: str | None) -> PlannedRun:
@@ -263,11 +273,17 @@ def _ended(planned: PlannedRun, state: str, code: int | None, problem: Problem |
         state=state,
         steps=losses[-1]["step"] if losses else 0,
         loss=_finite(losses[-1]["loss"]) if losses else None,
-        eval_loss=next((_finite(line["eval_loss"]) for line in reversed(lines) if "eval_loss" in line), None),
+        eval_loss=_eval_loss(planned, [line["eval_loss"] for line in lines if "eval_loss" in line]),
         seconds=seconds_in_steps(losses),
         exit_code=None if code is None else int(code),
         problem=problem.message if problem is not None else None,
     )
+
+
+def _eval_loss(planned: PlannedRun, values: Sequence[object]) -> float | None:
+    if not takes_best(planned.loaded.recipe):
+        return _finite(values[-1]) if values else None
+    return min((found for value in values if (found := _finite(value)) is not None), default=None)
 
 
 def _finite(value: object) -> float | None:

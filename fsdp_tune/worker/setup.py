@@ -69,6 +69,7 @@ def build_trainer(
         remove_leftovers(run)
     prepared = Prepared.read(run.data_json)
     assert prepared is not None, "a run directory has it before its recipe.json"
+    prepared = prepared.skipping_from(resume.step if resume else 0)
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     start = recipe
