@@ -86,6 +86,8 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     verdict = "equal in all that was compared" if found.equal else "different"
     if not found.equal and found.first is None and changing:
         verdict = "no stage differs, but keys that may change later steps do"
+    elif not found.equal and found.first is None:
+        verdict = "nothing could be compared"
     screen.message(f"{verdict} (tolerance {found.tolerance:g})")
 
 

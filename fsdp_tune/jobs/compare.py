@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fsdp_tune.check.comparison.causes import (
     DifferentKey,
     by_likelihood,
@@ -37,14 +39,14 @@ from fsdp_tune.check.comparison.stages import (
     compare_stage,
 )
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.session import resolve_recipe, session
+from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
@@ -106,7 +108,7 @@ class CompareAnswer(JsonAnswer):
     """The result, and the document of `compare --json`."""
 
     equal: bool
-    """Whether all that was compared is equal. What was not compared is in `not_compared`."""
+    """Whether all that was compared is equal, and something was. What was not compared is in `not_compared`."""
     a: SideAnswer
     b: SideAnswer
     keys: list[DifferentKey]
@@ -238,7 +240,8 @@ class _Result:
         self.before = [_digest("data", key, other_key, "data.json")]
         self.before.append(_digest("data_order", _order_digest(one), _order_digest(other), "readback.json"))
         is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self.a, self.b))
-        self.tolerance = self.options.tolerance or (FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE)
+        given = self.options.tolerance
+        self.tolerance = given if given is not None else FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE
         lines = compare_lines(one.lines.losses, other.lines.losses, self.tolerance)
         self.after, self.first_step, self.first_bits = [lines.stage], lines.first, lines.first_bits
         self.left_out += lines.left_out
@@ -250,7 +253,8 @@ class _Result:
     def answer(self) -> CompareAnswer:
         stages = [*self.before, *self.stages, *self.after]
         changing = [key for key in self.keys if key.changes_numbers]
-        is_equal = not changing and all(stage.status != "different" for stage in stages)
+        status = {stage.status for stage in stages}
+        is_equal = not changing and "different" not in status and "equal" in status
         left_out = [*self.left_out, *(f"{each.title}: {each.detail}" for each in stages if each.status == "not_compared")]
         for side in (self.a, self.b):
             left_out += [f"`{key.key}` of {side.name}: {key.reason or key.fate}" for key in side.not_carried]
@@ -268,20 +272,23 @@ class _Result:
             environment=self.environment,
             stages=stages,
             first=found,
-            cause=causes[0].cause if causes and causes[0].cause else self._unshown(changing) if found else None,
+            cause=causes[0].cause if causes and causes[0].cause else self._unshown(found.stage, changing) if found else None,
             later=causes[1:] if causes else self.causes,
             first_step=self.first_step,
             first_bits=self.first_bits,
             rows_of_step=self.rows_of_step,
             tolerance=self.tolerance,
-            not_compared=list(dict.fromkeys([*left_out, *NEVER_COMPARED])),
+            not_compared=list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())])),
         )
 
-    def _unshown(self, changing: list[DifferentKey]) -> Cause:
-        """Return what may be the cause, where nothing was computed again."""
+    def _unshown(self, stage: str, changing: list[DifferentKey]) -> Cause:
+        """Return what may be the cause, where none was shown."""
         if changing:
             named = ", ".join(f"`{key.key}`" for key in changing)
             return Cause(changing, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
+        if stage == "data":
+            text = "not shown; the recipes read the same, so the files of the data or the tokenizer changed between the runs"
+            return Cause([], self.environment, is_shown=False, text=text, hint=None)
         if self.environment:
             named = ", ".join(self.environment)
             text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
@@ -331,6 +338,8 @@ class _Walk:
 
     def run(self) -> None:
         result, last = self._result, "update"
+        for side in (result.a, result.b):
+            refuse_code(side.recipe, self._options.allowed, starts_ranks=False)
         a = self._here.observe(result.a.recipe, last)
         b = self._there.observe(result.b.recipe, last)
         result.interpreters = (sys.executable, str(self._options.python or sys.executable))
@@ -353,7 +362,9 @@ class _Walk:
             if not keys:
                 return
             fixed = (*fixed, *keys)
-            stages = compare_observations(a, self._observed(fixed, self._there, "update"), self._tolerance)
+            recipe = self._b_with(fixed)
+            assert recipe is not None, "it was computed to find the cause"
+            stages = compare_observations(a, self._there.observe(recipe, "update"), self._tolerance)
 
     def _tolerance_of(self) -> float:
         if self._options.tolerance is not None:
@@ -370,11 +381,8 @@ class _Walk:
         candidates = by_likelihood([path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES)
 
         def vanishes(chosen: Sequence[KeyPath], child: ObservingChild) -> bool:
-            try:
-                b = self._observed((*fixed, *chosen), child, stage)
-            except (FsdpTuneError, ValueError, TypeError):
-                return False  # a combination that no recipe may have
-            return compare_stage(stage, a, b, self._tolerance).status == "equal"
+            recipe = self._b_with((*fixed, *chosen))
+            return recipe is not None and compare_stage(stage, a, child.observe(recipe, stage), self._tolerance).status == "equal"
 
         if found := causing(candidates, lambda chosen: vanishes(chosen, self._there)):
             return found, self._of_keys(found)
@@ -385,11 +393,18 @@ class _Walk:
         found = causing(candidates, lambda chosen: vanishes(chosen, self._here))
         return (), _of_versions(stage, versions, self._described(found)) if found else None
 
-    def _observed(self, paths: Sequence[KeyPath], child: ObservingChild, until: str) -> Observation:
-        """Compute B with A's values of some keys. Raises: FsdpTuneError, ValueError or TypeError for what is not a recipe."""
+    def _b_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
+        """Return B with A's values of some keys, resolved; None for a combination that no recipe may have."""
         document = with_values(self._result.b.written, self._result.a.written, paths)
-        loaded = replace(self._result.b.loaded, recipe=Recipe.model_validate(document), notices=())
-        return child.observe(resolve_recipe(loaded, self._options.allowed, Observer()).recipe, until)
+        try:
+            loaded = replace(self._result.b.loaded, recipe=Recipe.model_validate(document), notices=())
+            return resolve_recipe(loaded, self._options.allowed, Observer()).recipe
+        except ValidationError:
+            return None
+        except FsdpTuneError as error:
+            if error.exit_code is not ExitCode.USAGE:  # a stop signal
+                raise
+            return None
 
     def _described(self, paths: Sequence[KeyPath]) -> list[DifferentKey]:
         a, b = self._result.a.written, self._result.b.written

@@ -260,6 +260,55 @@ def test_runs_whose_recipes_differ_get_the_cause_from_their_recipes(here: Path) 
     assert found.first_step.step == 2
 
 
+def test_runs_of_other_data_under_one_recipe_have_other_files(here: Path) -> None:
+    written(here / "one", [training_line(1)])
+    written(here / "two", [training_line(1)], data_key="k2")
+    found = compared(a="one", b="two")
+    assert found.first is not None
+    assert found.cause is not None
+    assert (found.first.stage, found.cause.is_shown) == ("data", False)
+    assert "the files of the data" in found.cause.text
+
+
+def test_tolerance_of_zero_counts_every_bit(here: Path) -> None:
+    written(here / "one", [training_line(1, 3.0)])
+    written(here / "two", [training_line(1, 3.0 + 1e-9)])
+    assert compared(a="one", b="two").equal
+    assert not compared(a="one", b="two", tolerance=0.0).equal
+
+
+def test_nothing_compared_is_not_equal(here: Path) -> None:
+    for name in ("one", "two"):
+        written(here / name).data_json.unlink()
+    found = compared(a="one", b="two")
+    assert {stage.status for stage in found.stages} == {"not_compared"}
+    assert (found.equal, found.first, len(found.not_compared)) == (False, None, 3)
+
+
+def test_code_of_a_model_is_refused_of_a_run_too(here: Path) -> None:
+    run = written(here / "one")
+    raw = json.loads(run.recipe_json.read_text())
+    raw["model"] |= {"trust_remote_code": True, "name_or_path": "base", "from_config": None}
+    run.recipe_json.write_text(json.dumps(raw))
+    with pytest.raises(FsdpTuneError) as refused:
+        compared(a="one", b="a.yaml")
+    assert refused.value.problems[0].code == "remote-code-not-trusted"
+
+
+def test_full_model_has_its_own_weights(here: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for seed, name in ((0, "base"), (1, "other")):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(**LLAMA)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(here / name)
+    (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"name_or_path": "other"}}))
+    small, full = compared(b="b.yaml"), compared(b="b.yaml", model="full")
+    assert (small.equal, small.first) == (False, None)
+    assert first(full) == ("weights", ["model.name_or_path"])
+    assert not any("random weights" in line for line in full.not_compared)
+
+
 def test_run_and_a_recipe_are_compared_by_their_recipes(here: Path) -> None:
     run = written(here / "one")
     recipe = json.loads(run.recipe_json.read_text())

@@ -26,7 +26,15 @@ JOBS = {
 """Jobs that take their options as keywords."""
 NO_OPTIONS = {"observer", "samples"}
 """Keywords that no command line can give, or that follow from another option."""
-GROUPS = [*JOBS.values(), options.TrainOptions, options.EvaluateOptions, options.SourceKeys, MergeOptions, options.Allowed]
+GROUPS = [
+    *JOBS.values(),
+    options.TrainOptions,
+    options.EvaluateOptions,
+    options.CompareOptions,
+    options.SourceKeys,
+    MergeOptions,
+    options.Allowed,
+]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
