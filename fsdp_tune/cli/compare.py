@@ -35,7 +35,7 @@ def compare(
         str,
         Argument("A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration of another tool.", metavar="A"),
     ],
-    b: Annotated[str | None, Argument("The same; with --set or --python it may be left out, and is A.", metavar="[B]")] = None,
+    b: Annotated[str | None, Argument("The same; with --set or --python it may be left out, and is A.", metavar="B")] = None,
     *,
     overrides: Overrides = (),
     options: CompareOptions,
@@ -76,10 +76,10 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
         _show_difference(screen, "first difference", found.first, found.cause, found)
     for each in found.later:
         _show_difference(screen, "then", each.difference, each.cause, found)
-    if found.rows_of_step is not None:
-        _print(screen, "rows of that step: ", found.rows_of_step)
+    _show_steps(screen, found)
     _show_keys(screen, found.keys)
-    screen.message("not compared:")
+    if found.not_compared:
+        screen.message("not compared:")
     for line in found.not_compared:
         _print(screen, "  – " if signs is SIGNS else "  - ", line)
     changing = any(key.changes_numbers for key in found.keys)
@@ -89,6 +89,16 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     elif not found.equal and found.first is None:
         verdict = "nothing could be compared"
     screen.message(f"{verdict} (tolerance {found.tolerance:g})")
+
+
+def _show_steps(screen: Screen, found: CompareAnswer) -> None:
+    """Print the first step of two runs that differs, with its rows, and the first one with other bits."""
+    if (step := found.first_step) is not None:
+        _print(screen, "first step: ", f"{step.step}, {step.field}: {_number(step.a)} in A, {_number(step.b)} in B")
+        if found.rows_of_step is not None:
+            _print(screen, "  its rows: ", found.rows_of_step)
+    if (step := found.first_bits) is not None and step != found.first_step:
+        _print(screen, "first other bits: ", f"step {step.step}, {step.field}")
 
 
 def _note(stage: ComparedStage) -> str:
@@ -122,6 +132,10 @@ def _show_keys(screen: Screen, keys: Sequence[DifferentKey]) -> None:
             _print(screen, "  ", f"{key.key}: {_value(key.a)} in A, {_value(key.b)} in B ({', '.join(key.affects)})")
     if others:
         _print(screen, "other keys that differ: ", ", ".join(others))
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.9g}"
 
 
 def _value(value: Any) -> str:

@@ -52,6 +52,7 @@ from fsdp_tune.pages.run_record import RunRecord, differences, read_run
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
+from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 
@@ -263,7 +264,9 @@ class _Result:
         causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
         if self.stages and not any(each.cause is None for each in self.causes):
-            left_out += [f"`{key.key}`: no stage shows an effect" for key in changing if not _is_named(key.key, shown)]
+            written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
+            unseen = [key.key for key in changing if not _is_named(key.key, shown) and _is_named(key.key, written)]
+            left_out += [f"`{key}`: no stage shows an effect" for key in unseen]
         return CompareAnswer(
             equal=is_equal,
             a=SideAnswer(self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried),
@@ -414,8 +417,10 @@ class _Walk:
         keys = self._described(found)
         named = ", ".join(f"`{key.key}`" for key in keys)
         text = f"{named}: with A's value{'s' if len(keys) > 1 else ''} in B the difference vanishes"
-        options = " ".join(f"--set {key.key}={_option(key.a)}" for key in keys)
-        return Cause(keys, {}, is_shown=True, text=text, hint=f"`{options}` gives B the numbers of A at this stage")
+        options = " ".join(f"--set {key.key}={_option(key.a)}" for key in keys if key.a is not None)
+        unset = ", ".join(f"`{key.key}`" for key in keys if key.a is None)
+        ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
+        return Cause(keys, {}, is_shown=True, text=text, hint=f"{' and '.join(ways)} gives B the numbers of A at this stage")
 
 
 def _is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:

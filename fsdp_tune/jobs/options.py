@@ -171,7 +171,7 @@ class CompareOptions:
     ] = None
     num_gpus: Annotated[
         int | None,
-        Option("GPUs that a configuration of another tool was made for: gives `training.global_batch_size`.", metavar="N", minimum=1),
+        Option("Ranks of a side that does not give them, such as a configuration of another tool.", metavar="N", minimum=1),
     ] = None
     allowed: AllowedCode = Allowed()
 

@@ -81,6 +81,7 @@ def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest
     assert done.exit_code == 1, done.output
     assert "first difference: lines of metrics.jsonl, step by step" in done.stdout
     assert "  at    step 2, loss" in done.stdout
+    assert "first step: 2, loss: 2 in A, 2.5 in B" in done.stdout
     assert "torch: 2.13 / 2.12" in done.stdout
     assert runner.invoke(app, ["compare", "one", "one"]).exit_code == 0
 

@@ -167,6 +167,30 @@ def test_key_that_no_stage_shows_makes_recipes_different_and_is_listed() -> None
     assert "`training.on_nonfinite`: no stage shows an effect" in found.not_compared
 
 
+def test_order_of_a_stream_is_not_called_equal() -> None:
+    found = compared("data.streaming=true", "training.max_steps=30")
+    status = {stage.name: stage.status for stage in found.stages}
+    assert (status["tokens"], status["order"], status["items"]) == ("equal", "not_compared", "not_compared")
+    assert any(line.startswith("order of the rows in the first steps: B: a stream") for line in found.not_compared)
+
+
+def test_hint_sets_a_default_or_leaves_an_unset_key_out() -> None:
+    found = compared("data.train=[{path: chat.jsonl, max_rows: 20}]")
+    assert found.cause is not None
+    assert found.cause.hint == "a recipe without `data.train[0].max_rows` gives B the numbers of A at this stage"
+    found = compared("training.weight_decay=0.1")
+    assert found.cause is not None
+    assert (found.cause.keys[0].a, found.cause.keys[0].b) == (0.0, 0.1)
+    assert found.cause.hint == "`--set training.weight_decay=0.0` gives B the numbers of A at this stage"
+
+
+def test_derived_keys_are_not_listed_as_without_effect() -> None:
+    found = compared("precision.mixed_precision=bf16", "training.optim=sgd")
+    assert [each.difference.stage for each in found.later] == ["update"]
+    assert "model.frozen_dtype" in [key.key for key in found.keys]
+    assert not any("model.frozen_dtype" in line for line in found.not_compared)
+
+
 def test_data_that_cannot_be_read_is_not_compared_and_the_model_still_is(here: Path) -> None:
     (here / "chat.jsonl").unlink()
     found = compared("training.weight_decay=0.1")

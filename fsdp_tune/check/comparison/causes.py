@@ -12,7 +12,7 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.recipe.schema.keys import dotted, effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
-from fsdp_tune.recipe.schema.reference import describe_key, described_names
+from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults
 
 Path = tuple[str | int, ...]
 _ENVIRONMENT = ("launch", "env")
@@ -95,12 +95,17 @@ def different_key(path: Path, a: Any, b: Any) -> DifferentKey:
     meaning = describe_key(name).meaning if name in described_names() else ""
     return DifferentKey(
         key=dotted(path),
-        a=_safe(path, a),
-        b=_safe(path, b),
+        a=_safe(path, _or_default(name, a)),
+        b=_safe(path, _or_default(name, b)),
         changes_numbers=changes_numbers(path),
         affects=[text for flag, text in _AFFECTS.items() if affects & flag],
         meaning=meaning,
     )
+
+
+def _or_default(name: str, value: Any) -> Any:
+    """Return the default of a field of TrainingArguments that is not written: a resolved recipe leaves it out."""
+    return passed_defaults().get(name.removeprefix("training.")) if value is None and name.startswith("training.") else value
 
 
 def _safe(path: Path, value: Any) -> Any:

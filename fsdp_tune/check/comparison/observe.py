@@ -146,6 +146,10 @@ class Side:
             self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
         self.stages["order"], self.stages["items"] = StageFacts(order), StageFacts(items)
         self.row_count = len(store)
+        if self.recipe.data.streaming:
+            reason = "a stream is shuffled and packed as it is read, which is not done here"
+            names = ("rows", "order", "items") if self.recipe.data.packing else ("order", "items")
+            self.stages |= dict.fromkeys(names, StageFacts(reason=reason))
         if any(account.rows >= self.rows for account in prepared.report.inputs if account.set == "train"):
             self.row_count = None
             self.left_out.append(
@@ -168,7 +172,6 @@ class Side:
             data |= {"streaming": False, "stream_lanes": "auto", "curriculum": []}
             for source in data["train"]:
                 source["repeats"] = None
-            self.left_out.append("the order of a stream: its first rows are read as a file")
         return Recipe.model_validate(raw)
 
     def _examples(self, store: RowStore) -> None:
