@@ -79,7 +79,7 @@ class Prepared(Document):
         return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
 
     def skipping_from(self, step: int) -> Prepared:
-        """Return the data of a start after `step` steps, which may be fewer than those of an earlier start: its rows are left out from there."""
+        """Return the data of a start after `step` steps: rows that an earlier start left out later are left out from there."""
         return replace(self, skipped=tuple(replace(each, step=min(each.step, step)) for each in self.skipped))
 
     def order(self, recipe: Recipe, store: RowStore) -> RowOrder:

@@ -6,13 +6,16 @@ Torch runs in child processes, one for each interpreter (`check/comparison/obser
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from pydantic import ValidationError
 
 from fsdp_tune.check.comparison.causes import (
@@ -41,6 +44,7 @@ from fsdp_tune.check.comparison.stages import (
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
+from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
@@ -168,6 +172,8 @@ def compare(
     `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these differ.
     Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run the comparison.
     """
+    if options.tolerance is not None and not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise usage_error("usage", f"`--tolerance {options.tolerance}` is not a number of 0 or more", hint="--tolerance 1e-6")
     with session():
         one, other = _read(str(a), (), options, observer), _read(str(b), overrides, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))
@@ -351,15 +357,26 @@ class _Walk:
             result.environment |= versions
         self._tolerance = self._tolerance_of()
         result.tolerance = result.tolerance or self._tolerance
-        result.stages = compare_observations(a, b, self._tolerance)
+        result.stages = [self._of_own_weights(stage) for stage in compare_observations(a, b, self._tolerance)]
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
         result.causes = list(self._causes(a, result.stages, versions))
 
+    def _of_own_weights(self, stage: ComparedStage) -> ComparedStage:
+        """Return a stage; equal random weights say nothing about two models that start from other files."""
+        a, b = (side.recipe.model for side in (self._result.a, self._result.b))
+        if stage.name != "weights" or self._options.model == "full" or (a.name_or_path, a.revision) == (b.name_or_path, b.revision):
+            return stage
+        why = (
+            f"A starts from `{a.name_or_path}` and B from `{b.name_or_path}`, and both ran with random weights (`--model full` loads them)"
+        )
+        return replace(stage, status="not_compared", detail=why, difference=None)
+
     def _causes(self, a: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
         """Yield the first difference with its cause, then what is left with A's values of that cause in B, and so on."""
         fixed: tuple[KeyPath, ...] = ()
-        while (found := first_of(stages)) is not None:
+        different = {stage.name for stage in stages if stage.status == "different"}
+        while (found := first_of(stages)) is not None and found.stage in different:
             keys, cause = self._cause(found.stage, a, versions, fixed)
             yield LaterDifference(found, cause)
             if not keys:
@@ -417,10 +434,20 @@ class _Walk:
         keys = self._described(found)
         named = ", ".join(f"`{key.key}`" for key in keys)
         text = f"{named}: with A's value{'s' if len(keys) > 1 else ''} in B the difference vanishes"
-        options = " ".join(f"--set {key.key}={_option(key.a)}" for key in keys if key.a is not None)
-        unset = ", ".join(f"`{key.key}`" for key in keys if key.a is None)
+        settings = dict(self._setting(path, key.a) for path, key in zip(found, keys, strict=True))
+        options = " ".join(f"--set {shlex.quote(f'{name}={_value(value)}')}" for name, value in settings.items() if value is not None)
+        unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
         ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
-        return Cause(keys, {}, is_shown=True, text=text, hint=f"{' and '.join(ways)} gives B the numbers of A at this stage")
+        hint = None if MASK in options else f"{' and '.join(ways)} gives B the numbers of A at this stage"
+        return Cause(keys, {}, is_shown=True, text=text, hint=hint)
+
+    def _setting(self, path: KeyPath, value: Any) -> tuple[str, Any]:
+        """Return the key and value that `--set` takes: of an entry of a list, the whole list."""
+        at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
+        if at is None or value is None:
+            return dotted(path), value
+        whole = path[:at]
+        return dotted(whole), _set_fields(different_key(whole, value_at(self._result.a.written, whole), None).a)
 
 
 def _is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
@@ -428,9 +455,20 @@ def _is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
     return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
 
 
-def _option(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if text and not any(char in text for char in " '\"{}[]|&;<>$`") else "'" + text.replace("'", "'\\''") + "'"
+def _set_fields(value: Any) -> Any:
+    """Return a value without the fields that are unset or empty, which a recipe does not write."""
+    if isinstance(value, dict):
+        fields = {name: _set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
+        return {name: each for name, each in fields.items() if each is not None and each != {}}
+    return [_set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _value(value: Any) -> str:
+    """Return the text that `--set` reads as this value."""
+    with suppress(yaml.YAMLError):
+        if isinstance(value, str) and yaml.safe_load(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _of_versions(stage: str, versions: Versions, keys: Sequence[DifferentKey]) -> Cause:

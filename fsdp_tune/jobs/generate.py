@@ -245,8 +245,8 @@ def generate(
     """
     with session():
         started = time.monotonic()
-        if output is not None and not output.absolute().parent.is_dir():
-            raise usage_error("no-directory", f"`--output {output}`: there is no directory {output.parent}", hint="create it")
+        if output is not None:
+            _check_output(output)
         found = read_prompts(str(prompts))
         with open_model(model, options, observer=observer) as opened:
             total = len(found) * len(opened.names)
@@ -260,6 +260,16 @@ def generate(
         if output is not None:
             write_file(output, "".join(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers))
         return made
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a file that could not be written once the answers are there. Raises: usage error."""
+    if not output.absolute().parent.is_dir():
+        raise usage_error("no-directory", f"`--output {output}`: there is no directory {output.parent}", hint="create it")
+    if output.is_dir():
+        raise usage_error("output-exists", f"`--output {output}` is a directory", hint="give the name of a file in it")
+    if not os.access(output.absolute().parent, os.W_OK):
+        raise usage_error("no-directory", f"`--output {output}`: {output.parent} cannot be written", hint="give another directory")
 
 
 def generation(opened: AnsweringModel, answers: Sequence[GeneratedAnswer], seconds: float) -> Generation:
@@ -277,6 +287,8 @@ def generation(opened: AnsweringModel, answers: Sequence[GeneratedAnswer], secon
 
 def read_prompts(path: str) -> list[AskedPrompt]:
     """Return the prompts of a file. Raises: usage error with file and line of every row that has none."""
+    if not path:
+        raise usage_error("usage", "`--prompts` is empty", hint="name a file")
     source = find_source(DataSource(path=path), "--prompts")
     found: list[AskedPrompt] = []
     problems: list[Problem] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Method, NewRecipeOptions
 from fsdp_tune.jobs.plan import plan
 from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 
@@ -69,7 +71,7 @@ def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Obser
         raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
     if not target.parent.is_dir():
         raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
-    if (Path(data).suffix or data.startswith(("/", "./", "../", "~"))) and not Path(data).expanduser().exists():
+    if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not Path(data).expanduser().exists():
         raise usage_error("data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME")
     refused: dict[str, str] = {}
     offloaded: NewRecipe | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,6 +60,13 @@ def test_rows_removed_later_leave_the_past_and_close_up(count: int, step: int, g
     assert again.rows_of(epoch + 1).tolist() == order.rows_of(epoch + 1).tolist()
 
 
+@given(rows=st.integers(1, 400), hundredths=st.integers(1, 999))
+def test_part_of_an_epoch_has_the_steps_that_the_trainer_and_the_plan_count(rows: int, hundredths: int) -> None:
+    """`Trainer.set_initial_training_values` multiplies and rounds up; 1.1 epochs of 10 steps are 11."""
+    epochs = hundredths / 100
+    assert order_of([1] * rows).total_steps(epochs) == math.ceil(epochs * math.ceil(rows / GLOBAL_BATCH))
+
+
 def test_a_step_of_which_all_rows_are_skipped_is_left_out() -> None:
     order = order_of([1] * 12)
     bad = order.batch_after(1).tolist()
@@ -80,6 +88,10 @@ def test_file_takes_places_and_objects_and_reports_every_other_line(tmp_path: Pa
         read_named_rows(file)
     assert [problem.where.line for problem in raised.value.problems] == [1, 2, 3, 4, 5, 7]
     assert all(problem.code == "skip-rows-line" for problem in raised.value.problems)
+    file.write_text(f"a.jsonl:{2**40}\na.jsonl:{'9' * 5000}\n" + json.dumps({"file": "a.jsonl", "row": 2**63}) + "\n")
+    with pytest.raises(FsdpTuneError) as raised:
+        read_named_rows(file)
+    assert [problem.where.line for problem in raised.value.problems] == [1, 2, 3], "no number of a row is so large"
     file.write_text("\n")
     with pytest.raises(FsdpTuneError, match="names no row"):
         read_named_rows(file)
@@ -157,6 +169,30 @@ def test_run_keeps_what_it_skips_and_adds_to_it(tmp_path: Path) -> None:
     assert without(found, tmp_path, earlier=again.skipped, step=2).skipped[1].step == 2, "from an earlier checkpoint on"
     again.write(tmp_path / "data.json")
     assert Prepared.read(tmp_path / "data.json") == again
+
+
+def test_rows_that_a_run_skips_are_found_in_moved_files_or_refused(tmp_path: Path) -> None:
+    first = without(prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)), tmp_path, 3)
+    (tmp_path / "moved").mkdir()
+    found = prepared(tmp_path / "moved", write_jsonl(tmp_path / "moved" / "a.jsonl", TEXTS))
+    again = without(found, tmp_path / "moved", earlier=first.skipped, step=9)
+    assert again.skipped == (SkippedRow(str(tmp_path / "moved" / "a.jsonl"), 3, 0),)
+    assert again.training_store().files_of is not None
+    (tmp_path / "renamed").mkdir()
+    other = prepared(tmp_path / "renamed", write_jsonl(tmp_path / "renamed" / "b.jsonl", TEXTS))
+    with pytest.raises(FsdpTuneError, match="the training data have no such row"):
+        without(other, tmp_path / "renamed", earlier=first.skipped, step=9)
+
+
+def test_start_before_the_step_of_a_skipped_row_leaves_it_out_from_there(tmp_path: Path) -> None:
+    """Such as a restart without a checkpoint. Its rows are empty, and an order that still has them would end an epoch early."""
+    recipe = recipe_for(tmp_path, tmp_path / "a.jsonl")
+    found = without(prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)), tmp_path, 5, step=50)
+    store = found.training_store()
+    assert not len(store[4].input_ids)
+    assert 4 in found.order(recipe, store).rows_of(0)
+    assert 4 not in found.skipping_from(0).order(recipe, store).rows_of(0)
+    assert found.skipping_from(70) == found
 
 
 def test_names_that_are_no_training_rows_are_errors_with_their_line(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,6 +184,39 @@ def test_hint_sets_a_default_or_leaves_an_unset_key_out() -> None:
     assert found.cause is not None
     assert (found.cause.keys[0].a, found.cause.keys[0].b) == (0.0, 0.1)
     assert found.cause.hint == "`--set training.weight_decay=0.0` gives B the numbers of A at this stage"
+
+
+def test_hint_of_an_entry_of_a_list_sets_the_list(here: Path) -> None:
+    (here / "b.yaml").write_text((here / "a.yaml").read_text().replace("chat.jsonl", "more.jsonl"))
+    rows = (here / "chat.jsonl").read_text().replace("very", "less")
+    (here / "more.jsonl").write_text(rows)
+    found = compared(b="b.yaml")
+    assert found.cause is not None
+    assert found.cause.keys[0].key == "data.train[0].path"
+    assert found.cause.hint is not None
+    option = shlex.split(found.cause.hint.split("`")[1])
+    assert compared(option[1], b="b.yaml").equal
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_tolerance_is_a_number(tolerance: float) -> None:
+    with pytest.raises(FsdpTuneError, match="is not a number of 0 or more"):
+        compared(tolerance=tolerance)
+
+
+def test_rows_of_one_side_are_not_compared_with_drawn_ones(here: Path) -> None:
+    found = compared("data.train=[{path: missing.jsonl}]")
+    status = {stage.name: stage.status for stage in found.stages}
+    assert {status[name] for name in ("tokens", "logits", "row_losses", "loss", "gradients", "update")} == {"not_compared"}
+    assert not found.equal
+    assert found.first is None
+
+
+def test_random_weights_say_nothing_about_two_models(here: Path) -> None:
+    shutil.copytree(here / "base", here / "other")
+    found = compared("model.name_or_path=other")
+    assert {stage.name: stage.status for stage in found.stages}["weights"] == "not_compared"
+    assert not found.equal
 
 
 def test_derived_keys_are_not_listed_as_without_effect() -> None:

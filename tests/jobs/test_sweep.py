@@ -89,6 +89,12 @@ def test_all_points_are_checked_before_the_first(recipe: str) -> None:
         planned(recipe, "training.global_batch_size=7,8,9")
     sources = [str(problem.where.source) for problem in raised.value.problems]
     assert sources == ["--sweep training.global_batch_size=7", "--sweep training.global_batch_size=9"]
+    with pytest.raises(FsdpTuneError) as raised:
+        plan_sweep(recipe, ["training.no_such=1"], ["training.seed=1,2,3"], TrainOptions())
+    assert len(raised.value.problems) == 1
+    assert "seed" not in raised.value.problems[0].message, "it is of the recipe, and not of a value"
+    with pytest.raises(FsdpTuneError, match="starts all runs over"):
+        planned(recipe, "training.seed=1", overwrite=True, resume="auto")
     for key, options in (
         ("launch.num_machines=2", {}),
         ("training.push_to_hub=true", {}),

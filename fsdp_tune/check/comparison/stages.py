@@ -36,6 +36,8 @@ STAGES: dict[str, str] = {
 }
 """In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
 DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items")
+OF_ROWS = ("logits", "row_losses", "loss", "gradients", "clipping", "update")
+"""Stages of the model that depend on the rows."""
 TOLERANCE = 1e-6
 """Relative. In one environment equal input gives equal bits; padding to another width moves the last ones."""
 OTHER_VERSIONS_TOLERANCE = 1e-4
@@ -107,6 +109,8 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         same = len(set(reasons.values())) == 1 and len(reasons) == 2
         detail = next(iter(reasons.values())) if same else "; ".join(f"{side}: {reason}" for side, reason in reasons.items())
         return ComparedStage(name, title, "not_compared", detail or "it was not computed")
+    if name in OF_ROWS and has_rows(a) is not has_rows(b):
+        return ComparedStage(name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read")
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
     if first is not None:
         return ComparedStage(name, title, "different", None, first, places, different)
@@ -114,6 +118,12 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
     detail = f"within {largest:.1e}; the last bits differ" if largest else None
     return ComparedStage(name, title, "equal", detail, None, places)
+
+
+def has_rows(side: Observation) -> bool:
+    """Return whether the model of a side ran on rows of its data, and not on invented ones."""
+    facts = side.stages.get("rows")
+    return facts is not None and facts.reason is None
 
 
 def compare_observations(a: Observation, b: Observation, tolerance: float = TOLERANCE) -> list[ComparedStage]:

@@ -36,7 +36,6 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 _AMPERE = (8, 0)
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-_HAS_GROUPS = "enable_gqa" in _OPTIONS
 _WIDTH_MULTIPLE = 8
 """FlashAttention takes heads whose width is a multiple of this."""
 
@@ -95,7 +94,7 @@ def torch_varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         max_length_q = tokens
-    options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if _HAS_GROUPS else {}
+    options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _OPTIONS else {}
     rows_q, rows_k, rows_v = varlen_rows(query, key, value)
     causal = module.is_causal if is_causal is None else is_causal
     # transformers includes the token itself in the window; the kernel's window is the number of tokens before it, -1 for all.
@@ -112,7 +111,7 @@ def varlen_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
     Norms and rotary embeddings may leave queries and keys in fp32; values come from a matrix product.
     """
-    if not _HAS_GROUPS and (groups := query.shape[1] // key.shape[1]) > 1:
+    if "enable_gqa" not in _OPTIONS and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     width, dtype = query.shape[-1], value.dtype
     return _flattened(query, width, dtype), _flattened(key, width, dtype), _flattened(value, width, dtype)
