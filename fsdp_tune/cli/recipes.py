@@ -74,15 +74,11 @@ def copy_recipe(
         fsdp-tune recipes copy gpt2_smoke my_run.yaml
     """
     from fsdp_tune.core import atomic
-    from fsdp_tune.core.errors import usage_error
     from fsdp_tune.jobs.answers import RecipeFileAnswer
 
     _, text = _read(name)
     target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
-    if target.exists() or target.is_symlink():
-        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
-    if not target.parent.is_dir():
-        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
+    atomic.refuse_existing(target)
     atomic.write_file(target, text)
     screen.document(RecipeFileAnswer(name, str(target)))
     screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from fsdp_tune.core.errors import usage_error
+
 STAGE_MARK = ".stage-"
 _SUFFIX = f"{secrets.randbelow(10**9):09d}"
 PRIVATE_MODE = 0o600
@@ -86,6 +88,14 @@ DISK = Disk()
 def stage_path(target: Path) -> Path:
     """Return the hidden sibling under which this process builds `target`."""
     return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}{_SUFFIX}")
+
+
+def refuse_existing(target: Path) -> None:
+    """Refuse a file that a command must not replace, or whose directory is missing. Raises: usage error."""
+    if target.exists() or target.is_symlink():
+        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
+    if not target.parent.is_dir():
+        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
 
 
 def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:

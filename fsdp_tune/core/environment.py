@@ -9,7 +9,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,13 @@ _ACCELERATE_DEFAULTS = ("default_config.yaml", "default_config.json")
 
 def versions() -> dict[str, str | None]:
     """Return the installed version of each package, or None; read from metadata, without importing anything."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "fsdp-tune": __version__}
-    for name in PACKAGES:
+    return {"python": platform.python_version(), "fsdp-tune": __version__, **installed_versions(PACKAGES)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return the installed version of each of these packages, or None."""
+    found: dict[str, str | None] = {}
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -38,6 +38,10 @@ _OF_THREAD = _OfThread()
 _POOLS: list[_Pool] = []
 
 
+QUIET_LIBRARIES = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment of a child that loads models, whose output is a protocol."""
+
+
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
     """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
     kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""

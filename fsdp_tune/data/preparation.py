@@ -89,7 +89,7 @@ class Prepared(Document):
     def without(self, recipe: Recipe, named: Sequence[NamedRow], earlier: Sequence[SkippedRow], step: int) -> Prepared:
         """Return the data of a run that leaves out the `named` rows from `step` on, and those that it has left out `earlier`.
 
-        Raises: usage error with the line of each name that is no training row, and if too few rows remain.
+        Raises: usage error with the line of each name that is not a training row, and if too few rows remain.
         """
         if not named and not earlier:
             return self

@@ -98,7 +98,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 def resolved_rows(named: Sequence[NamedRow], earlier: Iterable[SkippedRow], known: NamedFiles, step: int) -> tuple[SkippedRow, ...]:
     """Return the rows that a run leaves out from `step` on: those of `earlier` starts, and the named ones.
 
-    Raises: usage error with the line of each name that is no training row, and for a row of `earlier` that is none now.
+    Raises: usage error with the line of each name that is not a training row, and for a row of `earlier` that is not in the data.
     """
     found = {each.origin: replace(each, step=min(each.step, step)) for each in _found_again(earlier, known)}
     origins = [(known.name_of(each.file), each.row) for each in named]

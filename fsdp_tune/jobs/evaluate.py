@@ -353,9 +353,8 @@ def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer)
     """Run the models in a child process and add their scores. Raises: FsdpTuneError with the child's problems."""
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
     request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
-    environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+") as errors, observer.progress("evaluating", total, "rows") as bar:
-        child = children.start(SCORE, os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        child = children.start(SCORE, os.environ | children.QUIET_LIBRARIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         try:
             assert child.stdin is not None
             assert child.stdout is not None

@@ -155,10 +155,11 @@ class AnsweringModel:
     @contextmanager
     def start(cls, request: ModelsRequest, names: Sequence[str], observer: Observer) -> Iterator[Self]:
         """Load the models, and yield what answers. Raises: FsdpTuneError with the child's problems."""
-        environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with tempfile.TemporaryFile("w+") as errors:
             observer.phase("importing torch and transformers")
-            child = children.start(ANSWER, os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+            child = children.start(
+                ANSWER, os.environ | children.QUIET_LIBRARIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
             try:
                 loaded = cls(child, errors, names, request.device)
                 loaded._load(request, observer)
@@ -312,7 +313,7 @@ def read_prompts(path: str) -> list[AskedPrompt]:
 
 
 def _check(options: GenerateOptions) -> None:
-    """Raises: usage error for a temperature or a share that is none."""
+    """Raises: usage error for a temperature or a share that is out of range."""
     if not (math.isfinite(options.temperature) and options.temperature >= 0):
         raise usage_error("wrong-value", f"`--temperature {options.temperature}` is not 0 or more", hint="0 is greedy; 0.7 is common")
     if not 0 < options.top_p <= 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune.core.atomic import DISK, write_file
+from fsdp_tune.core.atomic import DISK, refuse_existing, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.jobs.observer import Observer
@@ -67,10 +67,7 @@ def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Obser
     Raises: FsdpTuneError for inputs that are not found, a file that exists, or if nothing fits.
     """
     target = options.output
-    if target.exists() or target.is_symlink():
-        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
-    if not target.parent.is_dir():
-        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
+    refuse_existing(target)
     if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not Path(data).expanduser().exists():
         raise usage_error("data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME")
     refused: dict[str, str] = {}

@@ -108,12 +108,14 @@ class TrainOptions:
     """The command line without `fsdp-tune`, for messages that say how to continue."""
 
 
+PlannedGpu = Annotated[
+    str | None, Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    gpu: Annotated[
-        str | None,
-        Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE"),
-    ] = None
+    gpu: PlannedGpu = None
     num_gpus: Annotated[
         int | None,
         Option("GPUs over all machines; overrides the recipe.", flags=("--num-gpus", "--num-processes"), metavar="N", minimum=1),
@@ -199,10 +201,7 @@ Method = Literal["full", "lora", "qlora"]
 
 @dataclass(frozen=True, slots=True)
 class NewRecipeOptions:
-    gpu: Annotated[
-        str | None,
-        Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE"),
-    ] = None
+    gpu: PlannedGpu = None
     num_gpus: Annotated[int, Option("GPUs over all machines.", metavar="N", minimum=1)] = 1
     method: Annotated[Literal["auto", Method], Option("What is trained; auto: all parameters if that fits, else LoRA, else QLoRA.")] = (
         "auto"

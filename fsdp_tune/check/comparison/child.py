@@ -113,7 +113,7 @@ class ObservingChild:
                 _link([PACKAGE], alone)
                 _link([path for name in LENT for path in _files_of(name)], folder)
                 environment["PYTHONPATH"], lent = str(alone), [str(folder)]
-            environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            environment |= children.QUIET_LIBRARIES
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
             self._process = children.start((self._python, *OBSERVE, *lent), environment, **pipes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import math
 import platform
@@ -39,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
+from fsdp_tune.core.environment import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.batches import collate, example_ids, row_order
@@ -433,13 +433,7 @@ def _map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, 
 @functools.cache
 def versions() -> dict[str, str | None]:
     """Return the versions of the libraries that compute, of this interpreter."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **installed_versions(PACKAGES)}
 
 
 def lent_packages() -> list[str]:

@@ -35,7 +35,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 Emit = Callable[[dict[str, Any]], None]
 REPLACEMENT = "\ufffd"
-"""What bytes decode to that are no complete character."""
+"""The character that an incomplete sequence of bytes decodes to."""
 
 
 class StopFlag(StoppingCriteria):

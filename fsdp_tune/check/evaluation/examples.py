@@ -268,7 +268,7 @@ class ModelsRequest:
     models: list[dict[str, Any]]
     """`ModelToEvaluate` of each; the second is the base."""
     adapter_off: bool
-    """Whether the base is the first model without its adapter, so that there is no second one to load."""
+    """Whether the base is the first model without its adapter, so that only one is loaded."""
     recipe: dict[str, Any]
     """What was trained on, with the tokenizer of the run or of the model."""
     data: dict[str, Any] | None
