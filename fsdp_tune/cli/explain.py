@@ -10,8 +10,10 @@ from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core.command import Argument
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.answers import KeyExplanation
+    from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation
 
+_SHOWN = 10
+"""Messages of a code on the terminal."""
 _ON_RESUME = {
     "free": "may change when a run is resumed",
     "trajectory": "may change when a run is resumed; the change is reported, since the next steps compute something else",
@@ -39,9 +41,19 @@ def explain(
     found = explanation_of(word)
     screen.document(found)
     if isinstance(found, CodeExplanation):
-        screen.message(f"{found.code}\n\n{found.text}")
+        _show_code(screen, found)
     else:
         _show_key(screen, found)
+
+
+def _show_code(screen: Screen, found: CodeExplanation) -> None:
+    screen.message(found.code)
+    if found.text:
+        screen.message(f"\n{found.text}")
+    for each in found.messages[:_SHOWN]:
+        screen.message(f"\nmessage: {each.message}" + (f"\nhint:    {each.hint}" if each.hint else ""))
+    if len(found.messages) > _SHOWN:
+        screen.message(f"\nand {len(found.messages) - _SHOWN} more messages, which `--json` lists")
 
 
 def _show_key(screen: Screen, found: KeyExplanation) -> None:

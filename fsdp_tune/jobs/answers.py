@@ -367,11 +367,22 @@ class KeyExplanation(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class CodeMessage(JsonAnswer):
+    """A message of a code, with `…` for what is known at run time only."""
+
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class CodeExplanation(JsonAnswer):
     """The code of an error or notice, as docs/reference/errors.md explains it."""
 
     code: str
     text: str
+    """What the messages do not say; may be empty."""
+    messages: list[CodeMessage]
+    """Those that the source decides."""
 
 
 @dataclass(frozen=True, slots=True)
