@@ -368,21 +368,18 @@ class KeyExplanation(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class CodeMessage(JsonAnswer):
-    """A message of a code, with `…` for what is known at run time only."""
-
     message: str
+    """With `…` for what is known at run time only."""
     hint: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class CodeExplanation(JsonAnswer):
-    """The code of an error or notice, as docs/reference/errors.md explains it."""
+    """The code of an error or notice: its messages, and what docs/reference/errors.md adds to them."""
 
     code: str
     text: str
-    """What the messages do not say; may be empty."""
     messages: list[CodeMessage]
-    """Those that the source decides."""
 
 
 @dataclass(frozen=True, slots=True)
