@@ -17,9 +17,10 @@ FAULTS_OF_STACK = "faults of the stack"
 
 HEAD = """# Parity
 
-`scripts/test --suite parity --write` measures and writes this page and [parity.json](data/parity.json), which has a row for each
-run: the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}), compared with the
-[plain loop](numerics.md), in which each example goes through the model alone. A run takes 22 optimizer steps of 16 rows over 4 epochs, the last
+Each run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}),
+compared with the [plain loop](numerics.md), in which each example goes through the model alone.
+`scripts/test --suite parity --write` writes this page and [parity.json](data/parity.json), which has a row for each run.
+A run takes 22 optimizer steps of 16 rows over 4 epochs, the last
 batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ. Vocabulary
 (257) and widths are not divisible by any number of ranks.
 
