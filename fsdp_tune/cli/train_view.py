@@ -35,9 +35,8 @@ from fsdp_tune.recipe.schema.reference import passed_defaults, value_of
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.events import EVENTS, SAMPLES, STOPPING, TRAIN_STARTED, describe, sample_line
 from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import EVENTS, SAMPLES, STOPPING, TRAIN_STARTED, describe, read_metrics, sample_line, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 
 if TYPE_CHECKING:

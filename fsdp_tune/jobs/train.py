@@ -13,8 +13,7 @@ from pathlib import Path
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.environment import accelerate_default_config, host, versions
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data

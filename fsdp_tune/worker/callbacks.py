@@ -14,8 +14,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from fsdp_tune.core.errors import ExitReason, failed_error
 from fsdp_tune.model.kernels.install import CompileClock, expected_graphs
 from fsdp_tune.model.shard.local import bare_class
-from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import CHECKPOINT_PROBED, COMPILE_FALLBACK, COMPILED, FIRST_STEP, STOPPING, TRAIN_STARTED
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json
@@ -66,7 +66,7 @@ class RunCallback(AttachedCallback):
             document.write(self._run.readback_json)
         for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
             self._say(line)
-        trainer.parts.metrics.event(events.TRAIN_STARTED, state.global_step, total_steps=state.max_steps)
+        trainer.parts.metrics.event(TRAIN_STARTED, state.global_step, total_steps=state.max_steps)
         self._stop_request.training = True
         trainer.parts.heartbeat.mark("training")
         self._step_began = time.monotonic()
@@ -109,7 +109,7 @@ class RunCallback(AttachedCallback):
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
             # uninterrupted one. No evaluation: the sender of the signal may not wait for it.
             control.should_evaluate = False
-            trainer.parts.metrics.event(events.STOPPING, state.global_step, reason=self.stopped.value)
+            trainer.parts.metrics.event(STOPPING, state.global_step, reason=self.stopped.value)
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
         if last:
             control.should_save = control.should_log = True
@@ -139,11 +139,11 @@ class RunCallback(AttachedCallback):
             ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
-        trainer.parts.metrics.event(events.FIRST_STEP, trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
+        trainer.parts.metrics.event(FIRST_STEP, trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
         if trainer.parts.recipe.checkpoint.probe:
             with heartbeat.during("probing a save", trainer.state.global_step):
                 seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
-            trainer.parts.metrics.event(events.CHECKPOINT_PROBED, trainer.state.global_step, seconds=seconds)
+            trainer.parts.metrics.event(CHECKPOINT_PROBED, trainer.state.global_step, seconds=seconds)
             trainer.lines.leave_out(seconds)
 
     def on_log(
@@ -208,14 +208,14 @@ class CompileReport(AttachedCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for function in self._clock.take_fallbacks():
             message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
-            self.trainer.parts.metrics.event(events.COMPILE_FALLBACK, state.global_step, message=message)
+            self.trainer.parts.metrics.event(COMPILE_FALLBACK, state.global_step, message=message)
             self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
         seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
         if graphs == self._graphs:
             return
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
-        self.trainer.parts.metrics.event(events.COMPILED, state.global_step, seconds=seconds, graphs=graphs)
+        self.trainer.parts.metrics.event(COMPILED, state.global_step, seconds=seconds, graphs=graphs)
         expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
         again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
+from fsdp_tune.core.tensors.peft_fields import sort_names
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, low_rank, write
 from fsdp_tune.merge.lora import adapt
-from fsdp_tune.merge.lora.peft_names import sort_names
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks

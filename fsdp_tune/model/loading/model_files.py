@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_tune.core.atomic import write_file, write_json
-from fsdp_tune.core.config_fields import changed_fields
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.families import changed_fields
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.data.tokenise.tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer

@@ -25,8 +25,7 @@ from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
 from fsdp_tune.recipe.read.tools import foreign_tool
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
-from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES
-from fsdp_tune.recipe.rules.inactive import inactive_keys
+from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
 from fsdp_tune.recipe.scalars import printable
 from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name

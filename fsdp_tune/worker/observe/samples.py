@@ -16,7 +16,7 @@ from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run import events
+from fsdp_tune.run.metrics_file import SAMPLES
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.observe.step_progress import AttachedCallback
 
@@ -45,7 +45,7 @@ class Samples(AttachedCallback):
         seconds = time.monotonic() - started
         self.trainer.lines.leave_out(seconds)
         samples = [{"prompt": self._encoder.decode(prompt), "text": text} for prompt, text in zip(self._prompts, answers, strict=True)]
-        parts.metrics.event(events.SAMPLES, step, seconds=seconds, samples=samples)
+        parts.metrics.event(SAMPLES, step, seconds=seconds, samples=samples)
 
     def _generate(self, device: torch.device) -> list[str]:
         """Return the text that follows each prompt."""
