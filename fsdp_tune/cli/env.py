@@ -50,8 +50,17 @@ def env(screen: Screen) -> None:
 
 def gather() -> dict[str, Any]:
     """Collect the complete document, including what torch reports."""
-    from fsdp_tune.core.devices import hidden_by, lost_devices, nvidia_driver, torch_facts, visible_devices
-    from fsdp_tune.core.environment import accelerate_default_config, host, interconnect, versions
+    from fsdp_tune.core.devices import (
+        accelerate_default_config,
+        hidden_by,
+        host,
+        interconnect,
+        lost_devices,
+        nvidia_driver,
+        torch_facts,
+        versions,
+        visible_devices,
+    )
     from fsdp_tune.launch.command.accelerate import relevant_variables
 
     devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]

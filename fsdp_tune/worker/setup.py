@@ -25,9 +25,8 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
-from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.shard.wrap import process_groups
-from fsdp_tune.model.step import LossScale
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.paths import from_run
@@ -38,7 +37,7 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import CHECKPOINT_FAILED, CHECKPOINT_SAVED, ROTATION_FAILED, TRACKER_FAILED, TRAIN_FINISHED, MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
-from fsdp_tune.worker.callbacks import CompileReport, RunCallback
+from fsdp_tune.worker.callbacks import CompileReport, RunCallback, Samples
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_checkpoint
@@ -46,7 +45,6 @@ from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profiling import Profile
-from fsdp_tune.worker.observe.samples import Samples
 from fsdp_tune.worker.observe.step_progress import StepProgress
 from fsdp_tune.worker.observe.trackers import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit

@@ -24,10 +24,9 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
-from fsdp_tune.model.step import LossScale, forward_backward
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import EARLY_STOPPED, GRADIENT_SPIKE, PRECISION_WARNING, MetricsFile
