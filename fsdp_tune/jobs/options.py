@@ -293,3 +293,86 @@ class GenerateOptions:
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
+
+
+Mounts = Annotated[
+    Sequence[str],
+    Option(
+        "Mount a volume that all machines share; the run directory must be on one. Repeatable.", flags=("--volume",), metavar="NAME:/PATH"
+    ),
+]
+RenderedFile = Annotated[Path | None, Option("The file to write [default: stdout].", flags=("--output", "-o"), metavar="FILE")]
+GpusOfMachine = Annotated[
+    int | None, Option("GPUs of each machine, for `launch.num_processes: auto`.", flags=("--gpus",), metavar="N", minimum=1)
+]
+JobName = Annotated[str | None, Option("Name of the job [default: that of the run].", flags=("--job-name",), metavar="NAME")]
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesOptions:
+    """What a cluster of Kubernetes gives a run."""
+
+    image: Annotated[str, Option("Image with fsdp-tune, best by digest.", metavar="IMAGE")]
+    kind: Annotated[
+        Literal["job", "jobset", "trainjob"],
+        Option("job: a plain Indexed Job; jobset: restarts all machines together; trainjob: of Kubeflow Trainer, reports progress."),
+    ] = "job"
+    claims: Annotated[
+        Sequence[str],
+        Option(
+            "Mount a PersistentVolumeClaim that all machines share; the run directory must be on one. Repeatable.",
+            flags=("--pvc",),
+            metavar="NAME:/PATH",
+        ),
+    ] = ()
+    secrets: Annotated[
+        Sequence[str],
+        Option(
+            "Set a variable from a Secret of the cluster, such as HF_TOKEN=my-secret; KEY is VARIABLE by default. Repeatable.",
+            flags=("--secret",),
+            metavar="VARIABLE=SECRET[:KEY]",
+        ),
+    ] = ()
+    gpus: GpusOfMachine = None
+    gpu_resource: Annotated[str, Option("Resource of the GPUs, such as amd.com/gpu.", metavar="NAME")] = "nvidia.com/gpu"
+    cpus: Annotated[int | None, Option("Cores of each machine [default: 4 for each rank].", metavar="N", minimum=1)] = None
+    memory: Annotated[
+        str | None, Option("Memory of each machine, /dev/shm included [default: neither requested nor limited].", metavar="SIZE")
+    ] = None
+    resources: Annotated[
+        Sequence[str], Option("Request another resource, such as rdma/hca=1. Repeatable.", flags=("--resource",), metavar="NAME=N")
+    ] = ()
+    shared_memory: Annotated[
+        str | None, Option("Size of /dev/shm [default: for NCCL and the data loaders of the recipe].", metavar="SIZE")
+    ] = None
+    namespace: Annotated[str | None, Option("Namespace [default: that of the context].", metavar="NAME")] = None
+    queue: Annotated[str | None, Option("Local queue of Kueue.", metavar="NAME")] = None
+    restarts: Annotated[
+        int, Option("Restarts after failures; preemptions do not count, and mistakes end the job.", metavar="N", minimum=0)
+    ] = 3
+    grace: Annotated[str, Option("Time to save between the signal and the end of a pod.", metavar="DURATION")] = "10m"
+    user: Annotated[int, Option("User and group id in the containers; not 0.", metavar="ID", minimum=1)] = 1000
+    job_name: JobName = None
+    output: RenderedFile = None
+    allowed: Allowed = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class CloudOptions:
+    """What SkyPilot or dstack gives a run."""
+
+    gpu: Annotated[str | None, Option("Name of the GPUs as the engine writes it, such as H100.", metavar="NAME")] = None
+    gpus: GpusOfMachine = None
+    image: Annotated[str | None, Option("Image with fsdp-tune [default: the machines have the command].", metavar="IMAGE")] = None
+    volumes: Mounts = ()
+    secrets: Annotated[
+        Sequence[str], Option("Set a variable from the engine's secret of this name. Repeatable.", flags=("--secret",), metavar="VARIABLE")
+    ] = ()
+    spot: Annotated[bool, Option("Take spot machines.")] = False
+    restarts: Annotated[
+        int,
+        Option("Restarts after errors, mistakes included; dstack: for a day. Preemptions do not count.", metavar="N", minimum=0),
+    ] = 0
+    job_name: JobName = None
+    output: RenderedFile = None
+    allowed: Allowed = Allowed()
