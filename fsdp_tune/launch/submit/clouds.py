@@ -47,7 +47,7 @@ def _header(job: ContainerJob, settings: CloudSettings, engine: Engine, file: st
     lines = [
         f"# {job.name}: {job.machines} × {job.ranks} rank{'s'[: job.ranks > 1]} of fsdp-tune. Recipe: sha256 {job.digest}.",
         *(f"#   {command}" for command in commands(job, settings, engine, file)),
-        f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. A mounted bucket does not do: checkpoints are renamed.",
+        f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. No mounted bucket: checkpoints are renamed.",
     ]
     if engine == "dstack":
         lines.extend(f"#   dstack secret set {each.secret} …" for each in settings.secrets)

@@ -2,9 +2,9 @@
 
 How each starts a run again. A run is all of its machines: they vote on a stop and all end with 143; if one is lost, the others end with 5.
 - Job: each pod that ended is replaced, once it has ended (`podReplacementPolicy: Failed`, which a podFailurePolicy needs). With a
-  backoffLimitPerIndex the job would continue without a machine, so the limit is that of the job: restarts × machines, since all pods of
+  backoffLimitPerIndex the job would continue without a machine, so the limit is that of the job, restarts × machines, since all pods of
   a lost run fail. A machine that has finished is not started again with the others.
-- JobSet, and TrainJob, which makes one: the first failed pod fails its Job (`backoffLimit: 0`), and the JobSet removes and creates all pods.
+- JobSet (a TrainJob makes one): the first failed pod fails its Job (`backoffLimit: 0`), and the JobSet removes and creates all pods.
   It decides by the reason and the message of the Job's failure (Kubernetes, pkg/controller/job/pod_failure_policy.go): "Pod NS/NAME has
   condition DisruptionTarget matching FailJob rule at index 0", "Container C for pod NS/NAME failed with exit code 143 matching …".
   A message that is worded otherwise ends the run, instead of restarting a mistake for ever.
