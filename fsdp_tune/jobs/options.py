@@ -108,6 +108,39 @@ class TrainOptions:
     """The command line without `fsdp-tune`, for messages that say how to continue."""
 
 
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """What a cluster's engine gives to a run."""
+
+    nodes: Annotated[
+        int | None, Option("Machines; overrides `launch.num_machines` of the recipe.", flags=("--nodes", "-N"), metavar="N", minimum=1)
+    ] = None
+    gpus_per_node: Annotated[
+        int | None, Option("Ranks on each node; overrides `launch.num_processes`, which is for all nodes.", metavar="N", minimum=1)
+    ] = None
+    cpus_per_node: Annotated[int | None, Option("Cores on each node [default: the cluster's].", metavar="N", minimum=1)] = None
+    time: Annotated[
+        str | None,
+        Option("Time limit of a start: 11h30m, or as Slurm writes it. The run saves before it and is requeued.", metavar="TIME"),
+    ] = None
+    job_name: Annotated[str | None, Option("Name of the job [default: the run's].", metavar="NAME")] = None
+    max_stalled_starts: Annotated[
+        int, Option("Starts in a row without a new checkpoint after which the job is not started again.", metavar="N", minimum=1)
+    ] = 3
+    again: Annotated[bool, Option("Submit a job that starts after the one that is queued or running.")] = False
+    allowed: Allowed = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmOptions:
+    """What only Slurm needs."""
+
+    partition: Annotated[str | None, Option("Partition [default: the cluster's].", flags=("--partition", "-p"), metavar="NAME")] = None
+    account: Annotated[str | None, Option("Account that is charged.", flags=("--account", "-A"), metavar="NAME")] = None
+    qos: Annotated[str | None, Option("Quality of service.", metavar="NAME")] = None
+    constraint: Annotated[str | None, Option("Features that the nodes must have.", metavar="LIST")] = None
+
+
 PlannedGpu = Annotated[
     str | None, Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE")
 ]
