@@ -35,6 +35,7 @@ from fsdp_tune.jobs.answers import (
 from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
@@ -59,6 +60,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "plan": (plan_answer(),),
         "prepare": (PrepareShownAnswer, PrepareAnswer),
         "rehearse": (RehearseAnswer,),
+        "submit slurm": (SubmitAnswer,),
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),

@@ -1,1 +1,1 @@
-"""Jobs for schedulers: what a recipe needs of one, and the files that each reads."""
+"""Turn a run into a job of a cluster's engine. Values in, text out: the engines are called by `jobs/submit.py`."""

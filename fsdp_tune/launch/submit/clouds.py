@@ -11,6 +11,7 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.launch.submit.container_job import ContainerJob, SecretReference, as_yaml
 
 Engine = Literal["skypilot", "dstack"]
+RECIPE_DIRECTORY = "/tmp/fsdp-tune"
 _SKY_FIRST = 'export MASTER_ADDR="$(printf %s "$SKYPILOT_NODE_IPS" | head -n 1)"'
 _DSTACK_FIRST = 'export MASTER_ADDR="$DSTACK_MASTER_NODE_IP"'
 
@@ -45,7 +46,7 @@ def commands(job: ContainerJob, settings: CloudSettings, engine: Engine, file: s
 
 def _header(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str) -> list[str]:
     lines = [
-        f"# {job.name}: {job.machines} × {job.ranks} rank{'s'[: job.ranks > 1]} of fsdp-tune. Recipe: sha256 {job.digest}.",
+        f"# {job.name}: {job.size} of fsdp-tune. Recipe: sha256 {job.digest}.",
         *(f"#   {command}" for command in commands(job, settings, engine, file)),
         f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. No mounted bucket: checkpoints are renamed.",
     ]
@@ -54,23 +55,19 @@ def _header(job: ContainerJob, settings: CloudSettings, engine: Engine, file: st
     return lines
 
 
-def _script(job: ContainerJob, first: str, rank: str, directory: str) -> str:
+def _script(job: ContainerJob, first: str, rank: str) -> str:
     """Return a shell script that writes the recipe and runs the command of one machine."""
     mark = f"RECIPE_{job.digest[:8]}"
     text = job.recipe_text if job.recipe_text.endswith("\n") else f"{job.recipe_text}\n"
-    lines = [
-        f'mkdir -p "{directory}"',
-        f"cat > \"{directory}/{job.file_name}\" <<'{mark}'\n{text}{mark}",
-        *([first] if job.machines > 1 else []),
-    ]
-    command = job.shell_command("@", rank)
-    return "\n".join([*lines, command.replace("--config @", f'--config "{directory}/{job.file_name}"', 1)])
+    path = shlex.quote(f"{RECIPE_DIRECTORY}/{job.file_name}")
+    lines = [f"mkdir -p {RECIPE_DIRECTORY}", f"cat > {path} <<'{mark}'\n{text}{mark}", *([first] if job.machines > 1 else [])]
+    return "\n".join([*lines, job.shell_command(rank)])
 
 
 def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
     resources: dict[str, Any] = {}
-    if job.on_gpus:
-        resources["accelerators"] = f"{settings.gpu}:{job.ranks}"
+    if job.cluster.gpus_per_machine:
+        resources["accelerators"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
     if settings.image is not None:
         resources["image_id"] = f"docker:{settings.image}"
     if settings.spot:
@@ -81,18 +78,18 @@ def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
         "num_nodes": job.machines,
         "resources": resources,
         "volumes": {str(mount.path): mount.volume for mount in job.mounts},
-        "envs": dict(job.variables),
+        "envs": dict(job.cluster.environment),
         "secrets": {each.variable: None for each in settings.secrets},
-        "run": _script(job, _SKY_FIRST, '"$SKYPILOT_NODE_RANK"', "$HOME/.fsdp-tune-recipes"),
+        "run": _script(job, _SKY_FIRST, '"$SKYPILOT_NODE_RANK"'),
     }
     return {key: value for key, value in made.items() if value != {}}
 
 
 def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
     resources: dict[str, Any] = {"shm_size": f"{job.shared_memory_bytes // GIB}GB"}
-    if job.on_gpus:
-        resources["gpu"] = f"{settings.gpu}:{job.ranks}"
-    variables = [f"{name}={value}" for name, value in job.variables.items()]
+    if job.cluster.gpus_per_machine:
+        resources["gpu"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
+    variables = [f"{name}={value}" for name, value in job.cluster.environment.items()]
     secrets = [f"{each.variable}=${{{{ secrets.{each.secret} }}}}" for each in settings.secrets]
     made: dict[str, Any] = {
         "type": "task",
@@ -100,11 +97,11 @@ def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
         "nodes": job.machines if job.machines > 1 else None,
         "image": settings.image,
         "env": variables + secrets,
-        "commands": [_script(job, _DSTACK_FIRST, '"$DSTACK_NODE_RANK"', "/tmp/fsdp-tune")],
+        "commands": [_script(job, _DSTACK_FIRST, '"$DSTACK_NODE_RANK"')],
         "volumes": [f"{mount.volume}:{mount.path}" for mount in job.mounts],
         "resources": resources,
         "spot_policy": "spot" if settings.spot else "on-demand",
         "retry": {"on_events": ["interruption", "no-capacity", *(["error"] if settings.restarts else [])], "duration": "1d"},
-        "stop_duration": "10m",
+        "stop_duration": f"{job.cluster.lead.seconds}s",
     }
     return {key: value for key, value in made.items() if value is not None}

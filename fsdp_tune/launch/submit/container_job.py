@@ -20,6 +20,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_e
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_text
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.launch.command.accelerate import DEFAULT_MULTI_MACHINE_PORT
+from fsdp_tune.launch.submit.cluster_job import ClusterJob, Lead
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
@@ -62,26 +63,17 @@ class SecretReference:
 
 @dataclass(frozen=True, slots=True)
 class ContainerJob:
-    """One run of a recipe in containers, for any engine."""
+    """A run in containers of any engine. Paths of `cluster` are those in the containers; its name is a label of DNS."""
 
-    name: str
-    """Of the job: a label of DNS."""
+    cluster: ClusterJob
     file_name: str
-    """Of the recipe in the container; its stem is the default name of the run."""
+    """Of the recipe in its directory; its stem is the default name of the run."""
     recipe_text: str
-    options: tuple[str, ...]
-    """Of `fsdp-tune train`, after the recipe and `--resume auto`, without the machine's rank."""
-    machines: int
     ranks: int
-    """Of each machine: one for each of its GPUs."""
-    on_gpus: bool
-    output: PurePosixPath
-    """The run directory in the container."""
+    """Of each machine."""
     mounts: tuple[Mount, ...]
     port: int
     """On which the first machine listens, if there are several."""
-    variables: dict[str, str]
-    """Places of the caches, on the volume of the run directory."""
     recipe_variables: frozenset[str]
     """Names of `launch.env`, which the ranks get from the recipe."""
     shared_memory_bytes: int
@@ -90,14 +82,25 @@ class ContainerJob:
     """Trackers of the recipe."""
 
     @property
+    def name(self) -> str:
+        return self.cluster.name
+
+    @property
+    def machines(self) -> int:
+        return self.cluster.machines
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(self.recipe_text.encode()).hexdigest()
 
-    def shell_command(self, recipe_path: str, machine_rank: str = "", more: str = "") -> str:
+    @property
+    def size(self) -> str:
+        return f"{self.machines} × {self.ranks} rank{'s'[: self.ranks > 1]}"
+
+    def shell_command(self, machine_rank: str, more: str = "") -> str:
         """Return the command line of one machine. `machine_rank` and `more` are shell words with variables of the engine."""
-        words = ["fsdp-tune", "train", "--config", recipe_path, "--resume", "auto", *self.options]
         rank = f" --machine-rank {machine_rank}" if self.machines > 1 else ""
-        return f"exec {shlex.join(words)}{rank}{more and f' {more}'}"
+        return f"exec {shlex.join(self.cluster.command)}{rank}{more and f' {more}'}"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -160,38 +163,43 @@ def job_name(name: str) -> str:
 
 
 def container_job(
-    loaded: LoadedRecipe, mounts: Sequence[Mount], *, gpus: int | None = None, name: str | None = None, options: Sequence[str] = ()
+    loaded: LoadedRecipe, mounts: Sequence[Mount], directory: str, lead: Lead, *, name: str | None = None, options: Sequence[str] = ()
 ) -> ContainerJob:
     """Return the job of a recipe.
 
-    `gpus`: of each machine, if the recipe does not name the number of ranks. `options`: further ones of `train`.
+    `directory`: of the recipe in the containers. `name`: of the job, if it is not the run's. `options`: further ones of `train`.
     Raises: FsdpTuneError with every reason why the recipe cannot run in containers.
     """
     recipe = loaded.recipe
-    output = _output_directory(recipe)
-    problems = [*_paths(recipe, mounts), *_output(output, mounts), *_address(recipe)]
-    ranks, more = _ranks(recipe, gpus, problems)
-    if problems:
+    output = output_in_container(recipe)
+    ranks, machines = recipe.launch.num_processes, recipe.launch.num_machines
+    problems = [*_output(output, mounts), *_paths(recipe, mounts), *_address(recipe), *_size(recipe)]
+    if problems or ranks == "auto":
         raise FsdpTuneError(*problems)
-    own_name = [] if recipe.name is None or recipe.name == loaded.path.stem else ["--name", recipe.name]
-    overrides = [word for override in (*loaded.overrides, *more) for word in ("--set", override)]
+    own_name = [] if recipe.name == loaded.path.stem else ["--name", str(recipe.name)]
+    overrides = [word for override in loaded.overrides for word in ("--set", override)]
+    file_name = f"{loaded.path.stem}.yaml"
     home = next(mount for mount in mounts if mount.holds(output)).path / "cache"
-    variables = {"HF_HOME": str(home / "huggingface"), "XDG_CACHE_HOME": str(home)}
     port = recipe.launch.main_process_port
+    cluster = ClusterJob(
+        name=job_name(name or str(recipe.name)),
+        command=("fsdp-tune", "train", "--config", f"{directory}/{file_name}", "--resume", "auto", *overrides, *own_name, *options),
+        output_dir=Path(output),
+        working_directory=Path("/"),
+        machines=machines,
+        gpus_per_machine=0 if recipe.launch.device == "cpu" else ranks // machines,
+        lead=lead,
+        environment={"HF_HOME": str(home / "huggingface"), "XDG_CACHE_HOME": str(home)},
+    )
     return ContainerJob(
-        name=job_name(name or recipe.name or loaded.path.stem),
-        file_name=f"{loaded.path.stem}.yaml",
+        cluster=cluster,
+        file_name=file_name,
         recipe_text=mask_text(loaded.text),
-        options=(*overrides, *own_name, *options),
-        machines=recipe.launch.num_machines,
-        ranks=ranks,
-        on_gpus=recipe.launch.device != "cpu",
-        output=output,
+        ranks=ranks // machines,
         mounts=tuple(mounts),
         port=DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port,
-        variables=variables,
         recipe_variables=frozenset(recipe.launch.env),
-        shared_memory_bytes=shared_memory(recipe, ranks),
+        shared_memory_bytes=shared_memory(recipe, ranks // machines),
         reported_to=tuple(recipe.training.report_to),
     )
 
@@ -218,7 +226,8 @@ def shared_memory(recipe: Recipe, ranks: int) -> int:
     return -(-ranks * (_NCCL_SHARED_BYTES + loaders * _PREFETCHED_BATCHES * batch) // GIB) * GIB
 
 
-def _output_directory(recipe: Recipe) -> PurePosixPath:
+def output_in_container(recipe: Recipe) -> PurePosixPath:
+    """Return the run directory."""
     values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
     return PurePosixPath(OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir))
 
@@ -272,19 +281,7 @@ def _address(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("address-of-engine", message, Where(key="launch.main_process_ip"), "leave it out")
 
 
-def _ranks(recipe: Recipe, gpus: int | None, problems: list[Problem]) -> tuple[int, tuple[str, ...]]:
-    """Return the ranks of each machine, and the overrides that make the recipe start as many."""
-    wanted, machines = recipe.launch.num_processes, recipe.launch.num_machines
-    if wanted == "auto":
-        if gpus is None:
-            message = (
-                "the recipe starts a rank for each GPU of a machine (`launch.num_processes: auto`), and how many it has is unknown here"
-            )
-            hint = f"give the total: `--set launch.num_processes={8 * machines}`, or `--gpus N` of each machine"
-            problems.append(Problem("gpus-unknown", message, Where(key="launch.num_processes"), hint))
-            return 1, ()
-        return gpus, (f"launch.num_processes={gpus * machines}",)
-    if gpus is not None and gpus * machines != wanted:
-        message = f"`--gpus {gpus}` on {machines} machines are {gpus * machines} ranks, and `launch.num_processes` is {wanted}"
-        problems.append(Problem("contradiction", message, Where(key="launch.num_processes"), "leave out one of the two"))
-    return wanted // machines, ()
+def _size(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.launch.num_processes == "auto":
+        message = "the recipe starts a rank for each GPU of a node (`launch.num_processes: auto`), and how many it has is unknown here"
+        yield Problem("submit-size", message, Where(key="launch.num_processes"), "`--gpus-per-node N`, or write `launch.num_processes`")

@@ -48,8 +48,6 @@ class PodSettings:
     """Quantities by name, as requests and as limits."""
     user: int = 1000
     """Id of user and group in the containers."""
-    grace_seconds: int = 600
-    """Between the signal and the end of a pod: time for a save."""
     restarts: int = 3
     """After failures that a restart may cure. Preemptions and other disruptions do not count."""
     shared_memory_bytes: int | None = None
@@ -88,9 +86,10 @@ def _header(job: ContainerJob, pod: PodSettings, kind: Kind, file: str) -> list[
     where = f" -n {pod.namespace}" if pod.namespace else ""
     needs = {"job": "Kubernetes 1.31", "jobset": "JobSet 0.10", "trainjob": "Kubeflow Trainer 2.1 (with JobSet 0.10)"}[kind]
     lines = [
-        f"# {job.name}: {job.machines} × {job.ranks} rank{'s'[: job.ranks > 1]} of fsdp-tune. Needs {needs} or newer.",
+        f"# {job.name}: {job.size} of fsdp-tune. Needs {needs} or newer.",
         *(f"#   {command}" for command in commands(job, pod, kind, file)),
         "# The same file again changes nothing. A deleted run saves first, and continues when it is submitted again.",
+        f"# Time to save: {job.cluster.lead.seconds} s ({job.cluster.lead.reason}).",
         f"# Claims that must exist, writable from all nodes: {', '.join(mount.volume for mount in job.mounts)}.",
     ]
     for name in dict.fromkeys(each.secret for each in pod.secrets):
@@ -242,7 +241,7 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
     names = {claim: f"claim-{index}" for index, claim in enumerate(claims)}
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": pod.grace_seconds,
+        "terminationGracePeriodSeconds": job.cluster.lead.seconds,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "shareProcessNamespace": True,  # the pause container collects what exits, as an init would
@@ -260,8 +259,8 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
 
 
 def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volumes: Mapping[str, str]) -> dict[str, Any]:
-    command = job.shell_command(f"{RECIPE_DIRECTORY}/{job.file_name}", '"$JOB_COMPLETION_INDEX"', more)
-    variables = dict(job.variables)
+    command = job.shell_command('"$JOB_COMPLETION_INDEX"', more)
+    variables = dict(job.cluster.environment)
     if job.machines > 1:
         network = {name: INTERFACE for name in INTERFACE_VARIABLES if name not in job.recipe_variables}
         variables = {"MASTER_ADDR": first} | network | variables

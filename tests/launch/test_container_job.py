@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB
 from fsdp_tune.launch.submit.clouds import CloudSettings, task
+from fsdp_tune.launch.submit.cluster_job import Lead
 from fsdp_tune.launch.submit.container_job import (
     LONGEST_NAME,
     ContainerJob,
@@ -28,7 +29,7 @@ from fsdp_tune.launch.submit.container_job import (
     parse_secret,
     parse_variable,
 )
-from fsdp_tune.launch.submit.kubernetes import Kind, PodSettings, manifest
+from fsdp_tune.launch.submit.kubernetes import RECIPE_DIRECTORY, Kind, PodSettings, manifest
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 
 RECIPE = """\
@@ -56,8 +57,8 @@ def loaded(*overrides: str, text: str = RECIPE, name: str = "my_recipe") -> Load
     return parse_recipe(text, Path(f"{name}.yaml"), overrides)
 
 
-def made(*overrides: str, **keys: Any) -> ContainerJob:
-    return container_job(loaded(*overrides), MOUNTS, **keys)
+def made(*overrides: str, text: str = RECIPE, **keys: Any) -> ContainerJob:
+    return container_job(loaded(*overrides, text=text), MOUNTS, RECIPE_DIRECTORY, Lead(900, "measured"), **keys)
 
 
 def documents(job: ContainerJob, kind: Kind, pod: PodSettings = POD) -> dict[str, dict[str, Any]]:
@@ -259,7 +260,7 @@ def test_secrets_are_references(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_have_no_privileges_and_room_to_save(kind: Kind) -> None:
-    spec = pod_spec(documents(made(), kind, replace(POD, grace_seconds=900, user=2000)), kind)
+    spec = pod_spec(documents(made(), kind, replace(POD, user=2000)), kind)
     container = spec["containers"][0]
     assert spec["terminationGracePeriodSeconds"] == 900
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -279,7 +280,7 @@ def test_shared_memory_has_room_for_nccl_and_batches(workers: int, rows: int, gi
 
 def test_recipe_is_named_by_its_content() -> None:
     one = documents(made(), "job")
-    two = documents(container_job(loaded(text=f"{RECIPE}# changed\n"), MOUNTS), "job")
+    two = documents(made(text=f"{RECIPE}# changed\n"), "job")
     assert one["ConfigMap"]["metadata"]["name"] != two["ConfigMap"]["metadata"]["name"]
     assert one["Job"]["metadata"]["name"] == two["Job"]["metadata"]["name"]
     digest = one["Job"]["metadata"]["annotations"]["fsdp-tune-recipe-sha256"]
@@ -317,31 +318,24 @@ def test_every_path_of_this_machine_is_reported_at_once() -> None:
     )
     with pytest.raises(FsdpTuneError) as caught:
         made(*overrides, "launch.main_process_ip=10.0.0.1", "output_dir=here")
-    assert codes(caught) == ["path-not-in-container"] * 3 + ["not-on-a-volume"] * 2 + ["address-of-engine"]
+    assert codes(caught) == ["not-on-a-volume", *["path-not-in-container"] * 3, "not-on-a-volume", "address-of-engine"]
 
 
 def test_path_in_the_image_is_a_notice() -> None:
     recipe = loaded("model.name_or_path=/models/base")
-    container_job(recipe, MOUNTS)
     assert [(each.code, each.where.key) for each in notices_of(recipe, MOUNTS)] == [("not-on-a-volume", "model.name_or_path")]
 
 
 def test_secret_in_a_comment_does_not_travel() -> None:
     recipe = loaded(text=f"{RECIPE}# hf_{'x1' * 12}\n")
-    assert container_job(recipe, MOUNTS).recipe_text == f"{RECIPE}# ***\n"
+    assert made(text=recipe.text).recipe_text == f"{RECIPE}# ***\n"
     assert [each.code for each in notices_of(recipe, MOUNTS)] == ["secret-not-written"]
 
 
-def test_number_of_ranks_comes_from_the_recipe_or_from_the_gpus_of_a_machine() -> None:
-    assert made().ranks == 8
-    job = made("launch.num_processes=auto", gpus=4)
-    assert (job.ranks, job.options[-1]) == (4, "launch.num_processes=8")
+def test_unknown_number_of_gpus_is_refused() -> None:
     with pytest.raises(FsdpTuneError) as caught:
         made("launch.num_processes=auto")
-    assert codes(caught) == ["gpus-unknown"]
-    with pytest.raises(FsdpTuneError) as caught:
-        made(gpus=4)
-    assert codes(caught) == ["contradiction"]
+    assert codes(caught) == ["submit-size"]
 
 
 @pytest.mark.parametrize("text", ["runs", "runs:here", "runs:/", "runs:/a/../b", "Runs_1:/runs", ":/runs"])
