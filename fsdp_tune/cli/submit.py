@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.jobs.options import CloudOptions, KubernetesOptions, SlurmOptions, SubmitOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.answers import ManifestAnswer
+    from fsdp_tune.jobs.manifests import ManifestAnswer
     from fsdp_tune.jobs.submit import SubmitAnswer
     from fsdp_tune.launch.submit.clouds import Engine
 

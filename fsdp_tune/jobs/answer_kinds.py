@@ -14,7 +14,6 @@ from fsdp_tune.jobs.answers import (
     FollowerAnswer,
     ImportAnswer,
     KeyExplanation,
-    ManifestAnswer,
     NewRecipeAnswer,
     PrepareAnswer,
     PrepareShownAnswer,
@@ -35,6 +34,7 @@ from fsdp_tune.jobs.answers import (
 from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.manifests import ManifestAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus

@@ -347,21 +347,6 @@ class ImportAnswer(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestAnswer(JsonAnswer):
-    engine: str
-    """kubernetes, skypilot or dstack."""
-    name: str
-    """Of the job."""
-    output: str | None
-    """The file that was written."""
-    manifest: str
-    """The text."""
-    recipe_sha256: str
-    commands: list[str]
-    """Submit, follow, stop. `FILE` stands for the file if none was written."""
-
-
-@dataclass(frozen=True, slots=True)
 class KeyExplanation(JsonAnswer):
     """A recipe key, as docs/reference/recipe.yaml describes it."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import refuse_existing, write_file
+from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
-from fsdp_tune.jobs.answers import ManifestAnswer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
@@ -37,6 +37,23 @@ _CORES_OF_RANK = 4
 _RESOURCE = re.compile(r"([A-Za-z0-9./_-]+)=(\d+)")
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestAnswer(JsonAnswer):
+    """The file of a job."""
+
+    engine: str
+    """kubernetes, skypilot or dstack."""
+    name: str
+    """Of the job."""
+    output: str | None
+    """The file that was written."""
+    manifest: str
+    """The text."""
+    recipe_sha256: str
+    commands: list[str]
+    """Submit, follow, stop. `FILE` stands for the file if none was written."""
+
+
 def kubernetes_manifest(
     source: str, overrides: Sequence[str], options: KubernetesOptions, *, name: str | None = None, observer: Observer = Observer()
 ) -> ManifestAnswer:
@@ -49,7 +66,9 @@ def kubernetes_manifest(
     _check_names(options)
     recipe = _load(source, overrides, options, name)
     with session(recipe):
-        job = _job(recipe, options, mounts, kubernetes.RECIPE_DIRECTORY, observer, options.grace)
+        grace = None if options.grace is None else _parsed(options.grace, "--grace", parse_seconds)
+        job = _job(recipe, options, mounts, kubernetes.RECIPE_DIRECTORY, observer)
+        job = _with_lead(job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer))
         shared = None if options.shared_memory is None else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
         pod = kubernetes.PodSettings(
             image=options.image,
@@ -89,6 +108,8 @@ def cloud_task(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         job = _job(recipe, options, mounts, clouds.RECIPE_DIRECTORY, observer)
+        if engine == "dstack":  # SkyPilot has no such time
+            job = _with_lead(job, _lead(recipe, options.allowed, observer))
         if job.cluster.gpus_per_machine and options.gpu is None:
             raise usage_error("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")
         settings = clouds.CloudSettings(options.image, options.gpu, options.spot, secrets, options.restarts)
@@ -115,13 +136,15 @@ def _job(
     mounts: tuple[Mount, ...],
     directory: str,
     observer: Observer,
-    grace: str | None = None,
 ) -> ContainerJob:
     refuse_code(recipe.recipe, options.allowed, starts_ranks=True)
     allowed = options.allowed.options()
     job = container_job(recipe, mounts, directory, estimated_lead(None), name=options.job_name, options=allowed)
     observer.notices([*recipe.notices, *notices_of(recipe, mounts)])
-    lead = _lead(recipe, options.allowed, observer) if grace is None else Lead(_parsed(grace, "--grace", parse_seconds), "`--grace`")
+    return job
+
+
+def _with_lead(job: ContainerJob, lead: Lead) -> ContainerJob:
     return replace(job, cluster=replace(job.cluster, lead=lead))
 
 
@@ -145,7 +168,14 @@ def _finish(
     made = text(file)
     if output is not None:
         write_file(output, made)
-    return ManifestAnswer(engine, job.name, None if output is None else str(output), made, job.digest, commands(file))
+    return ManifestAnswer(
+        engine=engine,
+        name=job.name,
+        output=None if output is None else str(output),
+        manifest=made,
+        recipe_sha256=job.digest,
+        commands=commands(file),
+    )
 
 
 def _resources(job: ContainerJob, options: KubernetesOptions, shared_bytes: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.core.units import GIB
-from fsdp_tune.launch.submit.container_job import ContainerJob, SecretReference, as_yaml
+from fsdp_tune.launch.submit.container_job import RECIPE_FILE, ContainerJob, SecretReference, as_yaml
 
 Engine = Literal["skypilot", "dstack"]
 RECIPE_DIRECTORY = "/tmp/fsdp-tune"
@@ -59,8 +59,8 @@ def _script(job: ContainerJob, first: str, rank: str) -> str:
     """Return a shell script that writes the recipe and runs the command of one machine."""
     mark = f"RECIPE_{job.digest[:8]}"
     text = job.recipe_text if job.recipe_text.endswith("\n") else f"{job.recipe_text}\n"
-    path = shlex.quote(f"{RECIPE_DIRECTORY}/{job.file_name}")
-    lines = [f"mkdir -p {RECIPE_DIRECTORY}", f"cat > {path} <<'{mark}'\n{text}{mark}", *([first] if job.machines > 1 else [])]
+    write = f"cat > {RECIPE_DIRECTORY}/{RECIPE_FILE} <<'{mark}'\n{text}{mark}"
+    lines = [f"mkdir -p {RECIPE_DIRECTORY}", write, *([first] if job.machines > 1 else [])]
     return "\n".join([*lines, job.shell_command(rank)])
 
 

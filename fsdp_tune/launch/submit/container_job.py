@@ -28,6 +28,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS
 from fsdp_tune.recipe.schema.training_fields import training_value
 
+RECIPE_FILE = "recipe.yaml"
+"""In the containers, whatever its name is here."""
 LONGEST_NAME = 40
 """Of a job. A JobSet makes `NAME-node-0-1234-abcde` of it, which is a label of DNS: 63 characters at most."""
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -66,8 +68,6 @@ class ContainerJob:
     """A run in containers of any engine. Paths of `cluster` are those in the containers; its name is a label of DNS."""
 
     cluster: ClusterJob
-    file_name: str
-    """Of the recipe in its directory; its stem is the default name of the run."""
     recipe_text: str
     ranks: int
     """Of each machine."""
@@ -104,10 +104,7 @@ class ContainerJob:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines line by line, and everything in full."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
+    """Writes a text of several lines line by line."""
 
 
 def _represent_text(_dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -176,14 +173,13 @@ def container_job(
     problems = [*_output(output, mounts), *_paths(recipe, mounts), *_address(recipe), *_size(recipe)]
     if problems or ranks == "auto":
         raise FsdpTuneError(*problems)
-    own_name = [] if recipe.name == loaded.path.stem else ["--name", str(recipe.name)]
     overrides = [word for override in loaded.overrides for word in ("--set", override)]
-    file_name = f"{loaded.path.stem}.yaml"
+    train = ("fsdp-tune", "train", "--config", f"{directory}/{RECIPE_FILE}")
     home = next(mount for mount in mounts if mount.holds(output)).path / "cache"
     port = recipe.launch.main_process_port
     cluster = ClusterJob(
         name=job_name(name or str(recipe.name)),
-        command=("fsdp-tune", "train", "--config", f"{directory}/{file_name}", "--resume", "auto", *overrides, *own_name, *options),
+        command=(*train, "--name", str(recipe.name), "--resume", "auto", *overrides, *options),
         output_dir=Path(output),
         working_directory=Path("/"),
         machines=machines,
@@ -193,7 +189,6 @@ def container_job(
     )
     return ContainerJob(
         cluster=cluster,
-        file_name=file_name,
         recipe_text=mask_text(loaded.text),
         ranks=ranks // machines,
         mounts=tuple(mounts),

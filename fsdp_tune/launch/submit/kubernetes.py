@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.core.units import GIB
-from fsdp_tune.launch.submit.container_job import ContainerJob, SecretReference, as_yaml
+from fsdp_tune.launch.submit.container_job import RECIPE_FILE, ContainerJob, SecretReference, as_yaml
 
 Kind = Literal["job", "jobset", "trainjob"]
 RECIPE_DIRECTORY = "/etc/fsdp-tune"
@@ -117,7 +117,7 @@ def _recipe_name(job: ContainerJob) -> str:
 
 def _recipe_map(job: ContainerJob, pod: PodSettings) -> dict[str, Any]:
     metadata = _metadata(job, pod, name=_recipe_name(job))
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": {"recipe": job.recipe_text}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": {RECIPE_FILE: job.recipe_text}}
 
 
 def _job(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
     shared = pod.shared_memory_bytes or job.shared_memory_bytes
     claims = dict.fromkeys(mount.volume for mount in job.mounts)
     volumes: list[dict[str, Any]] = [
-        {"name": "recipe", "configMap": {"name": _recipe_name(job), "items": [{"key": "recipe", "path": job.file_name}]}},
+        {"name": "recipe", "configMap": {"name": _recipe_name(job)}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{-(-shared // GIB)}Gi"}},
         *({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)),
     ]
