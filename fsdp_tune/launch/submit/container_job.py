@@ -231,7 +231,11 @@ def _output(output: PurePosixPath, mounts: Sequence[Mount]) -> Iterator[Problem]
     if ".." in output.parts or not any(mount.holds(output) for mount in mounts):
         message = f"`output_dir` is `{output}`, which is on no volume: every restart would begin without checkpoints"
         where = f"{mounts[0].path}/runs/{{name}}" if mounts else "/checkpoints/runs/{name}"
-        hint = f"`--set output_dir='{where}'`" if mounts else f"name a volume that all machines share, and `--set output_dir='{where}'`"
+        hint = (
+            f"`--set output_dir='{where}'`"
+            if mounts
+            else f"name a volume that all machines share (`--pvc` or `--volume NAME:/checkpoints`), and `--set output_dir='{where}'`"
+        )
         yield Problem("not-on-a-volume", message, Where(key="output_dir"), hint)
 
 
