@@ -27,6 +27,7 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.predict.timing import Efficiency
@@ -217,6 +218,15 @@ def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
     except (FsdpTuneError, ValueError) as error:
         why = f"the step could not be traced, so nothing is predicted: {error}"
         return decided, None, [*decided.notices, Notice("not-planned", why)]
+
+
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """Return the size of a checkpoint of a resolved recipe, from a trace; None if the step cannot be traced here."""
+    try:
+        with traces.Tracing(_cache_of(recipe) / "traces") as tracing:
+            return disk(recipe, _one_trace(tracing)(recipe), None).checkpoint_bytes
+    except (FsdpTuneError, ValueError):
+        return None
 
 
 def refuse_what_cannot_fit(plan: Plan | None) -> None:

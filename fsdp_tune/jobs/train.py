@@ -40,6 +40,7 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.coordination import CountedBar, WorkCounter
+from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -120,6 +121,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
     observer.notices(resolution.notices)
     recipe = resolution.recipe
+    if starts_here and options.machine_rank is None:
+        observer.notices(check_allocation(recipe, os.environ))
     rank = machine_rank_of(recipe, options.machine_rank, os.environ) if starts_here else options.machine_rank or 0
     address = None if starts_here else "FIRST_MACHINE"
     run = RunDir(Path(recipe.output_dir))
