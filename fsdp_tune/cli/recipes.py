@@ -148,8 +148,9 @@ def import_config(
     file: Annotated[
         Path,
         Argument(
-            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
-            "with the command that starts one of them, or transformers' `run_clm.py`.",
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
+            "DeepSpeed (YAML or JSON), a script with the command that starts one of them or transformers' `run_clm.py`, or a script or "
+            "notebook of unsloth, which is read and not run.",
             metavar="FILE",
         ),
     ],
@@ -193,7 +194,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
     for key, words in imported.decisions:
-        screen.message(f"to decide: {key}: {words}")
+        screen.message(f"to decide: {f'{key}: ' if key else ''}{words}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"

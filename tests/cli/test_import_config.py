@@ -70,14 +70,15 @@ def test_unknown_file_is_exit_2_with_what_was_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["validate", "train", "plan", "prepare", "rehearse"])
-@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed"])
+@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed", "soup", "automodel", "unsloth"])
 def test_foreign_file_given_to_another_verb_is_one_error(verb: str, name: str, tmp_path: Path) -> None:
     tool, file, text = FILES[name]
     (tmp_path / file).write_text(text, encoding="utf-8")
     done = runner.invoke(app, [verb, "--config", str(tmp_path / file), "--json"])
     (problem,) = json.loads(done.stdout)["errors"]
     assert (done.exit_code, problem["code"]) == (2, "foreign-configuration")
-    assert problem["message"] == f"this is a configuration of {tool}, and not a recipe"
+    kind = "a Python script" if file.endswith(".py") else f"a configuration of {tool}"
+    assert problem["message"] == f"this is {kind}, and not a recipe"
     assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
 
 
