@@ -12,7 +12,6 @@ from fsdp_tune.jobs.answers import (
     CodeExplanation,
     EnvironmentAnswer,
     FollowerAnswer,
-    ImportAnswer,
     KeyExplanation,
     NewRecipeAnswer,
     PrepareAnswer,
@@ -34,6 +33,7 @@ from fsdp_tune.jobs.answers import (
 from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.import_recipe import ImportAnswer
 from fsdp_tune.jobs.manifests import ManifestAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
