@@ -376,7 +376,7 @@ def _environment(name: str) -> Rule:
 
 
 def _tracker(ledger: Ledger, path: Path, value: Any) -> None:
-    if isinstance(value, dict) and value.get("enable") is not False:
+    if isinstance(value, dict) and cast("dict[str, Any]", value).get("enable") is not False:
         ledger.set(("training", "report_to"), ["wandb"], "wandb", Weight.IMPLIED)
     _WANDB(ledger, path, value)
 

@@ -114,9 +114,9 @@ def _handlers(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     for index, handler in enumerate(cast("list[Any]", value) if isinstance(value, list) else []):
         inner = (*path, index)
         known = cast("dict[str, Any]", handler) if isinstance(handler, dict) else {}
-        arguments = ledger.value(*inner, "arguments", "fn_kwargs") or {}
+        arguments: Any = ledger.value(*inner, "arguments", "fn_kwargs")
         if known.get("name") == "tokenize_and_apply_input_masking":
-            _masked(ledger, inner, place, cast("dict[str, Any]", arguments))
+            _masked(ledger, inner, place, cast("dict[str, Any]", arguments) if isinstance(arguments, dict) else {})
         elif known.get("name") == "apply_tokenizer_chat_template":
             ledger.write((*inner, "name"), {(*place, "format"): "messages"}, Fate.CONVERTED)
             _leave_arguments(ledger, inner)
