@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from fsdp_tune.recipe.read.foreign.accelerate_config import ACCELERATE_RULES
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
@@ -114,9 +115,9 @@ def _handlers(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     for index, handler in enumerate(cast("list[Any]", value) if isinstance(value, list) else []):
         inner = (*path, index)
         known = cast("dict[str, Any]", handler) if isinstance(handler, dict) else {}
-        arguments: Any = ledger.value(*inner, "arguments", "fn_kwargs") or {}
+        arguments: Any = ledger.value(*inner, "arguments", "fn_kwargs")
         if known.get("name") == "tokenize_and_apply_input_masking":
-            _masked(ledger, inner, place, cast("dict[str, Any]", arguments))
+            _masked(ledger, inner, place, cast("dict[str, Any]", arguments) if isinstance(arguments, dict) else {})
         elif known.get("name") == "apply_tokenizer_chat_template":
             ledger.write((*inner, "name"), {(*place, "format"): "messages"}, Fate.CONVERTED)
             _leave_arguments(ledger, inner)
@@ -203,9 +204,8 @@ RULES: Rules = {
     "add_special_tokens": same("model.tokens.add"),
     "cache_dir": leave("prepared data are in `data.cache_dir`"),
     **dict.fromkeys(("fast_kernels", "fused_lora", "auto_gptq", "fast_moe"), _OWN_KERNELS),
-    **dict.fromkeys(
-        ("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"), leave("`fsdp-tune prepare` does that")
-    ),
+    **dict.fromkeys(("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"), _PREPARED),
+    "accelerate_launch_args": section(ACCELERATE_RULES),
     "trainer_controller_config_file": question("rules of the trainer are `training: {early_stopping: …}`", "training"),
     **dict.fromkeys(("prompt_tuning_init", "num_virtual_tokens", "prompt_tuning_init_text"), leave("of prompt tuning")),
 }
