@@ -408,7 +408,7 @@ class CheckpointSection(Section):
     save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
     """Effect of a failed save: the run warns and continues, or stops."""
     mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
-    """Second directory that checkpoints are copied to."""
+    """URL (s3, gs, az, file) below which `RUN NAME/` gets copies of complete checkpoints and models, in the background."""
 
 
 class Launch(Section):
