@@ -15,7 +15,7 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.submit import SubmitAnswer
+    from fsdp_tune.jobs.submit import Submission, SubmitAnswer
 
 submit = typer.Typer(name="submit", help="Train a recipe as a job of a cluster.", no_args_is_help=True)
 
@@ -60,29 +60,27 @@ def slurm(
     """
     from fsdp_tune.jobs.submit import submission
 
-    if drill:
-        if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            raise usage_error(
-                "usage", "`--drill` trains a recipe of its own to its end", hint="leave out the recipe, and options but its size"
-            )
-        _drill(screen, options, slurm_options, list(recipe.overrides))
     if print_only and follow:
         raise usage_error("usage", "`--print` submits nothing that `--follow` could show", hint="pass only one of them")
     if sweep and follow:
         raise usage_error("usage", "`--follow` shows a single run", hint="`fsdp-tune status DIR --watch` shows all runs of a sweep")
+    if drill:
+        if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
+            raise usage_error("usage", "`--drill` trains a recipe of its own", hint="leave out the recipe, and options but its size")
+        _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
     made = submission(recipe.source(), recipe.overrides, options, slurm_options, name=recipe.name, sweep=sweep, observer=screen)
-    if print_only:
-        answer = made.printed()
-        screen.document(answer)
-        if not screen.json_output:
-            screen.end_phase()
-            screen.result(answer.text)
-        return
-    answer = made.submit(finds=follow)
+    _submit(screen, made, print_only=print_only, follow=follow)
+
+
+def _submit(screen: Screen, made: Submission, *, print_only: bool, follow: bool) -> None:
+    answer = made.printed() if print_only else made.submit(finds=follow)
     screen.document(answer)
     screen.end_phase()
-    _show(screen, answer)
+    if not print_only:
+        _show(screen, answer)
+    elif not screen.json_output:
+        screen.result(answer.text)
     if follow and answer.job is not None:
         _follow(screen, answer)
 

@@ -207,7 +207,7 @@ class Submission:
             write_file(copy, self.loaded.text, private=True)
             write_file(files.script, answer.text)
             after = ["--dependency=afterany:" + ":".join(job.id for job in queued)] if queued else []
-            job = _call("sbatch", "--parsable", *after, str(files.script), code="submit-refused").strip().partition(";")[0]
+            job = call_slurm("sbatch", "--parsable", *after, str(files.script)).strip().partition(";")[0]
             with DISK.open(files.submitted, "ab") as ledger:
                 DISK.write(ledger, json.dumps({"job": job, "time": time.time()}).encode() + b"\n")
             return replace(answer, job=job, state="submitted", script=str(files.script), log=str(files.log(job)))
@@ -320,33 +320,23 @@ def _already(queued: Sequence[QueuedJob]) -> Exception:
 
 
 def call_slurm(*command: str) -> str:
-    """Return the output of a command about one's own jobs. Raises: FailedError with Slurm's words."""
-    return _call(*command, code="slurm-failed")
-
-
-def _call(*command: str, code: str) -> str:
-    """Return the output of a command of Slurm. Raises: FailedError with its own words."""
+    """Return the output of a command of Slurm. Raises: FailedError with its own words; usage error if it is not on this machine."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CALL_SECONDS, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         hint = "run it on a login node of the cluster; `--print` needs no Slurm"
         raise usage_error("no-slurm", f"there is no `{command[0]}` on this machine", hint=hint) from None
     except subprocess.TimeoutExpired:
-        raise failed_error(
-            code,
-            f"`{command[0]}` has not answered within {CALL_SECONDS:.0f} s",
-            hint="`scontrol ping` shows whether the controller answers",
-        ) from None
-    if done.returncode:
+        said = f"no answer within {CALL_SECONDS:.0f} s"
+    else:
+        if not done.returncode:
+            return done.stdout
         said = done.stderr.strip() or f"exit code {done.returncode}"
-        raise failed_error(code, f"Slurm's answer: {said}", hint=_REMEDIES.get(code))
-    return done.stdout
+    hint = _REMEDIES.get(command[0], "`scontrol ping` shows whether the controller answers")
+    raise failed_error("slurm-failed", f"`{command[0]}` failed: {said}", hint=hint)
 
 
-_REMEDIES = {
-    "submit-refused": "the options of this command, or your lines in the script, set what it names; `sinfo` shows the cluster",
-    "slurm-unreachable": "`scontrol ping` shows whether the controller answers",
-}
+_REMEDIES = {"sbatch": "options of this command, or your lines in the script, set what it names; `sinfo` shows the partitions"}
 
 
 def queued_jobs(files: JobFiles) -> list[QueuedJob]:
@@ -369,7 +359,7 @@ def job_now(job: str) -> QueuedJob | None:
 def _queue(*options: str) -> Iterator[tuple[QueuedJob, str]]:
     """Yield the jobs of this user with their comments; those of one array have one id."""
     form = ("--noheader", f"--user={os.geteuid()}", "--format=%A|%T|%r|%k")
-    for line in _call("squeue", *form, *options, code="slurm-unreachable").splitlines():
+    for line in call_slurm("squeue", *form, *options).splitlines():
         number, state, reason, comment = (*line.split("|", 3), "", "", "")[:4]
         yield QueuedJob(number, state, reason), comment.strip()
 

@@ -130,11 +130,11 @@ def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm
     (slurm.folder / "refuses").touch()
     done = submit("--json", "--partition", "gpuu")
     assert done.exit_code == 1
-    assert error(done)["code"] == "submit-refused"
+    assert error(done)["code"] == "slurm-failed"
     assert "invalid partition specified: gpuu" in error(done)["message"]
     (slurm.folder / "down").touch()
     done = submit("--json")
-    assert error(done)["code"] == "slurm-unreachable"
+    assert error(done)["code"] == "slurm-failed"
     assert "Unable to contact slurm controller" in error(done)["message"]
     assert len(slurm.calls) == 1
     monkeypatch.setenv("PATH", "/nowhere")

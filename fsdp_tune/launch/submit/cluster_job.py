@@ -13,8 +13,7 @@ from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.events import CHECKPOINT_SAVED
-from fsdp_tune.run.metrics_file import json_objects, number
+from fsdp_tune.run.metrics_file import CHECKPOINT_SAVED, json_objects, number
 
 LEAST_LEAD_SECONDS = 120
 """Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of seconds."""
