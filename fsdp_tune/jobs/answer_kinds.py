@@ -31,6 +31,7 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.compare import CompareAnswer
+from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.jobs.import_recipe import ImportAnswer
@@ -60,7 +61,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "plan": (plan_answer(),),
         "prepare": (PrepareShownAnswer, PrepareAnswer),
         "rehearse": (RehearseAnswer,),
-        "submit slurm": (SubmitAnswer,),
+        "submit slurm": (SubmitAnswer, DrillAnswer),
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),
