@@ -19,10 +19,11 @@ from fsdp_tune.jobs.options import CompareOptions
 if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
     from fsdp_tune.check.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.compare import Cause, CompareAnswer, FirstDifference
+    from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference
 
 WIDTH = 80
 LONGEST_VALUE = 200
+OWN_KINDS = ("recipe", "run", "model", "server")
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
 """Where the terminal's encoding lacks the others."""
@@ -35,12 +36,18 @@ def compare(
         str,
         Argument("A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration of another tool.", metavar="A"),
     ],
-    b: Annotated[str | None, Argument("The same; with --set or --python it may be left out, and is A.", metavar="B")] = None,
+    b: Annotated[
+        str | None,
+        Argument(
+            "The same, or the address of a server with OpenAI's API; with --set or --python it may be left out, and is A.", metavar="B"
+        ),
+    ] = None,
     *,
     overrides: Overrides = (),
     options: CompareOptions,
 ) -> None:
-    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause.
+    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause;
+    or of a model and the server that serves it, from the tokens of prompts to greedy answers.
 
     The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
     the keys that differ. Two runs are compared by their files first. `--set` changes B. What cannot be compared is listed.
@@ -51,6 +58,7 @@ def compare(
         fsdp-tune compare recipe.yaml axolotl.yaml
         fsdp-tune compare runs/monday runs/tuesday
         fsdp-tune compare recipe.yaml --python ~/old/bin/python
+        fsdp-tune compare runs/monday http://localhost:8000/v1
     """
     if b is None and not overrides and options.python is None:
         raise usage_error("compare-one-side", "there is nothing to compare A with", hint="give B, `--set KEY=VALUE` or `--python PYTHON`")
@@ -64,7 +72,7 @@ def compare(
 def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
     for letter, side in (("A", found.a), ("B", found.b)):
-        kind = side.kind if side.kind in ("recipe", "run") else f"configuration of {side.kind}, imported"
+        kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, imported"
         python = f", computed by {side.python}" if side.python is not None and found.a.python != found.b.python else ""
         _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}")
     for name, (a, b) in found.environment.items():
@@ -103,7 +111,8 @@ def _show_steps(screen: Screen, found: CompareAnswer) -> None:
 
 def _note(stage: ComparedStage) -> str:
     if stage.status == "different":
-        return f": {stage.different_places:,} of {stage.places:,} differ"
+        detail = f"; {stage.detail}" if stage.detail else ""
+        return f": {stage.different_places:,} of {stage.places:,} differ{detail}"
     return f": {stage.detail}" if stage.detail and stage.status == "equal" else ""
 
 
