@@ -74,7 +74,7 @@ class RefusedError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         """Return None, so that urllib raises the redirect as an HTTPError."""
 
 
@@ -394,5 +394,8 @@ def _plain(text: Any, value: Any, top: Sequence[ServedToken] = ()) -> ServedToke
     text = str(text)
     written = text.removeprefix(_TOKEN_ID) if text.startswith(_TOKEN_ID) else ""
     return ServedToken(
-        int(written) if written.isdecimal() else None, text, float(value) if isinstance(value, int | float) else math.nan, tuple(top)
+        int(written) if written.isdecimal() else None,
+        "" if written else text,
+        float(value) if isinstance(value, int | float) else math.nan,
+        tuple(top),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ TITLES = {
     "answers": "greedy answers",
 }
 Decode = Callable[[Sequence[int]], str]
+REPLACEMENT = "\ufffd"
 _SHOWN = 60
 
 
@@ -129,8 +130,8 @@ def compare_served(
     stages = [
         _special_tokens(special, properties),
         *_prompt_stages(exchanges, special, decode),
-        _logprobs("logprobs", exchanges, lambda each: differences(each.answer, each.score), tolerance, left_out),
-        _logprobs("same_tokens", exchanges, lambda each: differences(each.same, each.same_score), tolerance, left_out),
+        _logprobs("logprobs", exchanges, tolerance, left_out),
+        _logprobs("same_tokens", exchanges, tolerance, left_out),
         _answers(exchanges, special, tolerance, left_out),
     ]
     if not any(each.same is not None and each.same.prompt for each in exchanges):
@@ -203,8 +204,8 @@ def _token_difference(a: Sequence[int], b: Sequence[int], decode: Decode) -> Fou
     if tuple(a) == tuple(b):
         return None
     at = _shared(a, b)
-    shown = (f"has ended after {at} tokens" if at >= len(each) else f"{decode([each[at]])!r} (id {each[at]})" for each in (a, b))
-    return f", token {at}", *shown
+    x, y = (f"has ended after {at} tokens" if at >= len(each) else f"{decode([each[at]])!r} (id {each[at]})" for each in (a, b))
+    return f", token {at}", x, y
 
 
 def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -227,34 +228,27 @@ def differences(answer: ServedAnswer | None, score: Mapping[str, Any]) -> _Diffe
     ours = [*(score["prompt"] if answer.prompt else ()), *score["logprobs"]]
     if not theirs:
         return None
-    texts = [each.text for each in (*answer.prompt[1:], *answer.tokens)]
+    texts = [*(score["prompt_texts"] if answer.prompt else ()), *score["texts"]]
     return _Differences(np.array(theirs, np.float64) - np.array(ours, np.float64), texts, ours, theirs, max(len(answer.prompt) - 1, 0))
 
 
-def _logprobs(
-    name: Literal["logprobs", "same_tokens"],
-    exchanges: Sequence[Exchange],
-    of: Callable[[Exchange], _Differences | None],
-    tolerance: float,
-    left_out: list[str],
-) -> ComparedStage:
+def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_out: list[str]) -> ComparedStage:
+    is_same = name == "same_tokens"
     places: list[tuple[str, Found | None]] = []
     every: list[np.ndarray[Any, Any]] = []
     unknown = 0
     for each in exchanges:
-        answer = each.answer if name == "logprobs" else each.same
-        unknown += (
-            0 if answer is None else len(answer.tokens) - len((each.score if name == "logprobs" else each.same_score).get("tokens", ()))
-        )
-        if (found := of(each)) is None or not len(found.known):
+        answer, score = (each.same, each.same_score) if is_same else (each.answer, each.score)
+        unknown += 0 if answer is None else len(answer.tokens) - len(score.get("tokens", ()))
+        if (found := differences(answer, score)) is None or not len(found.known):
             continue
         every.append(found.known)
         at = found.first(tolerance)
         places.append((each.name, None if at is None else (_at(found, at), f"{found.ours[at]:.4f}", f"{found.theirs[at]:.4f}")))
     if unknown:
-        left_out.append(f"{TITLES[name]}: {unknown} tokens that the server gives as text, which several tokens of A have or none")
+        left_out.append(f"{TITLES[name]}: {unknown} tokens from one on whose text is not that of a token, such as a part of a character")
     if not places:
-        first = exchanges[0].answer if name == "logprobs" else exchanges[0].same
+        first = exchanges[0].same if is_same else exchanges[0].answer
         refused = f"the server takes no tokens as a prompt ({exchanges[0].refused})"
         why = refused if first is None else first.without_tokens or "no token of it could be identified"
         return _without(name, why)
@@ -305,6 +299,9 @@ def _answers(exchanges: Sequence[Exchange], special: Mapping[str, Any], toleranc
         elif each.answer.text is None:
             left_out.append(f"the answer to {each.name}: the server has taken it apart (reasoning, calls of tools), and returns no tokens")
             continue
+        elif REPLACEMENT in each.answer.text + each.reference["answer_text"] and each.answer.text != each.reference["answer_text"]:
+            left_out.append(f"the answer to {each.name}: it has bytes that are no character, which servers write in other ways")
+            continue
         else:
             found, is_tie = _by_text(each, tolerance)
         ties += is_tie
@@ -318,7 +315,7 @@ def _answers(exchanges: Sequence[Exchange], special: Mapping[str, Any], toleranc
 def _by_tokens(each: Exchange, ends: Mapping[int, str], tolerance: float) -> tuple[Found | None, bool]:
     """Return the first difference, and whether the answers part at a near tie."""
     known, best = each.score["tokens"], each.score["best"]
-    texts = [token.text for token in each.answer.tokens]
+    texts = [*each.score["texts"], *(token.text for token in each.answer.tokens[len(known) :])]
     for at, token in enumerate(known):
         if token != best[at]:
             gap = each.score["best_logprobs"][at] - each.score["logprobs"][at]

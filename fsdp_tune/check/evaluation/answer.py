@@ -281,6 +281,7 @@ class Reference:
         best = values.max(dim=-1)
         found: dict[str, Any] = {
             "tokens": known,
+            "texts": [self._encoder.decode([token]) for token in known],
             "logprobs": values[range(len(known)), known].tolist() if known else [],
             "best": best.indices.tolist(),
             "best_texts": [self._encoder.decode([token]) for token in best.indices.tolist()],
@@ -291,6 +292,7 @@ class Reference:
             ],
         }
         if scores_prompt:
+            found["prompt_texts"] = [self._encoder.decode([token]) for token in ids[1:]]
             found["prompt"] = every[range(len(ids) - 1), ids[1:]].tolist()
         return found
 
@@ -304,7 +306,10 @@ class Reference:
         return torch.log_softmax(logits.float(), dim=-1)
 
     def _identified(self, tokens: Sequence[Any]) -> list[int]:
-        """Return the ids of tokens, each [id or None, text], up to the first whose text is that of no token or of several."""
+        """Return the ids of tokens, each [id or None, text], up to the first whose text is that of no token or of several.
+
+        llama.cpp leaves out tokens that end within a character, and adds their bytes to the text of the next one: it ends there too.
+        """
         found: list[int] = []
         for own, text in tokens:
             if own is None:
@@ -313,6 +318,8 @@ class Reference:
                 if len(candidates) != 1:
                     break
                 own = candidates[0]
+            elif text and text != self._encoder.decode([own]) and text.strip() != self._encoder.decode([own]).strip():
+                break
             if not 0 <= own < self._encoder.vocabulary_size:
                 break
             found.append(own)
