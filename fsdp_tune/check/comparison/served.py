@@ -299,7 +299,7 @@ def _answers(exchanges: Sequence[Exchange], special: Mapping[str, Any], toleranc
         elif each.answer.text is None:
             left_out.append(f"the answer to {each.name}: the server has taken it apart (reasoning, calls of tools), and returns no tokens")
             continue
-        elif REPLACEMENT in each.answer.text + each.reference["answer_text"] and each.answer.text != each.reference["answer_text"]:
+        elif _parts_within_character(each.answer.text, each.reference["answer_text"]):
             left_out.append(f"the answer to {each.name}: it has bytes that are no character, which servers write in other ways")
             continue
         else:
@@ -310,6 +310,11 @@ def _answers(exchanges: Sequence[Exchange], special: Mapping[str, Any], toleranc
         return _without("answers", "no answer of the server could be read")
     detail = f"{ties} of {len(places)} up to a near tie of two tokens" if ties else None
     return _stage("answers", places, detail)
+
+
+def _parts_within_character(a: str, b: str) -> bool:
+    at = _shared(a, b)
+    return REPLACEMENT in (a[at : at + 1], b[at : at + 1])
 
 
 def _by_tokens(each: Exchange, ends: Mapping[int, str], tolerance: float) -> tuple[Found | None, bool]:

@@ -40,7 +40,7 @@ def write_gguf(gguf: Any, folder: Path, file: Path, *, template: str | None = No
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(0)
-    plain = {text: number for text, number in tokenizer["model"]["vocab"].items()}
+    plain: dict[str, int] = tokenizer["model"]["vocab"]
     special = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     tokens = sorted(plain | special, key=(plain | special).__getitem__)
     writer.add_tokenizer_model("gpt2")

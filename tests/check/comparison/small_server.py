@@ -26,8 +26,8 @@ WITH_SYSTEM = TEMPLATE.replace("{% for", "<|system|>add numbers<|end|>{% for", 1
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def write_model(folder: Path, *, seed: int = 0) -> None:
-    """Write a model whose template begins with BOS and ends turns with `<|end|>`."""
+def write_model(folder: Path, *, seed: int = 0, whole_characters: bool = True) -> None:
+    """Write a model whose template begins with BOS and ends turns with `<|end|>`. `whole_characters`: of which its answers are made."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD)
     tokenizer.add_special_tokens(
         {"bos_token": BOS, "additional_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]}  # type: ignore[dict-item]
@@ -36,7 +36,12 @@ def write_model(folder: Path, *, seed: int = 0) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, initializer_range=0.3, **SIZES)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    parts = [token for token in range(len(tokenizer)) if "\ufffd" in str(tokenizer.decode([token]))]
+    if whole_characters:
+        with torch.no_grad():
+            model.lm_head.weight[parts] = 0.0  # some logit is above 0
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
