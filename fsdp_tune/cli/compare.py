@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from html import escape
@@ -22,12 +23,15 @@ from fsdp_tune.pages.html_pages import html_document, html_table
 
 if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
+    from fsdp_tune.check.comparison.served import ComparedPrompt
     from fsdp_tune.check.comparison.stages import ComparedStage
     from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference
 
 WIDTH = 80
 LONGEST_VALUE = 200
 OWN_KINDS = ("recipe", "run", "model", "server")
+_CODE = re.compile(r"`[^`]+`")
+_NO_BREAK = "\x00"
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 CLASSES = {"equal": "yes", "different": "no", "not_compared": "tight"}
 PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
@@ -131,16 +135,7 @@ def comparison_page(found: CompareAnswer) -> str:
     ]
     keys = [[escape(key.key), escape(_value(key.a)), escape(_value(key.b)), escape(", ".join(key.affects))] for key in found.keys]
     versions = [[escape(name), *(escape(str(each)) for each in both)] for name, both in found.environment.items()]
-    prompts = [
-        [
-            escape(each.prompt),
-            f"{each.tokens_a} / {'?' if each.tokens_b is None else each.tokens_b}",
-            escape(each.answer_a),
-            escape(each.answer_b or "–"),
-            *(f"{x:.3g}" if x is not None else "–" for x in (each.mean_difference, each.max_difference)),
-        ]
-        for each in (found.served.prompts if found.served is not None else ())
-    ]
+    prompts = [_prompt_cells(each) for each in (found.served.prompts if found.served is not None else ())]
     tables = [
         ("Stages", ("stage", "", "A", "B", "places that differ"), stages),
         ("Differences", ("stage", "at", "A", "B", "cause"), causes),
@@ -152,6 +147,12 @@ def comparison_page(found: CompareAnswer) -> str:
     parts = [f"<h2>{name}</h2>\n{html_table(head, rows)}" for name, head, rows in tables if rows]
     verdict = f"<p><b>{escape(verdict_of(found))}</b> (tolerance {found.tolerance:g})</p>"
     return html_document("Comparison", [html_table(("", "", ""), sides), verdict, *parts])
+
+
+def _prompt_cells(each: ComparedPrompt) -> list[str]:
+    numbers = ("–" if value is None else f"{value:.3g}" for value in (each.mean_difference, each.max_difference))
+    counts = f"{each.tokens_a} / {'?' if each.tokens_b is None else each.tokens_b}"
+    return [escape(each.prompt), counts, escape(each.answer_a), escape(each.answer_b or "–"), *numbers]
 
 
 def _found(stage: ComparedStage) -> list[str]:
@@ -217,6 +218,12 @@ def _value(value: Any) -> str:
 
 def _print(screen: Screen, head: str, text: str) -> None:
     """Print a line that is wrapped at 80 columns, with the text indented below its beginning."""
-    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False) or [""]
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_wrapped(text, WIDTH - len(head))):
         screen.message(f"{' ' * len(head) if number else head}{line}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Wrap a text; what is in backticks, to be typed as it is, stays on one line if it fits on one."""
+    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK) if len(match[0]) <= width else match[0], text)
+    lines = textwrap.wrap(kept, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -17,10 +17,10 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.coordination import machines_elsewhere
 from fsdp_tune.launch.process_tree import is_rank_of
+from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
-from fsdp_tune.run.events import SPIKES, TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import json_objects, number
+from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
@@ -116,6 +116,8 @@ class RunStatus(JsonAnswer):
     peak_host_gib: float | None
     spike: Spike | None
     """The newest one."""
+    starts: list[JobStart]
+    """By a cluster's engine (`submit`), oldest first."""
 
     @property
     def is_active(self) -> bool:
@@ -172,6 +174,7 @@ def run_status(run: RunDir) -> RunStatus:
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
         spike=newest_spike(run.metrics_jsonl),
+        starts=read_attempts(run.path),
     )
 
 
