@@ -6,6 +6,8 @@ import json
 import re
 import textwrap
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,20 +15,25 @@ import typer
 import fsdp_tune
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.verbs import Overrides, verb
-from fsdp_tune.core.command import Argument
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.pages.html_pages import html_document, html_table
 
 if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
+    from fsdp_tune.check.comparison.served import ComparedPrompt
     from fsdp_tune.check.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.compare import Cause, CompareAnswer, FirstDifference
+    from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference
 
 WIDTH = 80
 LONGEST_VALUE = 200
+OWN_KINDS = ("recipe", "run", "model", "server")
 _CODE = re.compile(r"`[^`]+`")
 _NO_BREAK = "\x00"
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
+CLASSES = {"equal": "yes", "different": "no", "not_compared": "tight"}
 PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
 """Where the terminal's encoding lacks the others."""
 
@@ -38,12 +45,19 @@ def compare(
         str,
         Argument("A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration of another tool.", metavar="A"),
     ],
-    b: Annotated[str | None, Argument("The same; with --set or --python it may be left out, and is A.", metavar="B")] = None,
+    b: Annotated[
+        str | None,
+        Argument(
+            "The same, or the address of a server with OpenAI's API; with --set or --python it may be left out, and is A.", metavar="B"
+        ),
+    ] = None,
     *,
     overrides: Overrides = (),
     options: CompareOptions,
+    html: Annotated[Path | None, Option("Write the comparison as a page, in one file without network.", metavar="FILE")] = None,
 ) -> None:
-    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause.
+    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause;
+    or of a model and the server that serves it, from the tokens of prompts to greedy answers.
 
     The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
     the keys that differ. Two runs are compared by their files first. `--set` changes B. What cannot be compared is listed.
@@ -54,12 +68,18 @@ def compare(
         fsdp-tune compare recipe.yaml axolotl.yaml
         fsdp-tune compare runs/monday runs/tuesday
         fsdp-tune compare recipe.yaml --python ~/old/bin/python
+        fsdp-tune compare runs/monday http://localhost:8000/v1
     """
     if b is None and not overrides and options.python is None:
         raise usage_error("compare-one-side", "there is nothing to compare A with", hint="give B, `--set KEY=VALUE` or `--python PYTHON`")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise usage_error("no-directory", f"`--html {html}` is not a file in an existing directory", hint="create the directory")
     found = fsdp_tune.compare(a, a if b is None else b, options, overrides=overrides, observer=screen)
     screen.document(found)
     show_comparison(screen, found)
+    if html is not None:
+        write_file(html, comparison_page(found))
+        screen.message(f"the page is {html}")
     if not found.equal:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -67,7 +87,7 @@ def compare(
 def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
     for letter, side in (("A", found.a), ("B", found.b)):
-        kind = side.kind if side.kind in ("recipe", "run") else f"configuration of {side.kind}, imported"
+        kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, imported"
         python = f", computed by {side.python}" if side.python is not None and found.a.python != found.b.python else ""
         _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}")
     for name, (a, b) in found.environment.items():
@@ -85,13 +105,62 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
         screen.message("not compared:")
     for line in found.not_compared:
         _print(screen, "  – " if signs is SIGNS else "  - ", line)
+    screen.message(f"{verdict_of(found)} (tolerance {found.tolerance:g})")
+
+
+def verdict_of(found: CompareAnswer) -> str:
     changing = any(key.changes_numbers for key in found.keys)
     verdict = "equal in all that was compared" if found.equal else "different"
     if not found.equal and found.first is None and changing:
         verdict = "no stage differs, but keys that may change later steps do"
     elif not found.equal and found.first is None:
         verdict = "nothing could be compared"
-    screen.message(f"{verdict} (tolerance {found.tolerance:g})")
+    return verdict
+
+
+def comparison_page(found: CompareAnswer) -> str:
+    """Return a complete document: the stages, the differences with their causes, keys, prompts, and what was not compared."""
+    sides = [["A", escape(found.a.name), escape(found.a.kind)], ["B", escape(found.b.name), escape(found.b.kind)]]
+    stages = [
+        [escape(stage.title), f'<span class="{CLASSES[stage.status]}">{stage.status.replace("_", " ")}</span>', *_found(stage)]
+        for stage in found.stages
+    ]
+    differences = [(found.first, found.cause), *((each.difference, each.cause) for each in found.later)]
+    title_of = {stage.name: stage.title for stage in found.stages}
+    causes = [
+        [escape(each) for each in (title_of.get(difference.stage, difference.stage), difference.place, difference.a, difference.b)]
+        + [escape(f"{cause.text}{f' — {cause.hint}' if cause.hint else ''}") if cause is not None else "not found"]
+        for difference, cause in differences
+        if difference is not None
+    ]
+    keys = [[escape(key.key), escape(_value(key.a)), escape(_value(key.b)), escape(", ".join(key.affects))] for key in found.keys]
+    versions = [[escape(name), *(escape(str(each)) for each in both)] for name, both in found.environment.items()]
+    prompts = [_prompt_cells(each) for each in (found.served.prompts if found.served is not None else ())]
+    tables = [
+        ("Stages", ("stage", "", "A", "B", "places that differ"), stages),
+        ("Differences", ("stage", "at", "A", "B", "cause"), causes),
+        ("Keys that differ", ("key", "A", "B", "affects"), keys),
+        ("Environment", ("", "A", "B"), versions),
+        ("Prompts", ("prompt", "tokens A / B", "answer of A", "answer of B", "mean difference", "largest"), prompts),
+        ("Not compared", ("",), [[escape(line)] for line in found.not_compared]),
+    ]
+    parts = [f"<h2>{name}</h2>\n{html_table(head, rows)}" for name, head, rows in tables if rows]
+    verdict = f"<p><b>{escape(verdict_of(found))}</b> (tolerance {found.tolerance:g})</p>"
+    return html_document("Comparison", [html_table(("", "", ""), sides), verdict, *parts])
+
+
+def _prompt_cells(each: ComparedPrompt) -> list[str]:
+    numbers = ("–" if value is None else f"{value:.3g}" for value in (each.mean_difference, each.max_difference))
+    counts = f"{each.tokens_a} / {'?' if each.tokens_b is None else each.tokens_b}"
+    return [escape(each.prompt), counts, escape(each.answer_a), escape(each.answer_b or "–"), *numbers]
+
+
+def _found(stage: ComparedStage) -> list[str]:
+    """Return the cells of a stage: what both sides have at the first difference, and how many places differ."""
+    first = stage.difference
+    counts = f"{stage.different_places:,} of {stage.places:,}" if stage.places else ""
+    detail = f"{counts}{'; ' if counts and stage.detail else ''}{stage.detail or ''}"
+    return [escape(first.a) if first else "", escape(first.b) if first else "", escape(detail)]
 
 
 def _show_steps(screen: Screen, found: CompareAnswer) -> None:
@@ -106,7 +175,8 @@ def _show_steps(screen: Screen, found: CompareAnswer) -> None:
 
 def _note(stage: ComparedStage) -> str:
     if stage.status == "different":
-        return f": {stage.different_places:,} of {stage.places:,} differ"
+        detail = f"; {stage.detail}" if stage.detail else ""
+        return f": {stage.different_places:,} of {stage.places:,} differ{detail}"
     return f": {stage.detail}" if stage.detail and stage.status == "equal" else ""
 
 

@@ -71,6 +71,15 @@ def prompt_of_row(row: Mapping[str, Any], *, is_line: bool) -> Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    ids: list[int]
+    text: str
+    """What the ids are of: the rendered conversation, or the text without what the tokenizer adds before it."""
+    chat: Chat | None
+    """The conversation up to the answer; None: the prompt is text."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptDescription:
     """How prompts are formatted, for people."""
 
@@ -111,15 +120,23 @@ class PromptFormat:
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
         """Return the ids of a prompt. Raises: RowError for one that cannot be read, is empty, or that the template rejects."""
+        return self.encoded(prompt, system).ids
+
+    def encoded(self, prompt: Prompt, system: str | None = None) -> EncodedPrompt:
+        """Return a prompt with its text and conversation. Raises: as `encode`."""
+        chat: Chat | None = None
         if prompt.kind == "chat" or (prompt.kind == "question" and self.is_chat):
-            ids = self._chat_ids(self._chat(prompt, system))
+            chat = self._chat(prompt, system)
+            text, ids = self._chat_ids(chat)
         elif system is not None:
             raise RowError("a system message needs a chat, and this prompt is text", hint="leave out `--system`")
         else:
             ids = self._text_ids(prompt)
+            prefix = self._encoder.prefix_ids
+            text = self._encoder.decode(ids[len(prefix) :] if tuple(ids[: len(prefix)]) == prefix else ids)
         if not ids:
             raise RowError("the prompt has no token")
-        return ids
+        return EncodedPrompt(ids, text, chat)
 
     def _chat(self, prompt: Prompt, system: str | None) -> Chat:
         """Return the conversation up to the answer that is asked for: a row's own last answer is left out."""
@@ -139,7 +156,8 @@ class PromptFormat:
             raise RowError("there is no message to answer")
         return replace(read, messages=messages, trained=None)
 
-    def _chat_ids(self, chat: Chat) -> list[int]:
+    def _chat_ids(self, chat: Chat) -> tuple[str, list[int]]:
+        """Return a conversation as text and as ids."""
         template = self._settings.template
         assert template is not None
         text = render_prompt(chat, template, self._encoder)
@@ -150,10 +168,10 @@ class PromptFormat:
                 marked, placeholders = self._special.with_placeholders(chat, inside, text)
                 restoring = RestoringEncoder(self._encoder, self._special, placeholders)
                 try:
-                    return restoring.encode([render_prompt(marked, template, self._encoder)])[0]
+                    return text, restoring.encode([render_prompt(marked, template, self._encoder)])[0]
                 except InseparableError:
                     pass  # training keeps them as tokens too
-        return self._encoder.encode([text])[0]
+        return text, self._encoder.encode([text])[0]
 
     def _text_ids(self, prompt: Prompt) -> list[int]:
         settings = self._settings

@@ -30,7 +30,7 @@ from fsdp_tune.jobs.answers import (
     ValidateAnswer,
     WrittenAnswer,
 )
-from fsdp_tune.jobs.compare import CompareAnswer
+from fsdp_tune.jobs.compare_answers import CompareAnswer
 from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation

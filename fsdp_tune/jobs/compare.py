@@ -29,6 +29,7 @@ from fsdp_tune.check.comparison.causes import (
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
 from fsdp_tune.check.comparison.child import ObservingChild, find_interpreter
+from fsdp_tune.check.comparison.openai_server import is_url
 from fsdp_tune.check.comparison.runs import FP32_TOLERANCE, HALF_TOLERANCE, TITLES, DifferentStep, compare_lines
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
@@ -41,15 +42,16 @@ from fsdp_tune.check.comparison.stages import (
     compare_observations,
     compare_stage,
 )
-from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
+from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, LaterDifference, SideAnswer, first_of
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.jobs.served import compare_with_server
 from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run
@@ -67,71 +69,6 @@ NEVER_COMPARED = (
     "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
     "evaluation, checkpoints and everything after the second step, except the learning rate",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SideAnswer(JsonAnswer):
-    name: str
-    kind: str
-    """`recipe`, `run`, or the tool whose configuration it is."""
-    python: str | None
-    """The interpreter that computed it; null if nothing was computed."""
-    not_carried: list[ImportedKey]
-    """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstDifference(StageDifference):
-    stage: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cause(JsonAnswer):
-    """Why the first difference arises."""
-
-    keys: list[DifferentKey]
-    """With A's values of these keys in B, the difference vanishes."""
-    versions: dict[str, list[str | None]]
-    """Libraries with their versions in A and B, if the interpreter is the cause."""
-    is_shown: bool
-    """Whether B was computed again without the cause, and the difference vanished."""
-    text: str
-    hint: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class LaterDifference(JsonAnswer):
-    """The first difference that is left when B has A's values of the causes before it."""
-
-    difference: FirstDifference
-    cause: Cause | None
-    """Null if no keys were found that make it vanish."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompareAnswer(JsonAnswer):
-    """The result, and the document of `compare --json`."""
-
-    equal: bool
-    """Whether all that was compared is equal, and something was. What was not compared is in `not_compared`."""
-    a: SideAnswer
-    b: SideAnswer
-    keys: list[DifferentKey]
-    """All that differ in the resolved recipes, those that change numbers first."""
-    environment: dict[str, list[str | None]]
-    """Versions, and for runs machines, that differ."""
-    stages: list[ComparedStage]
-    first: FirstDifference | None
-    cause: Cause | None
-    later: list[LaterDifference]
-    first_step: DifferentStep | None
-    """Of two runs: the first logged step beyond the tolerance."""
-    first_bits: DifferentStep | None
-    """Of two runs: the first logged step that is not bitwise equal."""
-    rows_of_step: str | None
-    """The rows of the global batch of `first_step`."""
-    tolerance: float
-    not_compared: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +106,16 @@ def compare(
     """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the CPU in one process.
 
     Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first
-    unless it is given as an `ImportedRecipe`.
-    `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these differ.
+    unless it is given as an `ImportedRecipe`. B may be the address of a server with OpenAI's API; A is then the run, model or adapter that
+    it should serve. `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these
+    differ.
     Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run the comparison.
     """
     if options.tolerance is not None and not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise usage_error("usage", f"`--tolerance {options.tolerance}` is not a number of 0 or more", hint="--tolerance 1e-6")
     with session():
+        if is_url(str(b)) and not isinstance(a, ImportedRecipe):
+            return compare_with_server(str(a), str(b), options, observer)
         one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = _read(str(b), overrides, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))
@@ -311,11 +251,6 @@ class _Result:
             text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
             return Cause([], self.environment, is_shown=False, text=text, hint=None)
         return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
-
-
-def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
-    found = next((stage for stage in stages if stage.difference is not None), None)
-    return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
 
 
 def _is_named(key: str, causes: set[str]) -> bool:

@@ -194,9 +194,7 @@ class AnsweringModel:
         asked = [[each.of_models[min(model, len(each.of_models) - 1)] for model in range(last + 1)] for each in prompts]
         self._send(json.dumps([[{**asdict(each), "system": system} for each in of_models] for of_models in asked]))
         for line in self._lines():
-            if "bad" in line:
-                found = [Problem("prompt-unusable", reason, prompts[int(number)].where, hint) for number, reason, hint in line["bad"]]
-                raise FsdpTuneError(*found)
+            self._refuse_bad(line, prompts)
             if "end" in line:
                 return
             prompt, model = prompts[int(line["prompt"])], int(line["model"])
@@ -204,6 +202,36 @@ class AnsweringModel:
                 piece(AnswerPiece(prompt, self.names, model, line["piece"]))
             if "answer" in line:
                 yield GeneratedAnswer(model=self.names[model], row=str(prompt.where) or None, **line["answer"])
+
+    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the special tokens, and what the model makes of each prompt (`check/evaluation/answer.py`, `Reference`).
+
+        Raises: FsdpTuneError with every prompt that cannot be answered.
+        """
+        sent = [asdict(each.of_models[0]) for each in prompts]
+        first, *lines = list(self._object({"references": sent, "max_new_tokens": max_new_tokens}, prompts))
+        return first["special"], [line["reference"] for line in lines]
+
+    def scores(self, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the model's log-probabilities of each answer: `ids` of its prompt, `tokens` and `top` as [id or None, text]."""
+        return [line["score"] for line in self._object({"scores": list(answers)})]
+
+    def texts(self, every: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each list of ids."""
+        return [line["text"] for line in self._object({"decode": [list(ids) for ids in every]})]
+
+    def _object(self, request: dict[str, Any], prompts: Sequence[AskedPrompt] = ()) -> Iterator[dict[str, Any]]:
+        self._send(json.dumps(request))
+        for line in self._lines():
+            self._refuse_bad(line, prompts)
+            if "end" in line:
+                return
+            yield line
+
+    def _refuse_bad(self, line: dict[str, Any], prompts: Sequence[AskedPrompt]) -> None:
+        """Raises: FsdpTuneError with every prompt that cannot be answered."""
+        if "bad" in line:
+            raise FsdpTuneError(*(Problem("prompt-unusable", why, prompts[int(number)].where, hint) for number, why, hint in line["bad"]))
 
     def stop(self) -> None:
         """End the answer that is being generated; it is returned as far as it is."""

@@ -10,7 +10,8 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.compare import CompareAnswer, compare
+from fsdp_tune.jobs.compare import compare
+from fsdp_tune.jobs.compare_answers import CompareAnswer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CompareOptions
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file

@@ -204,7 +204,7 @@ class CompareOptions:
         float | None,
         Option(
             "Relative difference that counts as none [default: 1e-6; with --python 1e-4, in half precision 0.02; "
-            "between lines of two runs 1e-5, in half precision 0.001].",
+            "between lines of two runs 1e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
             metavar="X",
         ),
     ] = None
@@ -212,6 +212,13 @@ class CompareOptions:
         int | None,
         Option("Ranks of a side that does not give them, such as a configuration of another tool.", metavar="N", minimum=1),
     ] = None
+    prompts: Annotated[
+        Path | None,
+        Option("With a server: rows with `messages`, `prompt` or `text`, or lines of text [default: rows of the run].", metavar="FILE"),
+    ] = None
+    max_new_tokens: Annotated[int, Option("With a server: longest answer.", metavar="N", minimum=1)] = 32
+    served_model: Annotated[str | None, Option("With a server of several models: the one to compare.", metavar="NAME")] = None
+    api_key_env: Annotated[str | None, Option("With a server: the variable of the environment that holds its key.", metavar="NAME")] = None
     allowed: AllowedCode = Allowed()
 
 

@@ -27,6 +27,7 @@ CALLED_BY = {
     "torch's DDP": {"_rebuild_buckets"},
     "torch's dispatch modes": {"_should_skip_dynamo"},
     "torch.distributed.checkpoint": {"create_stream", "commit_tensor"},
+    "urllib": {"redirect_request"},
     "pickle": {"find_class", "persistent_load"},
     "ctypes": {"_fields_"},
     "files": {"seekable", "writable"},

@@ -6,11 +6,15 @@ the answer that is being generated. Prints JSON lines:
 `{"phase": "loading the model"}`, then `{"format": {…}, "device": "cpu", "notices": […]}` when prompts are read. For each list of prompts
 `{"prompt": 0, "model": 0, "piece": "text"}` …, `{"prompt": 0, "model": 0, "answer": {…}}` …, and `{"end": true}`; or, without an answer,
 `{"bad": [[0, reason, hint], …]}` with every prompt that cannot be encoded. At the end of a failure `{"problems": […], "exit_code": 2}`.
+
+A comparison with a server sends objects instead of lists: `{"references": [prompt, …], "max_new_tokens": 32}`, `{"scores": [{"ids",
+"tokens", "top"}, …]}` and `{"decode": [ids, …]}` (`Reference`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import signal
 import sys
@@ -26,11 +30,12 @@ from transformers.generation.streamers import BaseStreamer
 from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, Request
 from fsdp_tune.check.evaluation.score import load_with_adapter
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
-from fsdp_tune.data.prompts import Prompt, PromptFormat
+from fsdp_tune.data.prompts import EncodedPrompt, Prompt, PromptFormat
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
-from fsdp_tune.model.generate import end_ids_of, room
+from fsdp_tune.model.generate import end_ids_of, generate, room
+from fsdp_tune.model.kernels.attention import attention_with_masks
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 Emit = Callable[[dict[str, Any]], None]
@@ -97,7 +102,7 @@ class Answerer:
     def answer(self, ids: Sequence[int], emit: Callable[[str], None]) -> dict[str, Any]:
         """Generate the answer to a prompt with transformers' `generate`; `emit` gets its text in pieces."""
         emit("")  # the answer begins, and it may have no text
-        streamer = PieceStreamer(self._decode, self.end_ids, emit)
+        streamer = PieceStreamer(self.text_of, self.end_ids, emit)
         started = time.monotonic()
         prompt = torch.tensor([list(ids)], device=self.model.device)
         torch.manual_seed(self.settings.seed)
@@ -134,7 +139,8 @@ class Answerer:
         ends: dict[str, Any] = {"eos_token_id": list(self.end_ids), "pad_token_id": self.encoder.pad_id}
         return GenerationConfig(max_new_tokens=max_new_tokens, **ends, **sampling)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without the tokens that end it and other special ones unless the settings show them."""
         if self.settings.shows_special_tokens:
             return self.encoder.decode(ids)
         kept = [token for token in ids if token not in self.end_ids]
@@ -202,6 +208,144 @@ class Answering:
         return ids
 
 
+SENT_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Of a message, what OpenAI's API has."""
+
+
+class Reference:
+    """What the model makes of prompts and of answers of a server: tokens, log-probabilities, its own greedy answer."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._format, self._answerer = answering.format, answering.answerers[0]
+        self._encoder = self._answerer.encoder
+        self._ids: dict[str, list[int]] | None = None
+        """Ids by the text of the token."""
+
+    def reply(self, request: dict[str, Any], emit: Emit) -> None:
+        if "references" in request:
+            self._references(request["references"], request["max_new_tokens"], emit)
+        for each in request.get("scores", ()):
+            emit({"score": self._score(**each)})
+        for ids in request.get("decode", ()):
+            emit({"text": self._encoder.decode(ids)})
+        emit({"end": True})
+
+    def _references(self, prompts: Sequence[dict[str, Any]], max_new_tokens: int, emit: Emit) -> None:
+        """Emit the special tokens, then for each prompt its ids, its text, what a server is sent, and the model's greedy answer."""
+        encoder = self._encoder
+        encoded: list[EncodedPrompt] = []
+        bad: list[tuple[int, str, str | None]] = []
+        for number, raw in enumerate(prompts):
+            try:
+                encoded.append(self._format.encoded(Prompt(raw["kind"], raw["row"])))
+                self._answerer.refuse_beyond_positions(encoded[-1].ids)
+            except RowError as error:
+                bad.append((number, str(error), error.hint))
+        if bad:
+            emit({"bad": bad})
+            return
+        bos = None if encoder.bos_id is None else encoder.decode([encoder.bos_id])
+        ends = {str(token): encoder.decode([token]) for token in self._answerer.end_ids}
+        emit({"special": {"bos": bos, "bos_id": encoder.bos_id, "eos": encoder.eos_token, "ends": ends}})
+        for each in encoded:
+            emit({"reference": self._reference(each, max_new_tokens)})
+
+    @torch.inference_mode()
+    def _reference(self, prompt: EncodedPrompt, max_new_tokens: int) -> dict[str, Any]:
+        answerer, model = self._answerer, self._answerer.model
+        settings: dict[str, Any] = {"end_ids": answerer.end_ids, "pad_id": self._encoder.pad_id, "device": model.device}
+        with answerer.context():
+            (own,) = generate(model, [prompt.ids], max_new_tokens=max_new_tokens, **settings)
+        margins = self._values([*prompt.ids, *own], len(own) + 1).topk(2, dim=-1).values
+        lengths = [len(answerer.text_of(own[: count + 1])) for count in range(len(own))]
+        chat = prompt.chat
+        sent = None if chat is None else [_sent(dict(message)) for message in chat.messages]
+        found = {"ids": prompt.ids, "text": prompt.text, "messages": sent, "answer": own, "answer_text": answerer.text_of(own)}
+        return found | {
+            "tools": None if chat is None else chat.tools,
+            "variables": {} if chat is None else chat.variables,
+            "lengths": lengths,
+            "margins": (margins[:-1, 0] - margins[:-1, 1]).tolist(),
+            "is_ended": bool(own) and own[-1] in answerer.end_ids,
+        }
+
+    @torch.inference_mode()
+    def _score(self, ids: list[int], tokens: list[Any], top: list[list[Any]], *, scores_prompt: bool = False) -> dict[str, Any]:
+        """Return log-probabilities of tokens that follow `ids`, each [id or None, text], up to the first that is not identified.
+
+        `top`: tokens whose log-probabilities are wanted too, by position. `scores_prompt`: those of `ids` too.
+        """
+        known = self._identified(tokens)
+        every = self._values([*ids, *known], len(ids) + len(known) if scores_prompt else len(known) + 1)
+        values = every[-len(known) - 1 :]
+        best = values.max(dim=-1)
+        found: dict[str, Any] = {
+            "tokens": known,
+            "texts": [self._encoder.decode([token]) for token in known],
+            "logprobs": values[range(len(known)), known].tolist() if known else [],
+            "best": best.indices.tolist(),
+            "best_texts": [self._encoder.decode([token]) for token in best.indices.tolist()],
+            "best_logprobs": best.values.tolist(),
+            "top": [
+                [None if (one := self._identified([each])) == [] else float(values[at, one[0]]) for each in of_position]
+                for at, of_position in enumerate(top[: len(known)])
+            ],
+        }
+        if scores_prompt:
+            found["prompt_texts"] = [self._encoder.decode([token]) for token in ids[1:]]
+            found["prompt"] = every[range(len(ids) - 1), ids[1:]].tolist()
+        return found
+
+    def _values(self, ids: Sequence[int], last: int) -> torch.Tensor:
+        """Return the log-probabilities after each of the last tokens, float32 [last, vocabulary]."""
+        model: Any = self._answerer.model
+        row = torch.tensor([list(ids)], device=model.device)
+        takes = inspect.signature(model.forward).parameters
+        with self._answerer.context(), attention_with_masks(model.config):
+            logits = model(row, use_cache=False, **({"logits_to_keep": last} if "logits_to_keep" in takes else {})).logits[0, -last:]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def _identified(self, tokens: Sequence[Any]) -> list[int]:
+        """Return the ids of tokens, each [id or None, text], up to the first whose text is that of no token or of several.
+
+        llama.cpp leaves out tokens that end within a character, and adds their bytes to the text of the next one: it ends there too.
+        """
+        found: list[int] = []
+        for own, text in tokens:
+            if own is None:
+                self._ids = self._ids or self._ids_by_text()
+                candidates = self._ids.get(text, [])
+                if len(candidates) != 1:
+                    break
+                own = candidates[0]
+            elif text and text != self._encoder.decode([own]) and text.strip() != self._encoder.decode([own]).strip():
+                break
+            if not 0 <= own < self._encoder.vocabulary_size:
+                break
+            found.append(own)
+        return found
+
+    def _ids_by_text(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for token in range(self._encoder.vocabulary_size):
+            found.setdefault(self._encoder.decode([token]), []).append(token)
+        return found
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in the form of OpenAI's API, in which the arguments of a call are text."""
+    kept = {name: message[name] for name in SENT_FIELDS if message.get(name) is not None}
+    calls: list[Any] = []
+    for number, call in enumerate(kept.get("tool_calls", ())):
+        function = call.get("function", call)
+        given = function.get("arguments", {})
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append(
+            {"id": call.get("id", f"call_{number}"), "type": "function", "function": {"name": function["name"], "arguments": text}}
+        )
+    return kept | ({"tool_calls": calls} if calls else {})
+
+
 def main() -> None:
     output = sys.stdout
     stop = StopFlag()
@@ -215,8 +359,14 @@ def main() -> None:
         try:
             lines = _lines()
             answering = Answering.load(ModelsRequest.from_json(next(lines)), stop, emit)
+            reference: Reference | None = None
             for line in lines:
-                answering.answer(json.loads(line), emit)
+                request = json.loads(line)
+                if isinstance(request, dict):
+                    reference = reference or Reference(answering)
+                    reference.reply(request, emit)
+                else:
+                    answering.answer(request, emit)
         except FsdpTuneError as error:
             emit({"problems": [problem.as_dict() for problem in error.problems], "exit_code": int(error.exit_code)})
         except torch.OutOfMemoryError as error:

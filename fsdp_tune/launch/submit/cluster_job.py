@@ -52,7 +52,7 @@ class ClusterJob:
 
     name: str
     program: tuple[str, ...]
-    """The words that start `fsdp-tune` on this machine."""
+    """The words that start `fsdp-tune` on a machine of the job."""
     arguments: tuple[str, ...]
     """Train, continuing from the newest complete checkpoint; the same on each machine, which has one task."""
     output_dir: Path

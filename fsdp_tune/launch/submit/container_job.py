@@ -100,7 +100,7 @@ class ContainerJob:
     def shell_command(self, machine_rank: str, more: str = "") -> str:
         """Return the command line of one machine. `machine_rank` and `more` are shell words with variables of the engine."""
         rank = f" --machine-rank {machine_rank}" if self.machines > 1 else ""
-        return f"exec {shlex.join(self.cluster.command)}{rank}{more and f' {more}'}"
+        return f"exec {shlex.join((*self.cluster.program, *self.cluster.arguments))}{rank}{more and f' {more}'}"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -174,12 +174,13 @@ def container_job(
     if problems or ranks == "auto":
         raise FsdpTuneError(*problems)
     overrides = [word for override in loaded.overrides for word in ("--set", override)]
-    train = ("fsdp-tune", "train", "--config", f"{directory}/{RECIPE_FILE}")
+    train = ("train", "--config", f"{directory}/{RECIPE_FILE}")
     home = next(mount for mount in mounts if mount.holds(output)).path / "cache"
     port = recipe.launch.main_process_port
     cluster = ClusterJob(
         name=job_name(name or str(recipe.name)),
-        command=(*train, "--name", str(recipe.name), "--resume", "auto", *overrides, *options),
+        program=("fsdp-tune",),
+        arguments=(*train, "--name", str(recipe.name), "--resume", "auto", *overrides, *options),
         output_dir=Path(output),
         working_directory=Path("/"),
         machines=machines,

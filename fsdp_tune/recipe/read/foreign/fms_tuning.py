@@ -169,7 +169,6 @@ _PROCESSOR: Rules = {
     "odm": question("weights that change while training are `data: {curriculum: …}`", "data", "curriculum"),
 }
 _DATA: Rules = {"dataprocessor": section(_PROCESSOR), "datasets": _sets}
-_PREPARED = leave("`fsdp-tune prepare` does that")
 _OWN_KERNELS = off_or("off", "kernels are chosen in `kernels:`")
 RULES: Rules = {
     "model_name_or_path": same("model.name_or_path"),
@@ -204,7 +203,9 @@ RULES: Rules = {
     "add_special_tokens": same("model.tokens.add"),
     "cache_dir": leave("prepared data are in `data.cache_dir`"),
     **dict.fromkeys(("fast_kernels", "fused_lora", "auto_gptq", "fast_moe"), _OWN_KERNELS),
-    **dict.fromkeys(("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"), _PREPARED),
+    **dict.fromkeys(
+        ("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"), leave("`fsdp-tune prepare` does that")
+    ),
     "accelerate_launch_args": section(ACCELERATE_RULES),
     "trainer_controller_config_file": question("rules of the trainer are `training: {early_stopping: …}`", "training"),
     **dict.fromkeys(("prompt_tuning_init", "num_virtual_tokens", "prompt_tuning_init_text"), leave("of prompt tuning")),

@@ -1,0 +1,191 @@
+"""Compare a trained model with a server that serves it: what `compare RUN http://HOST:PORT/v1` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.check.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
+from fsdp_tune.check.comparison.served import (
+    OF_ONE_TOKEN,
+    TOLERANCE,
+    Exchange,
+    asked,
+    cause_of_tokens,
+    compare_served,
+    numbers_of,
+)
+from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.data.prompts import prompt_of_row
+from fsdp_tune.data.read.row_files import BadRow, RowError
+from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference, SideAnswer, first_of
+from fsdp_tune.jobs.generate import AnsweringModel, AskedPrompt, open_model, read_prompts
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
+from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.run.directory import run_of
+
+PROMPTS_OF_A_RUN = 8
+NEVER_COMPARED = (
+    "sampling: the server was asked for greedy answers (temperature 0)",
+    "answers after `--max-new-tokens`, and many requests at a time, which some servers compute in another order",
+)
+
+
+def compare_with_server(a: str, url: str, options: CompareOptions, observer: Observer) -> CompareAnswer:
+    """Compare prompts, log-probabilities and greedy answers of a server with those of the model, computed here on the CPU in fp32.
+
+    Raises: FsdpTuneError for a model or prompts that cannot be read, and a server that cannot be reached or answers otherwise.
+    """
+    if is_url(a):
+        raise usage_error("usage", f"A is a server, `{a}`: what it should serve is not given", hint=f"fsdp-tune compare RUN {url}")
+    prompts = read_prompts(str(options.prompts)) if options.prompts is not None else _prompts_of_run(a)
+    observer.phase(f"connecting to {url}")
+    server = OpenAIServer(url, key_of(options.api_key_env), options.served_model)
+    loading = GenerateOptions(max_new_tokens=options.max_new_tokens, device="cpu", dtype="fp32", allowed=options.allowed)
+    with open_model(a, loading, observer=observer) as model:
+        exchanges, special, refused = _exchanges(model, server, prompts, options.max_new_tokens, observer)
+        return _answer(a, server, exchanges, special, refused, model, options)
+
+
+def _prompts_of_run(name: str) -> list[AskedPrompt]:
+    """Return the first prompts of a run's first training source. Raises: usage error if it has none that can be asked."""
+    hint = "`--prompts FILE`: rows with `messages`, `prompt` or `text`, or a text file with a prompt on each line"
+    run = run_of(Path(name)) if Path(name).is_dir() else None
+    if run is None:
+        raise usage_error("compare-prompts", f"`{name}` is not a run, so it has no prompts to ask", hint=hint)
+    source = find_source(read_resolved(run).data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), "data.train[0]")
+    found: list[AskedPrompt] = []
+    for file, row in islice(source.read(), PROMPTS_OF_A_RUN):
+        where = Where(source.names[file], row.number if isinstance(row, BadRow) else row[0])
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason)
+            found.append(AskedPrompt((prompt_of_row(row[1], is_line=False),), where))
+        except RowError as error:
+            raise usage_error(
+                "compare-prompts", f"the rows of the run cannot be asked as they are: {error}", where=where, hint=hint
+            ) from error
+    if not found:
+        raise usage_error("compare-prompts", f"the first source of `{name}` has no rows", hint=hint)
+    return found
+
+
+def _exchanges(
+    model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
+) -> tuple[list[Exchange], dict[str, Any], list[str]]:
+    """Return what model and server make of each prompt, the special tokens of the model, and what the server refuses."""
+    observer.phase("computing the answers of A")
+    special, references = model.refer(prompts, max_tokens)
+    exchanges: list[Exchange] = []
+    refused: list[str] = []
+    with observer.progress("asking the server", len(prompts), "prompts") as bar:
+        for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True), 1):
+            name = f"prompt {number}" + (f" ({prompt.where})" if str(prompt.where) else "")
+            read, answer = _asked(server, reference, max_tokens)
+            each = Exchange(name, prompt.shown, str(prompt.where) or None, reference, read, answer)
+            if read.ids is not None and answer.prompt_tokens not in (None, len(read.ids)):
+                refused.append(
+                    f"the tokens of {name}: the server's endpoint for them returns {len(read.ids)}, and it answered {answer.prompt_tokens}"
+                )
+                each.prompt = ServedPrompt(read.text, None)
+            try:
+                each.same = server.complete_ids(reference["ids"], max_tokens)
+            except RefusedError as error:
+                each.refused = str(error)
+            exchanges.append(each)
+            bar.advance()
+    observer.phase("computing the log-probabilities of A")
+    _score(model, exchanges)
+    return exchanges, special, refused
+
+
+def _asked(server: OpenAIServer, reference: dict[str, Any], max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:
+    messages = reference["messages"]
+    if messages is None:
+        return server.text_prompt(reference["text"]), server.complete(reference["text"], max_tokens)
+    extra = {"tools": reference["tools"]} if reference["tools"] else {}
+    extra |= {"chat_template_kwargs": reference["variables"]} if reference["variables"] else {}
+    return server.chat_prompt(messages, extra), server.chat(messages, extra, max_tokens)
+
+
+def _score(model: AnsweringModel, exchanges: Sequence[Exchange]) -> None:
+    """Add the model's log-probabilities of the server's answers."""
+    requests: list[dict[str, Any]] = []
+    for each in exchanges:
+        ids = each.reference["ids"]
+        requests.append({"ids": ids, **asked(each.answer.tokens)})
+        if each.same is not None:
+            requests.append({"ids": ids, **asked(each.same.tokens), "scores_prompt": bool(each.same.prompt)})
+    scores = iter(model.scores(requests))
+    for each in exchanges:
+        each.score = next(scores)
+        if each.same is not None:
+            each.same_score = next(scores)
+
+
+def _answer(
+    name: str,
+    server: OpenAIServer,
+    exchanges: Sequence[Exchange],
+    special: dict[str, Any],
+    refused: Sequence[str],
+    model: AnsweringModel,
+    options: CompareOptions,
+) -> CompareAnswer:
+    def decode(ids: Sequence[int]) -> str:
+        return model.texts([ids])[0]
+
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
+    stages, left_out = compare_served(exchanges, special, server.properties, tolerance, decode)
+    numbers = numbers_of(exchanges, server.kind, server.model, server.stored_type)
+    found = first_of(stages)
+    status = {stage.status for stage in stages}
+    missing = [f"{stage.title}: {stage.detail}" for stage in stages if stage.status == "not_compared"]
+    cause = None
+    if found is not None:
+        is_equal = {stage.name: stage.status == "equal" for stage in stages}
+        text, hint = cause_of_tokens(exchanges, special, decode) or ("", None)
+        is_shown = bool(text) and is_equal["same_tokens"]
+        if is_shown:
+            text += "; with A's tokens as the prompts its log-probabilities are A's"
+        elif not text:
+            text, hint = _of_numbers(found, numbers.scale, server, tolerance)
+        cause = Cause([], {}, is_shown=is_shown, text=text, hint=hint)
+    return CompareAnswer(
+        equal="different" not in status and is_informative(stages),
+        a=SideAnswer(name, "model", None, []),
+        b=SideAnswer(server.url, "server", None, []),
+        keys=[],
+        environment={},
+        stages=stages,
+        first=found,
+        cause=cause,
+        later=[],
+        first_step=None,
+        first_bits=None,
+        rows_of_step=None,
+        tolerance=tolerance,
+        not_compared=list(dict.fromkeys([*missing, *refused, *left_out, *NEVER_COMPARED])),
+        served=numbers,
+    )
+
+
+def is_informative(stages: Sequence[Any]) -> bool:
+    """Return whether something was compared that depends on the weights."""
+    return any(stage.status == "equal" and stage.name in ("logprobs", "same_tokens", "answers") for stage in stages)
+
+
+def _of_numbers(found: FirstDifference, scale: float | None, server: OpenAIServer, tolerance: float) -> tuple[str, str | None]:
+    """Return the cause of a difference that is not one of tokens, and what to do."""
+    if found.stage == "special_tokens":
+        return "the server's files name another token", "convert or copy the tokenizer of the model again"
+    if scale is not None:
+        return f"the server's logits are {scale:g} times A's", "a temperature, a scale of the logits or a soft cap: see its settings"
+    stored = f"; its weights are stored as {server.stored_type}" if server.stored_type else ""
+    text = f"not shown: other weights, or weights of another type{stored}"
+    hint = f"is it this model? Rounding is less than `--tolerance {tolerance:g}` on average, and {OF_ONE_TOKEN:g} times that for one token"
+    return text, hint
