@@ -14,11 +14,11 @@ from typer.core import TyperCommand, TyperGroup
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
 from fsdp_tune.cli.env import cache, env
-from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.prepare import prepare
-from fsdp_tune.cli.recipes import import_config, recipes, templates
+from fsdp_tune.cli.recipes import explain, import_config, recipes, templates
 from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
+from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
@@ -115,6 +115,7 @@ app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Write a page about runs: curves, events, samples, recipe.")(report)
 app.command(short_help="Explain a recipe key or the code of an error.")(explain)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
+app.add_typer(submit, no_args_is_help=False)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)
 app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported like any other error, also with --json

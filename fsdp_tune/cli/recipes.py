@@ -1,4 +1,4 @@
-"""The commands about recipes: the catalogue, `import`, and the chat templates of the package.
+"""The commands about recipes: the catalogue, `import`, `explain`, and the chat templates of the package.
 
 `recipes list|show|copy|new|schema`: the catalogue in the package, a recipe for a model and GPUs, and the JSON Schema for editors.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -18,7 +19,7 @@ from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.jobs.options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.answers import TemplateAnswer
+    from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation, TemplateAnswer
     from fsdp_tune.jobs.import_recipe import Import
 
 
@@ -147,8 +148,9 @@ def import_config(
     file: Annotated[
         Path,
         Argument(
-            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
-            "with the command that starts one of them, or transformers' `run_clm.py`.",
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
+            "DeepSpeed (YAML or JSON), a script with the command that starts one of them or transformers' `run_clm.py`, or a script or "
+            "notebook of unsloth, which is read and not run.",
             metavar="FILE",
         ),
     ],
@@ -158,31 +160,31 @@ def import_config(
 
     Each key is kept, converted, computed with others, dropped with the reason, or a question: a line `# DECIDE:` in the recipe.
 
-    \b
-    Example:
-        fsdp-tune import axolotl.yaml --output recipe.yaml
-    """
-    from fsdp_tune.jobs.answers import Decision, ImportAnswer, ImportedKey
+    Exit code 1 with --check: the recipe is written, and the comparison shows a difference.
 
-    output = options.output
-    found = fsdp_tune.import_recipe(file, **given(options))
-    imported = found.imported
-    screen.document(
-        ImportAnswer(
-            tool=imported.tool,
-            source=str(file),
-            output=None if output is None else str(output),
-            recipe=imported.text,
-            counts=imported.counts,
-            account=[ImportedKey(**row.as_dict()) for row in imported.rows],
-            decisions=[Decision(key, words) for key, words in imported.decisions],
-            unchecked=list(found.unchecked),
-        )
-    )
+    \b
+    Examples:
+        fsdp-tune import axolotl.yaml --output recipe.yaml
+        fsdp-tune import axolotl.yaml --output recipe.yaml --check
+    """
+    from fsdp_tune.cli.compare import show_comparison
+    from fsdp_tune.core.errors import ExitCode
+    from fsdp_tune.jobs.import_recipe import check_import, nothing_to_check
+
+    if options.check and options.output is None:
+        raise nothing_to_check()
+    found = fsdp_tune.import_recipe(file, **given(replace(options, check=False)))
     if not screen.json_output:
-        if output is None:
-            screen.result(imported.text)
-        _show(screen, found, output)
+        if options.output is None:
+            screen.result(found.imported.text)
+        _show(screen, found, options.output)
+    if options.check:  # after the account, which is there when the comparison fails
+        found = replace(found, check=check_import(found, allowed=options.allowed, observer=screen))
+    screen.document(found.answer())
+    if found.check is not None:
+        show_comparison(screen, found.check)
+        if not found.check.equal:
+            raise typer.Exit(ExitCode.FAILED)
 
 
 def _show(screen: Screen, found: Import, output: Path | None) -> None:
@@ -192,7 +194,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
     for key, words in imported.decisions:
-        screen.message(f"to decide: {key}: {words}")
+        screen.message(f"to decide: {f'{key}: ' if key else ''}{words}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
@@ -289,3 +291,65 @@ def _described(name: str) -> TemplateAnswer:
     template = BUNDLED[name]
     system, tools, thinking = (part in template.parts for part in PARTS)
     return TemplateAnswer(name, for_=template.purpose, system=system, tools=tools, thinking=thinking, tokens=list(template.tokens))
+
+
+# ---- `explain`: the documentation of a recipe key or an error code.
+
+
+_SHOWN = 10
+"""Messages of a code on the terminal."""
+_ON_RESUME = {
+    "free": "may change when a run is resumed",
+    "trajectory": "may change when a run is resumed; the change is reported, since the next steps compute something else",
+    "refused": "may not change when a run is resumed: the completed steps depend on it",
+}
+
+
+@verb
+def explain(
+    screen: Screen,
+    word: Annotated[
+        str, Argument("A key, such as `training.learning_rate` or `learning_rate`, or the code of an error.", metavar="KEY|CODE")
+    ],
+) -> None:
+    """Explain a recipe key (meaning, values, default, effects) or the code of an error or notice.
+
+    \b
+    Examples:
+        fsdp-tune explain data.packing
+        fsdp-tune explain data-changed
+    """
+    from fsdp_tune.jobs.answers import CodeExplanation
+    from fsdp_tune.jobs.explain import explain as explanation_of
+
+    found = explanation_of(word)
+    screen.document(found)
+    if isinstance(found, CodeExplanation):
+        _show_code(screen, found)
+    else:
+        _show_key(screen, found)
+
+
+def _show_code(screen: Screen, found: CodeExplanation) -> None:
+    screen.message(found.code)
+    if found.text:
+        screen.message(f"\n{found.text}")
+    for each in found.messages[:_SHOWN]:
+        screen.message(f"\nmessage: {each.message}" + (f"\nhint:    {each.hint}" if each.hint else ""))
+    if len(found.messages) > _SHOWN:
+        screen.message(f"\nand {len(found.messages) - _SHOWN} more messages, which `--json` lists")
+
+
+def _show_key(screen: Screen, found: KeyExplanation) -> None:
+    default = "none: the key is required" if found.is_required else json.dumps(found.default, ensure_ascii=False)
+    works = [json.dumps(value) for value in found.in_this_release]
+    screen.message(found.key)
+    if found.meaning:
+        screen.message(f"\n{found.meaning}\n")
+    if found.keys:
+        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}")
+    else:
+        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""))
+        screen.message(f"default:  {default}")
+        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}")
+        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}")

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
     from fsdp_tune.jobs.results import RunReport
     from fsdp_tune.launch.run_status import DirectoryStatus, MirrorStatus, RunStatus, Spike
+    from fsdp_tune.launch.submit.cluster_job import JobStart
     from fsdp_tune.merge.merging import MergeResult
 
 WATCH_SECONDS = 2.0
+SHOWN_STARTS = 8
 SPIKE_ROWS = 8
 """Rows of a spike that `status` shows."""
 
@@ -148,6 +150,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
         _show_spike(screen, facts.spike)
     for bad in facts.rejected_checkpoints:
         screen.message(f"not complete: {bad.path}: {bad.reason}")
+    if facts.starts:
+        _show_starts(screen, facts.starts)
     if facts.merged:
         screen.message(f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: {facts.merged}")
     if facts.problem:
@@ -163,6 +167,18 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
+
+
+def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
+    """Print the newest starts by a cluster's engine, with what each added."""
+    rows: list[list[str]] = []
+    for each in starts[-SHOWN_STARTS:]:
+        began = time.strftime("%m-%d %H:%M", time.localtime(each.started_at))
+        lasted = "" if each.ended_at is None else format_seconds(each.ended_at - each.started_at)
+        steps = f"{each.first_step:,} → {'' if each.last_step is None else f'{each.last_step:,}'}"
+        ended = "runs, or was killed" if each.then is None else f"{each.exit_code}, {each.then}"
+        rows.append([f"{each.job}.{each.start}", began, lasted, steps, ended])
+    screen.table(f"starts as a job ({len(starts)})", ["job", "started", "time", "saved steps", "exit code"], rows)
 
 
 def _show_spike(screen: Screen, spike: Spike) -> None:

@@ -12,7 +12,6 @@ from fsdp_tune.jobs.answers import (
     CodeExplanation,
     EnvironmentAnswer,
     FollowerAnswer,
-    ImportAnswer,
     KeyExplanation,
     NewRecipeAnswer,
     PrepareAnswer,
@@ -32,8 +31,12 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.compare import CompareAnswer
+from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.import_recipe import ImportAnswer
+from fsdp_tune.jobs.manifests import ManifestAnswer
+from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
 from fsdp_tune.merge.merge_options import MergeAnswer
@@ -58,6 +61,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "plan": (plan_answer(),),
         "prepare": (PrepareShownAnswer, PrepareAnswer),
         "rehearse": (RehearseAnswer,),
+        "submit slurm": (SubmitAnswer, DrillAnswer),
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),
@@ -66,6 +70,9 @@ def answers() -> dict[str, tuple[type, ...]]:
         "compare": (CompareAnswer,),
         "status": (RunStatus, DirectoryStatus),
         "report": (ReportAnswer,),
+        "submit kubernetes": (ManifestAnswer,),
+        "submit skypilot": (ManifestAnswer,),
+        "submit dstack": (ManifestAnswer,),
         "explain": (KeyExplanation, CodeExplanation),
         "env": (EnvironmentAnswer,),
         "cache list": (CacheListAnswer,),

@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import DecodedExample, KeyAccount
 from fsdp_tune.merge.merge_options import MergeAnswer
-from fsdp_tune.model.loading.model_facts import ModelFacts
+from fsdp_tune.model.loading.model_files import ModelFacts
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -327,26 +327,6 @@ class ImportedKey(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(JsonAnswer):
-    key: str
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class ImportAnswer(JsonAnswer):
-    tool: str
-    source: str
-    output: str | None
-    recipe: str
-    """The text."""
-    counts: dict[str, int]
-    """Fate → how many keys."""
-    account: list[ImportedKey]
-    decisions: list[Decision]
-    unchecked: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class KeyExplanation(JsonAnswer):
     """A recipe key, as docs/reference/recipe.yaml describes it."""
 
@@ -367,11 +347,19 @@ class KeyExplanation(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class CodeMessage(JsonAnswer):
+    message: str
+    """With `…` for what is known at run time only."""
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class CodeExplanation(JsonAnswer):
-    """The code of an error or notice, as docs/reference/errors.md explains it."""
+    """The code of an error or notice: its messages, and what docs/reference/errors.md adds to them."""
 
     code: str
     text: str
+    messages: list[CodeMessage]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Explain a recipe key or an error code, from the schema and from docs/reference/errors.md."""
+"""Explain a recipe key or an error code, from the schema and from docs/reference/errors.md and messages.tsv."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import cache
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.version import shipped
-from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation
+from fsdp_tune.jobs.answers import CodeExplanation, CodeMessage, KeyExplanation
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema.keys import all_keys, closest, effect_of, unknown_key_hint
 from fsdp_tune.recipe.schema.reference import describe_key, described_names
 
 _INDEX = re.compile(r"\[\d*\]")
 _HEADING = re.compile(r"^## ([a-z0-9-]+)\n", re.MULTILINE)
-_FORM = re.compile(r"^_(.*)_(?=(?:\. Hint: .*)?$)", re.MULTILINE)
+_FORM = re.compile(r"^_.*_$", re.MULTILINE)
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 
 
@@ -25,7 +25,7 @@ def explain(word: str) -> KeyExplanation | CodeExplanation:
     """
     name, names, codes = _INDEX.sub("", word), described_names(), error_codes()
     if word in codes:
-        return CodeExplanation(word, codes[word])
+        return codes[word]
     found = [name] if name in names else [each for each in names if each.rpartition(".")[2] == name]
     if len(found) == 1:
         return _key(found[0])
@@ -61,9 +61,22 @@ def _unknown(name: str, known: list[str]) -> FsdpTuneError:
 
 
 @cache
-def error_codes() -> dict[str, str]:
-    """Return the text of each code of docs/reference/errors.md, without marks of Markdown."""
+def error_codes() -> dict[str, CodeExplanation]:
+    """Return each code of docs/reference/errors.md with its text, without marks of Markdown, and its messages."""
     page = shipped("docs/errors.md", "docs/reference/errors.md").read_text(encoding="utf-8")
     _, *parts = _HEADING.split(page)
-    texts = (re.split(r"^# ", text, maxsplit=1, flags=re.MULTILINE)[0].strip() for text in parts[1::2])
-    return {code: _LINK.sub(r"\1", _FORM.sub(r"\1", text)) for code, text in zip(parts[::2], texts, strict=True)}
+    texts = (re.split(r"^# ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in parts[1::2])
+    messages = _messages()
+    return {
+        code: CodeExplanation(code, _LINK.sub(r"\1", _FORM.sub("", text)).strip(), messages.get(code, []))
+        for code, text in zip(parts[::2], texts, strict=True)
+    }
+
+
+def _messages() -> dict[str, list[CodeMessage]]:
+    table = shipped("docs/messages.tsv", "docs/reference/messages.tsv").read_text(encoding="utf-8")
+    found: dict[str, list[CodeMessage]] = {}
+    for line in table.splitlines()[1:]:
+        code, message, hint = line.split("\t")
+        found.setdefault(code, []).append(CodeMessage(message, hint or None))
+    return found

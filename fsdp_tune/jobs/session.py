@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.fsdp_arguments import compiles
-from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -73,6 +73,19 @@ def resolve_recipe(
         positions=loaded.positions,
         resume=resume,
     )
+
+
+def sized_recipe(
+    source: str, overrides: Sequence[str], nodes: int | None, gpus_per_node: int | None, *, name: str | None = None
+) -> LoadedRecipe:
+    """Read a recipe for this number of machines and of ranks on each; None: as the recipe says. Raises: FsdpTuneError."""
+    loaded = load_recipe(source, overrides, name=name)
+    launch = loaded.recipe.launch
+    machines = nodes or launch.num_machines
+    size = [f"launch.num_machines={machines}"] if machines != launch.num_machines else []
+    if gpus_per_node is not None and launch.num_processes != machines * gpus_per_node:
+        size.append(f"launch.num_processes={machines * gpus_per_node}")
+    return load_recipe(source, [*overrides, *size], name=name) if size else loaded
 
 
 def check_cache(recipe: Recipe, *, writes: bool = True) -> None:

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.devices import visible_devices
-from fsdp_tune.core.environment import accelerate_default_config, host, versions
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
@@ -43,12 +41,12 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.coordination import CountedBar, WorkCounter
+from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.upload import check_access
-from fsdp_tune.model.loading.model_facts import ModelFacts
-from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
+from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.findings import as_problem
@@ -126,6 +124,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
     observer.notices(resolution.notices)
     recipe = resolution.recipe
+    if starts_here and options.machine_rank is None:
+        observer.notices(check_allocation(recipe, os.environ))
     rank = machine_rank_of(recipe, options.machine_rank, os.environ) if starts_here else options.machine_rank or 0
     address = None if starts_here else "FIRST_MACHINE"
     run = RunDir(Path(recipe.output_dir))

@@ -18,10 +18,10 @@ from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.coordination import machines_elsewhere
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.process_tree import is_rank_of
+from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
-from fsdp_tune.run.events import SPIKES, TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import json_objects, number
+from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
@@ -136,6 +136,8 @@ class RunStatus(JsonAnswer):
     """The newest one."""
     mirror: MirrorStatus | None
     """Of `checkpoint.mirror`."""
+    starts: list[JobStart]
+    """By a cluster's engine (`submit`), oldest first."""
 
     @property
     def is_active(self) -> bool:
@@ -193,6 +195,7 @@ def run_status(run: RunDir) -> RunStatus:
         peak_host_gib=_highest(logged, "peak_host_gib"),
         spike=newest_spike(run.metrics_jsonl),
         mirror=_mirror_status(run, recipe.checkpoint.mirror),
+        starts=read_attempts(run.path),
     )
 
 

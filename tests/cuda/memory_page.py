@@ -17,11 +17,10 @@ _BINS = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, float("inf"))
 """Upper ends of the counts: per cent of the live peak."""
 _WORST = 10
 _HOW = """Written by `scripts/test --suite memory --recipes {recipes} --seed {first} --write`. Recipes drawn from the schema (seeds
-{first} to {last}) train with the real worker on one or two emulated GPUs
-([what they are](../development/testing.md#an-emulated-gpu)), three steps
-of full rows. The most that is allocated in the third is compared with the replay of the recipe's trace, both in the allocator's blocks of
-512 bytes. The emulated device has neither a CUDA context nor the workspaces of cuBLAS and of flash kernels; the plan's figures for these
-are not part of the comparison. Models are toys: peaks are 15 to 500 MiB. A plan is within bounds if it is off by at most 0.5 % or 1 MiB.
+{first} to {last}) train three steps of full rows on one or two [emulated GPUs](../development/testing.md#an-emulated-gpu). The most that is
+allocated in the third is compared with the replay of the recipe's trace, both in the allocator's blocks of
+512 bytes, without the CUDA context and the workspaces of cuBLAS and flash kernels, which the device does not have.
+Models are toys: peaks are 15 to 500 MiB. A plan is within bounds if it is off by at most 0.5 % or 1 MiB.
 
 **{within} of {compared} recipes are within bounds**: median {median} %, nine of ten below {ninetieth} %, largest {largest} %. {counts}.
 [plan-accuracy.json](data/plan-accuracy.json) has the {shown} that are farthest off, with the tensors where run and plan part, and

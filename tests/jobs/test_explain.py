@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fsdp_tune.cli.explain import explain as command
+from fsdp_tune.cli.recipes import explain as command
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation
+from fsdp_tune.jobs.answers import CodeExplanation, CodeMessage, KeyExplanation
 from fsdp_tune.jobs.explain import error_codes, explain
 from fsdp_tune.recipe.schema.reference import described_names
 from tests.cli.conftest import refuse_undeclared
@@ -18,10 +18,23 @@ def test_every_key_and_code_is_explained() -> None:
         assert isinstance(found, KeyExplanation)
         assert found.takes
         assert found.keys or found.meaning or found.key.count(".") == 0, name
-    for code, text in error_codes().items():
-        assert explain(code) == CodeExplanation(code, text)
-        assert text
-        assert not text.startswith("_")
+    for code, explanation in error_codes().items():
+        assert explain(code) == explanation
+        assert explanation.code == code
+        assert explanation.text or explanation.messages
+        assert not explanation.text.startswith("_")
+        assert "](" not in explanation.text
+
+
+def test_code_has_the_messages_and_hints_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = CodeMessage("`lora:` needs PEFT, which is not installed", "pip install peft")
+    assert explain("lora-needs-peft") == CodeExplanation("lora-needs-peft", "", [expected])
+    command(word="lora-needs-peft", json_output=False)
+    assert capsys.readouterr().out == f"lora-needs-peft\n\nmessage: {expected.message}\nhint:    {expected.hint}\n"
+    command(word="contradiction", json_output=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("message: ") for line in lines) == 10
+    assert lines[-1].startswith("and ")
 
 
 def test_key_has_default_values_and_effects() -> None:

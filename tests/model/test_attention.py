@@ -18,7 +18,7 @@ from fsdp_tune.model.kernels.attention import choose_attention, has_variable_len
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loss import micro_batch_loss, model_inputs
+from fsdp_tune.model.step import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.setup import _collator
 from tests.model.families import FAMILIES
@@ -82,6 +82,9 @@ def choice(
         ({"installed": (2,), "family": "bloom"}, "eager", "has no other"),
         ({"installed": (2, 3), "asked": "eager"}, "eager", "set in the recipe"),
         ({"installed": (2, 3), "asked": "torch_varlen"}, "torch_varlen", "set in the recipe"),
+        ({"installed": (2, 3), "asked": "sdpa_or_eager"}, "sdpa", "excludes FlashAttention"),
+        ({"asked": "sdpa_or_eager", "packing": True}, "sdpa", "packed rows get a block-diagonal mask"),
+        ({"installed": (2, 3), "asked": "sdpa_or_eager", "family": "gpt_oss"}, "eager", "GptOssForCausalLM has no other"),
     ],
     ids=str,
 )

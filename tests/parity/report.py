@@ -17,18 +17,17 @@ FAULTS_OF_STACK = "faults of the stack"
 
 HEAD = """# Parity
 
-Generated from [parity.json](data/parity.json), which has a row for each run; `scripts/test --suite parity --write` measures and writes
-both. Each run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}).
-
-The reference is `fsdp_tune/check/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
-packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
-batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and some of them are not trained. Vocabulary
+Each run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}),
+compared with the [plain loop](numerics.md), in which each example goes through the model alone.
+`scripts/test --suite parity --write` writes this page and [parity.json](data/parity.json), which has a row for each run.
+A run takes 22 optimizer steps of 16 rows over 4 epochs, the last
+batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ. Vocabulary
 (257) and widths are not divisible by any number of ranks.
 
 Numbers are relative deviations, the largest of all runs: `loss` and `grad norm` of any step, `mean` the mean signed one of the loss (a bug
-pulls to one side, rounding does not), `parameters` the norm of the difference after the last step over the norm of the update,
+pulls to one side), `parameters` the norm of the difference after the last step over the norm of the update,
 `worst tensor` the same for the worst single tensor. The tests require loss, eval loss and gradient norm within 1e-5 and parameters
-within 1e-4. Muon orthogonalises in bf16; its loss may deviate by 5e-5 and its parameters by 0.02.
+within 1e-4; of Muon, which orthogonalises in bf16, 5e-5 and 0.02.
 
 {coverage}
 """
@@ -43,7 +42,7 @@ slice (`tests/parity/breaks.py`).
 """
 STACK = """## Faults of the stack
 
-{number} cases compare the stock path with the one here. [Numerics](numerics.md#faults-of-the-stack-and-where-they-are-fixed) explains them.
+{number} cases compare the stock path with the one here ([Numerics](numerics.md#faults-of-the-stack-and-where-they-are-fixed)).
 """
 DRAWN = "## Recipes drawn from the schema"
 """Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test --suite fuzz`."""

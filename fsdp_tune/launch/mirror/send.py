@@ -37,9 +37,8 @@ from fsdp_tune.launch.mirror.remote_run import (
     run_folder,
 )
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, checkpoint_step
-from fsdp_tune.run.events import MIRROR_FAILED, MIRRORED, EventKind
 from fsdp_tune.run.manifest import MANIFEST_NAME, Digester, FileEntry, Manifest, digest_file, is_inside, list_files, read_manifest
-from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.metrics_file import MIRROR_FAILED, MIRRORED, EventKind, append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError
 

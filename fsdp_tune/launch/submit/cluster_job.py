@@ -1,0 +1,208 @@
+"""A run as a job of a cluster: what an engine has to know, where the job's files are, and the ledger of its starts.
+
+The files are in `RUN.submit`, next to the run directory: this does not exist before the first start, and `--overwrite` moves it away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.run.metrics_file import CHECKPOINT_SAVED, json_objects, number
+
+LEAST_LEAD_SECONDS = 120
+"""Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of seconds."""
+UNKNOWN_LEAD_SECONDS = 600
+UNMEASURED_BYTES_PER_SECOND = 100e6
+"""A shared file system that has much else to do."""
+STOP_STEPS = 3
+"""After a signal the ranks finish at most two more steps, and the one that they are in."""
+MEASURED_LINES = 50
+"""The last saves, evaluations and steps that are counted."""
+MARGIN = 2.0
+ENDED_BY_SLURM = "ended by Slurm"
+"""In the ledger: the job was cancelled, or Slurm starts it again by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """How long before the end of its time a job is told to stop, and the arithmetic of it."""
+
+    seconds: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayTask:
+    """A run of a sweep."""
+
+    output_dir: Path
+    arguments: tuple[str, ...]
+    """What differs from those of the other runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A run for an engine. `gpus_per_machine` 0: on CPUs."""
+
+    name: str
+    program: tuple[str, ...]
+    """The words that start `fsdp-tune` on this machine."""
+    arguments: tuple[str, ...]
+    """Train, continuing from the newest complete checkpoint; the same on each machine, which has one task."""
+    output_dir: Path
+    """The run directory, absolute. All machines see it."""
+    working_directory: Path
+    """Where relative paths of the recipe start."""
+    machines: int
+    gpus_per_machine: int
+    lead: Lead
+    cpus_per_machine: int | None = None
+    time_limit: str | None = None
+    """As the engine writes it."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    chooses_port: bool = False
+    """Whether the first machine's port is left to the engine: jobs that share a node must differ."""
+    tasks: tuple[ArrayTask, ...] = ()
+    """Runs of a sweep, each in a job of its own; `output_dir` is then the directory that they are in."""
+    max_stalled_starts: int = 3
+    """Starts in a row without a new checkpoint after which the job is not started again."""
+
+    @property
+    def files(self) -> JobFiles:
+        return JobFiles(self.output_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """What submitting a run leaves next to its directory."""
+
+    output_dir: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir.with_name(f"{self.output_dir.name}.submit")
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "job.sbatch"
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "submit.lock"
+
+    @property
+    def submitted(self) -> Path:
+        """Ids of the jobs, a JSON object a line."""
+        return self.folder / "submitted.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """The ledger: the job appends a JSON object at each start and each end."""
+        return self.folder / "attempts.jsonl"
+
+    def log(self, job: str) -> Path:
+        """Return the output of a job and of all its tasks, of all its starts."""
+        return self.folder / f"slurm-{job}.out"
+
+    def recipe(self, name: str, text: str) -> Path:
+        """Return the copy of the recipe that the job trains by, so that a change of the file is not picked up by a later start.
+
+        A copy is never changed: an earlier job may still be in the queue.
+        """
+        return self.folder / "recipe" / hashlib.blake2b(text.encode(), digest_size=4).hexdigest() / name
+
+    @property
+    def mark(self) -> str:
+        """A word that names this run directory to the engine."""
+        return f"fsdp-tune:{hashlib.blake2b(str(self.output_dir).encode(), digest_size=8).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart(JsonAnswer):
+    """A start of a run by a cluster's engine."""
+
+    job: str
+    start: int
+    """Of this job, from 0: requeued jobs keep their id."""
+    nodes: str
+    started_at: float
+    """Wall clock, seconds."""
+    ended_at: float | None
+    """Null: it runs, or was killed with its node."""
+    exit_code: int | None
+    first_step: int
+    """Of the newest complete checkpoint at the start."""
+    last_step: int | None
+    """The same at its end."""
+    then: str | None
+    """What the job did at its end: finished, requeued, not requeued, stopped, or `ended by Slurm`."""
+
+
+def read_attempts(output_dir: Path) -> list[JobStart]:
+    """Return the starts of a run by an engine, oldest first; [] if it was never submitted."""
+    try:
+        lines = json_objects(JobFiles(output_dir).attempts.read_bytes())
+    except OSError:
+        return []
+    found: dict[tuple[str, int], JobStart] = {}
+    for line in lines:
+        key = (str(line.get("job")), _whole(line.get("start")) or 0)
+        if line.get("event") == "started":
+            started_at, first_step = number(line.get("time")) or 0.0, _whole(line.get("step")) or 0
+            found[key] = JobStart(*key, str(line.get("nodes") or ""), started_at, None, None, first_step, None, None)
+        elif line.get("event") == "ended" and (start := found.get(key)) is not None:
+            found[key] = JobStart(
+                *key,
+                start.nodes,
+                start.started_at,
+                number(line.get("time")),
+                _whole(line.get("exit_code")),
+                start.first_step,
+                _whole(line.get("step")),
+                str(line.get("then") or ""),
+            )
+    return list(found.values())
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def measured_lead(lines: Sequence[Mapping[str, Any]]) -> Lead | None:
+    """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
+    saves = _last([number(line.get("seconds")) for line in lines if line.get("event") == CHECKPOINT_SAVED.name])
+    if not saves:
+        return None
+    step = max(_last([number(line.get("step_seconds")) for line in lines]), default=0.0)
+    evaluation = max(_last([number(line.get("eval_seconds")) for line in lines]), default=0.0)
+    parts = [
+        f"{MARGIN:g} × {format_seconds(max(saves))} (slowest of {len(saves)} saves)",
+        f"{STOP_STEPS} steps of {format_seconds(step)}",
+        *([f"an evaluation of {format_seconds(evaluation)}"] if evaluation else []),
+    ]
+    return _lead(MARGIN * max(saves) + STOP_STEPS * step + evaluation, " + ".join(parts))
+
+
+def _last(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None][-MEASURED_LINES:]
+
+
+def estimated_lead(checkpoint_bytes: float | None) -> Lead:
+    """Return the lead of a run that has saved nothing yet, from the size of its checkpoint, or for an unknown size."""
+    if checkpoint_bytes is None:
+        return Lead(UNKNOWN_LEAD_SECONDS, "no save was measured, and the size of a checkpoint is unknown")
+    rate = f"{UNMEASURED_BYTES_PER_SECOND / 1e6:.0f} MB/s"
+    reason = f"{MARGIN:g} × {format_bytes(checkpoint_bytes)} at {rate} (no save was measured yet)"
+    return _lead(MARGIN * checkpoint_bytes / UNMEASURED_BYTES_PER_SECOND, reason)
+
+
+def _lead(seconds: float, reason: str) -> Lead:
+    if seconds < LEAST_LEAD_SECONDS:
+        return Lead(LEAST_LEAD_SECONDS, f"{reason}, and at least {LEAST_LEAD_SECONDS} s")
+    return Lead(round(seconds), reason)
