@@ -25,7 +25,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
     from fsdp_tune.jobs.results import RunReport
-    from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus, Spike
+    from fsdp_tune.launch.run_status import DirectoryStatus, MirrorStatus, RunStatus, Spike
     from fsdp_tune.launch.submit.cluster_job import JobStart
     from fsdp_tune.merge.merging import MergeResult
 
@@ -144,6 +144,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
     screen.message(f"newest complete checkpoint: {facts.checkpoint or 'none'}")
+    if facts.mirror is not None:
+        _show_mirror(screen, facts.mirror)
     if facts.spike is not None:
         _show_spike(screen, facts.spike)
     for bad in facts.rejected_checkpoints:
@@ -157,6 +159,14 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     for way in facts.ways_on:
         screen.message(f"  {way}")
     screen.message(f"logs: {facts.logs}")
+
+
+def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
+    newest = "no checkpoint yet" if mirror.newest_step is None else f"checkpoint-{mirror.newest_step}"
+    behind = f"; behind by {', '.join(mirror.behind)} ({format_bytes(mirror.left_bytes)})" if mirror.behind else ""
+    screen.message(f"mirror {mirror.url}: {newest}{behind}")
+    if mirror.failing is not None:
+        screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
 
 
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:

@@ -24,7 +24,6 @@ from fsdp_tune.launch.mirror.fetch import fetch_checkpoint, remove_stage
 from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, mirror_error, read_identity
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
@@ -171,7 +170,7 @@ class Mirroring:
                 children.end(self._child)
 
     def _start(self) -> None:
-        keep, start = training_value(self.recipe.training, "save_total_limit"), self._start_step
+        keep, start = self.recipe.training.save_total_limit, self._start_step
         words = [str(self.run.path), str(self.recipe.checkpoint.mirror), str(self.machine), str(self.recipe.launch.num_machines)]
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
         command = [sys.executable, "-m", "fsdp_tune.launch.mirror.send", *words]

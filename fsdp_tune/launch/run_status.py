@@ -16,9 +16,10 @@ from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.coordination import machines_elsewhere
+from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
-from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
 from fsdp_tune.run.records import Prediction
@@ -84,6 +85,23 @@ class Spike(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorStatus(JsonAnswer):
+    """What `checkpoint.mirror` has of a run, as the process that sends wrote it last."""
+
+    url: str
+    newest_step: int | None
+    """Of the complete checkpoints there."""
+    behind: list[str]
+    """Checkpoints and models that are complete on this disk and not there, the newest first."""
+    left_bytes: int
+    """Of these when it was last written."""
+    error: str | None
+    """Why the last attempt failed."""
+    failing: str | None
+    """For how long; null: it works."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus(JsonAnswer):
     """The status of a run, and the document of `status RUN --json`."""
 
@@ -116,6 +134,8 @@ class RunStatus(JsonAnswer):
     peak_host_gib: float | None
     spike: Spike | None
     """The newest one."""
+    mirror: MirrorStatus | None
+    """Of `checkpoint.mirror`."""
     starts: list[JobStart]
     """By a cluster's engine (`submit`), oldest first."""
 
@@ -174,8 +194,19 @@ def run_status(run: RunDir) -> RunStatus:
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
         spike=newest_spike(run.metrics_jsonl),
+        mirror=_mirror_status(run, recipe.checkpoint.mirror),
         starts=read_attempts(run.path),
     )
+
+
+def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
+    if url is None:
+        return None
+    state = MirrorState.read(state_path(run, 0)) or MirrorState(f"{url.rstrip('/')}/{run.name}")
+    local = [each.path.name for each in complete_checkpoints(run)[0] if each.step > (state.newest_step or 0)]
+    behind = [*local, *(name for name in state.waiting if name not in local and (run.path / name).is_dir())]
+    failing = format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
+    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing)
 
 
 def newest_spike(path: Path) -> Spike | None:

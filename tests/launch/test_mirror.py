@@ -43,13 +43,13 @@ def make_run(path: Path, identity: str = "one") -> RunDir:
     return run
 
 
-def save(run: RunDir, step: int, *, seed: int = 0, ranks: int = 2) -> Path:
+def save(run: RunDir, step: int, *, seed: int = 0, ranks: int = 2, size: int = 1) -> Path:
     """Write a complete checkpoint, whose contents depend on step, seed and rank."""
     folder = run.checkpoint(step)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "shards").mkdir(parents=True)
     for rank in range(ranks):
-        (folder / "shards" / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, seed, rank]) * 700)
+        (folder / "shards" / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, seed, rank]) * 700 * size)
     (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     entries = {name: digest_file(folder / name) for name in list_files(folder)}
     (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, entries, {"step": step}).to_json())

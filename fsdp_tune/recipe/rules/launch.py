@@ -131,7 +131,7 @@ _MIRRORS = re.compile(r"(s3|gs|gcs|az|abfs|abfss)://[^/?#:]+(/[^?#]*)?|file:///[
 
 def mirror_url(recipe: Recipe) -> Iterator[Finding]:
     url, keys = recipe.checkpoint.mirror, ("checkpoint.mirror",)
-    if url is None:
+    if url is None or has_secret_shape(url):  # `values_without_secrets` refuses it, without its text
         return
     if not _MIRRORS.fullmatch(url) or ".." in url.split("/"):
         message = f"`checkpoint.mirror: {shown(url)}` is not a URL of a directory at s3, gs, az or file"
