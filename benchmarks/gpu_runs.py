@@ -196,9 +196,9 @@ def _spawn(job: dict[str, Any], log: Path) -> int:
 def warm_up() -> None:
     """Imports what every run imports; touches no device."""
     import fsdp_tune.worker.setup  # noqa: F401
-    from fsdp_tune.model.kernels import liger
+    from fsdp_tune.model.kernels import install
 
-    if liger.is_installed():
+    if install.has_liger():
         import liger_kernel.transformers.monkey_patch  # noqa: F401  with the modules of all models that it knows
 
 

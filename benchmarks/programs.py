@@ -114,8 +114,8 @@ def compiled(_recipe: Recipe) -> None:
 def _replace(*, widen: bool = False, shift: bool = False, keep: bool = False, loss: Callable[[Any, Any], Any] | None = None) -> None:
     import torch.nn.functional as F
 
-    from fsdp_tune.model import loss as ours
     from fsdp_tune.model import step
+    from fsdp_tune.model import step as ours
 
     held: list[Any] = []
 

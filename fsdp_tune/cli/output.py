@@ -16,8 +16,7 @@ import typer
 
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Bar
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
-from fsdp_tune.core.library_errors import as_os_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage

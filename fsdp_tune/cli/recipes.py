@@ -1,4 +1,4 @@
-"""The commands about recipes: the catalogue, `import`, and the chat templates of the package.
+"""The commands about recipes: the catalogue, `import`, `explain`, and the chat templates of the package.
 
 `recipes list|show|copy|new|schema`: the catalogue in the package, a recipe for a model and GPUs, and the JSON Schema for editors.
 """
@@ -18,7 +18,7 @@ from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.jobs.options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.answers import TemplateAnswer
+    from fsdp_tune.jobs.answers import KeyExplanation, TemplateAnswer
     from fsdp_tune.jobs.import_recipe import Import
 
 
@@ -289,3 +289,53 @@ def _described(name: str) -> TemplateAnswer:
     template = BUNDLED[name]
     system, tools, thinking = (part in template.parts for part in PARTS)
     return TemplateAnswer(name, for_=template.purpose, system=system, tools=tools, thinking=thinking, tokens=list(template.tokens))
+
+
+# ---- `explain`: the documentation of a recipe key or an error code.
+
+
+_ON_RESUME = {
+    "free": "may change when a run is resumed",
+    "trajectory": "may change when a run is resumed; the change is reported, since the next steps compute something else",
+    "refused": "may not change when a run is resumed: the completed steps depend on it",
+}
+
+
+@verb
+def explain(
+    screen: Screen,
+    word: Annotated[
+        str, Argument("A key, such as `training.learning_rate` or `learning_rate`, or the code of an error.", metavar="KEY|CODE")
+    ],
+) -> None:
+    """Explain a recipe key (meaning, values, default, effects) or the code of an error or notice.
+
+    \b
+    Examples:
+        fsdp-tune explain data.packing
+        fsdp-tune explain data-changed
+    """
+    from fsdp_tune.jobs.answers import CodeExplanation
+    from fsdp_tune.jobs.explain import explain as explanation_of
+
+    found = explanation_of(word)
+    screen.document(found)
+    if isinstance(found, CodeExplanation):
+        screen.message(f"{found.code}\n\n{found.text}")
+    else:
+        _show_key(screen, found)
+
+
+def _show_key(screen: Screen, found: KeyExplanation) -> None:
+    default = "none: the key is required" if found.is_required else json.dumps(found.default, ensure_ascii=False)
+    works = [json.dumps(value) for value in found.in_this_release]
+    screen.message(found.key)
+    if found.meaning:
+        screen.message(f"\n{found.meaning}\n")
+    if found.keys:
+        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}")
+    else:
+        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""))
+        screen.message(f"default:  {default}")
+        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}")
+        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}")

@@ -26,7 +26,7 @@ from fsdp_tune.data.report import DataReport
 from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
 from fsdp_tune.jobs.train import Preview, WrittenRun, takes_best
 from fsdp_tune.launch.command.resume import commands_to_resume
-from fsdp_tune.model.loading.model_facts import ModelFacts
+from fsdp_tune.model.loading.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
@@ -35,9 +35,8 @@ from fsdp_tune.recipe.schema.reference import passed_defaults, value_of
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.events import EVENTS, SAMPLES, STOPPING, TRAIN_STARTED, describe, sample_line
 from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import EVENTS, SAMPLES, STOPPING, TRAIN_STARTED, describe, read_metrics, sample_line, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 
 if TYPE_CHECKING:

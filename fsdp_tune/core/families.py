@@ -3,10 +3,13 @@
 Everything that reads one of these facts reads it here: planner, ranks, rehearsal, merge and the rules of a recipe. Most entries are names,
 not families, so a new family works without an entry if it uses the names of another one. Needs no torch: a configuration is a `config.json`
 or an object of transformers.
+
+Also the fields of config.json of which transformers 4 and 5 spell one fact differently, and the names of the files next to the weights.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -250,3 +253,102 @@ _FAMILIES = {
 def family_of(model_type: Any) -> Family:
     """Return the quirks of a model type; those of an unknown type are none."""
     return _FAMILIES.get(str(model_type), Family())
+
+
+# ---- Files next to the weights, and fields of config.json: which ones differ, and the spellings of transformers 4 and 5 for one fact
+
+COMPANION = re.compile(
+    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"|[\w.-]+\.(model|tiktoken)|chat_template\.(jinja|json)|additional_chat_templates/[\w.-]+\.jinja|(pre)?processor_config\.json"
+)
+CODE = re.compile(r"[\w-]+\.py")
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Return whether a file is the vocabulary or the configuration of a tokenizer."""
+    return name.startswith("tokenizer") or name.endswith((".model", ".tiktoken"))
+
+
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
+
+
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if _is_nested(name, old) and _is_nested(name, value):
+            changed |= {name: inner} if (inner := changed_fields(old, value)) else {}  # type: ignore[arg-type]
+        elif old != value:
+            changed[name] = value
+    return changed
+
+
+def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
+    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}
+    for name, value in changes.items():
+        inner = config.get(name)
+        is_nested = _is_nested(name, inner) and _is_nested(name, value)
+        merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
+    return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {}) | old_names(config, changes)
+
+
+def with_old_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
+    old = {name: with_old_spellings(value) if _is_nested(name, value) else with_floats(value) for name, value in config.items()}
+    return old | _old_rope_fields_of(config) | old_names(config, config)
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of a config.json with the infinities and NaN that transformers 5 tags as floats."""
+    match value:
+        case {"__float__": str(word), **rest} if not rest and word in _TAGGED:
+            return _TAGGED[word]
+        case dict():
+            return {name: with_floats(inner) for name, inner in cast("dict[str, Any]", value).items()}
+        case list():
+            return [with_floats(inner) for inner in cast("list[Any]", value)]
+        case _:
+            return value
+
+
+def _old_rope_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    fields = old_rope_fields(config.get("rope_parameters"))
+    names = family_of(config.get("model_type")).old_rope_names
+    return fields | {old: fields[name] for name, old in names.items() if name in fields}
+
+
+def old_names(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `fields` that transformers 4 reads under another name for the model type of `config`, by that name."""
+    return {old: fields[name] for name, old in family_of(config.get("model_type")).old_names.items() if name in fields}
+
+
+def old_rope_fields(parameters: Any) -> dict[str, Any]:
+    """Return `rope_parameters` in the fields of transformers 4; empty if they had no spelling there.
+
+    Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are not scaled.
+    """
+    if not isinstance(parameters, dict) or not parameters:
+        return {}
+    fields = cast("dict[str, Any]", parameters)
+    if not any(isinstance(value, dict) for value in fields.values()):
+        return _flat(fields)
+    if set(fields) != {"full_attention", SLIDING} or not all(isinstance(value, dict) for value in fields.values()):
+        return {}
+    local = _flat(fields[SLIDING])
+    if local["rope_scaling"] is not None or "rope_theta" not in local:
+        return {}
+    return _flat(fields["full_attention"]) | {OLD_LOCAL_ROPE: local["rope_theta"]}
+
+
+def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    own = ("rope_theta", "partial_rotary_factor")
+    scaling = {name: value for name, value in parameters.items() if name not in own}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {name: parameters[name] for name in own if name in parameters} | {"rope_scaling": scaling if is_scaled else None}
+
+
+def _is_nested(name: str, value: Any) -> bool:
+    return name.endswith("_config") and isinstance(value, dict)

@@ -40,7 +40,7 @@ from fsdp_tune.jobs.answers import CheckedSource
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
-from fsdp_tune.model.loading.model_facts import ModelFacts, ModelInspection
+from fsdp_tune.model.loading.model_files import ModelFacts, ModelInspection
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from fsdp_tune.core import devices, environment
+from fsdp_tune.core import devices
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, this_machine
@@ -27,11 +27,18 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
-from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.search.candidates import PlannedRecipe, Search, devices_of_machine, differences
-from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
+from fsdp_tune.planner.predict.timing import Efficiency
+from fsdp_tune.planner.search.candidates import (
+    PlannedRecipe,
+    Search,
+    devices_of_machine,
+    differences,
+    forced_changes,
+    machines_for,
+    scaling_table,
+)
 from fsdp_tune.planner.search.search import (
     Decided,
     MemoryBudget,
@@ -45,8 +52,7 @@ from fsdp_tune.planner.search.search import (
 from fsdp_tune.planner.search.search import decide as decide_recomputation
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
-from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
-from fsdp_tune.recipe.read.overrides import OptionOverride
+from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -67,7 +73,7 @@ def visible_gpu(recipe: Recipe) -> Device | None:
 def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if it is unknown."""
     if recipe.launch.device == "cpu":
-        facts, ranks = environment.host(), recipe.local_world_size
+        facts, ranks = devices.host(), recipe.local_world_size
         known = [size for size in (facts["memory_bytes"], facts["memory_limit_bytes"]) if size is not None]
         return MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks) if known else None
     if gpu is None:

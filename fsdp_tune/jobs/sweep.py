@@ -17,8 +17,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.train import Preview, preview, takes_best, train
 from fsdp_tune.recipe.paths import output_directory
-from fsdp_tune.recipe.read.loader import LoadedRecipe, find_recipe, parse_recipe, read_text
-from fsdp_tune.recipe.read.overrides import OptionOverride
+from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, find_recipe, parse_recipe, read_text
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.devices import visible_devices
-from fsdp_tune.core.environment import accelerate_default_config, host, versions
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
@@ -49,8 +47,7 @@ from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.upload import check_access
-from fsdp_tune.model.loading.model_facts import ModelFacts
-from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
+from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.findings import as_problem

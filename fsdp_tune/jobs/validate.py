@@ -25,8 +25,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
-from fsdp_tune.model.loading.model_facts import ModelFacts
-from fsdp_tune.model.loading.model_files import check_vocabulary
+from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe

@@ -19,9 +19,8 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
-from fsdp_tune.run.events import SPIKES, TRAIN_STARTED
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import json_objects, number
+from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18

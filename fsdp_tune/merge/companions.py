@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.config_fields import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.merge.source import INDEX_NAME, Selection

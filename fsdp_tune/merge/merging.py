@@ -23,8 +23,7 @@ from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk,
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.record import Facts, write_companions, write_record
-from fsdp_tune.merge.settings import MergeSettings, settle
-from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, Selection, select_checkpoint
+from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.run.base_model import BaseLayout
 
 _SHOWN = 20

@@ -23,8 +23,7 @@ from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.write import Layout, Written
 from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
-from fsdp_tune.merge.settings import MergeSettings
-from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.source import MergeSettings, Selection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics

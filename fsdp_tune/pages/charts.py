@@ -21,8 +21,7 @@ from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
 from fsdp_tune.launch.run_status import spike_of
 from fsdp_tune.pages.run_record import Curve, Line, RunRecord
-from fsdp_tune.run.events import EVENTS, SAMPLES, SPIKES, names_of
-from fsdp_tune.run.metrics_file import number
+from fsdp_tune.run.metrics_file import EVENTS, SAMPLES, SPIKES, names_of, number
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 ALL_POINTS = 45_000

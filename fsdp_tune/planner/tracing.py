@@ -27,8 +27,8 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.version import PACKAGE
-from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import Affects

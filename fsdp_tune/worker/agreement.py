@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
-from fsdp_tune.core.library_errors import as_os_error
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem, as_os_error
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 

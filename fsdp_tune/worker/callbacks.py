@@ -1,21 +1,30 @@
-"""Work between the Trainer's steps: the read-back before the first, the vote on stopping, the probe, the last save."""
+"""Work between the Trainer's steps: the read-back before the first, the vote on stopping, the probe, samples of text, the last save."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
+from fsdp_tune.data.tokenise.chat import sample_prompts
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.kernels.install import CompileClock, expected_graphs
 from fsdp_tune.model.shard.local import bare_class
-from fsdp_tune.run import events
+from fsdp_tune.model.shard.wrap import outside_step
+from fsdp_tune.model.step import compute_context
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import CHECKPOINT_PROBED, COMPILE_FALLBACK, COMPILED, FIRST_STEP, SAMPLES, STOPPING, TRAIN_STARTED
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json
@@ -66,7 +75,7 @@ class RunCallback(AttachedCallback):
             document.write(self._run.readback_json)
         for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
             self._say(line)
-        trainer.parts.metrics.event(events.TRAIN_STARTED, state.global_step, total_steps=state.max_steps)
+        trainer.parts.metrics.event(TRAIN_STARTED, state.global_step, total_steps=state.max_steps)
         self._stop_request.training = True
         trainer.parts.heartbeat.mark("training")
         self._step_began = time.monotonic()
@@ -109,7 +118,7 @@ class RunCallback(AttachedCallback):
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
             # uninterrupted one. No evaluation: the sender of the signal may not wait for it.
             control.should_evaluate = False
-            trainer.parts.metrics.event(events.STOPPING, state.global_step, reason=self.stopped.value)
+            trainer.parts.metrics.event(STOPPING, state.global_step, reason=self.stopped.value)
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
         if last:
             control.should_save = control.should_log = True
@@ -139,11 +148,11 @@ class RunCallback(AttachedCallback):
             ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
-        trainer.parts.metrics.event(events.FIRST_STEP, trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
+        trainer.parts.metrics.event(FIRST_STEP, trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
         if trainer.parts.recipe.checkpoint.probe:
             with heartbeat.during("probing a save", trainer.state.global_step):
                 seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
-            trainer.parts.metrics.event(events.CHECKPOINT_PROBED, trainer.state.global_step, seconds=seconds)
+            trainer.parts.metrics.event(CHECKPOINT_PROBED, trainer.state.global_step, seconds=seconds)
             trainer.lines.leave_out(seconds)
 
     def on_log(
@@ -208,14 +217,77 @@ class CompileReport(AttachedCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for function in self._clock.take_fallbacks():
             message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
-            self.trainer.parts.metrics.event(events.COMPILE_FALLBACK, state.global_step, message=message)
+            self.trainer.parts.metrics.event(COMPILE_FALLBACK, state.global_step, message=message)
             self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
         seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
         if graphs == self._graphs:
             return
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
-        self.trainer.parts.metrics.event(events.COMPILED, state.global_step, seconds=seconds, graphs=graphs)
+        self.trainer.parts.metrics.event(COMPILED, state.global_step, seconds=seconds, graphs=graphs)
         expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
         again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")
+
+
+# ---- Samples: text generated with the model in training, every `training.sample.every` steps, on all ranks together.
+
+
+class Samples(AttachedCallback):
+    """Generate after each N-th step and the last one, and write the event `samples`.
+
+    The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest, since each forward gathers
+    the units. Generators are restored, so training continues as if nothing had been generated.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.training.sample is not None
+        self._recipe, self._sample = recipe, recipe.training.sample
+        self._encoder = load_encoder(recipe)
+        self._prompts = sample_prompts(recipe, self._encoder)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step, is_last = state.global_step, state.global_step >= state.max_steps
+        if not is_last and (step % self._sample.every or control.should_training_stop):
+            return  # after a stop signal there may be no time
+        parts = self.trainer.parts
+        started = time.monotonic()
+        with parts.heartbeat.during("sampling", step):
+            answers = self._generate(args.device)
+        seconds = time.monotonic() - started
+        self.trainer.lines.leave_out(seconds)
+        samples = [{"prompt": self._encoder.decode(prompt), "text": text} for prompt, text in zip(self._prompts, answers, strict=True)]
+        parts.metrics.event(SAMPLES, step, seconds=seconds, samples=samples)
+
+    def _generate(self, device: torch.device) -> list[str]:
+        """Return the text that follows each prompt."""
+        wrapped, topology = self.trainer.wrapped, self._recipe.topology
+        rank, size = topology.data_rank(dist.get_rank()), topology.data_size
+        own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
+        prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
+        model = self.trainer.parts.loaded.model
+        ends = {self._encoder.eos_id, *end_ids_of(model)}
+        wrapped.eval()
+        with outside_step(wrapped, device), compute_context(self._recipe, device.type), self._uncompiled():
+            new = generate(
+                wrapped,
+                prompts,
+                max_new_tokens=self._sample.max_new_tokens,
+                end_ids=ends,
+                pad_id=self._encoder.pad_id,
+                device=device,
+                all_finished=_all_ranks,
+            )
+        wrapped.train()
+        found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
+        return [self._encoder.decode([token for token in found[index] if token not in ends]) for index in sorted(found)]
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Run compiled layers uncompiled: each length of the cache would be compiled again."""
+        return torch.compiler.set_stance("force_eager") if self._recipe.kernels.compile else nullcontext()
+
+
+def _all_ranks(is_finished: bool) -> bool:  # noqa: FBT001  a callback of `generate`
+    unfinished = torch.tensor(int(not is_finished))
+    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
+    return not unfinished.item()

@@ -20,8 +20,7 @@ from torch import nn
 from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
-from fsdp_tune.run import events
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import LOSS_SCALE_BACKED_OFF, STEP_SKIPPED, MetricsFile
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class GradientGate(StepObserver):
         """Record a non-finite step, and raise unless it is skipped. Collective."""
         if self.scale is not None:
             self.scale.update(finite=False)
-            self.metrics.event(events.LOSS_SCALE_BACKED_OFF, step, loss_scale=self.scale.scale)
+            self.metrics.event(LOSS_SCALE_BACKED_OFF, step, loss_scale=self.scale.scale)
             if self.scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
                 overflowed = f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g})"
                 raise _non_finite(f"step {step}: {overflowed}; {self.locate(batches)}")
@@ -135,7 +134,7 @@ class GradientGate(StepObserver):
             message = f"step {step}: the gradient norm is {norm}; {self.locate(batches)}"
             if not self.skip_nonfinite:
                 raise _non_finite(message)
-            self.metrics.event(events.STEP_SKIPPED, step, reason=message)
+            self.metrics.event(STEP_SKIPPED, step, reason=message)
         self.skipped_steps += 1
 
 

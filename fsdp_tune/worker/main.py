@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_tune.core.devices import lost_devices
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.core.library_errors import PEER_LOST, as_os_error, device_failure, device_fault
+from fsdp_tune.core.errors import (
+    EXIT_CODE_OF_REASON,
+    PEER_LOST,
+    ExitCode,
+    ExitReason,
+    FsdpTuneError,
+    Problem,
+    as_os_error,
+    device_failure,
+    device_fault,
+)
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -25,29 +25,26 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
-from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.shard.wrap import process_groups
-from fsdp_tune.model.step import LossScale
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.paths import from_run
 from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
-from fsdp_tune.run import events
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import CHECKPOINT_FAILED, CHECKPOINT_SAVED, ROTATION_FAILED, TRACKER_FAILED, TRAIN_FINISHED, MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
-from fsdp_tune.worker.callbacks import CompileReport, RunCallback
+from fsdp_tune.worker.callbacks import CompileReport, RunCallback, Samples
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_checkpoint
 from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profiling import Profile
-from fsdp_tune.worker.observe.samples import Samples
-from fsdp_tune.worker.observe.shares import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.step_progress import StepProgress
 from fsdp_tune.worker.observe.trackers import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
@@ -225,7 +222,7 @@ def _set_up_trackers(trainer: FsdpTrainer, run: RunDir, recipe: Recipe, say: Cal
 
 def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:
     def report(sentence: str) -> None:
-        trainer.parts.metrics.event(events.TRACKER_FAILED, trainer.state.global_step, message=sentence)
+        trainer.parts.metrics.event(TRACKER_FAILED, trainer.state.global_step, message=sentence)
         say(f"WARNING: {sentence}")
 
     return report
@@ -236,14 +233,14 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
         if saved.error is None:
             trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
             trainer.parts.metrics.event(
-                events.CHECKPOINT_SAVED, saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
+                CHECKPOINT_SAVED, saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
             )
             if saved.left is not None:
-                trainer.parts.metrics.event(events.ROTATION_FAILED, saved.step, message=saved.left)
+                trainer.parts.metrics.event(ROTATION_FAILED, saved.step, message=saved.left)
                 say(f"WARNING: old checkpoints were not removed: {saved.left}")
             return
         message = saved.error.problems[0].message
-        trainer.parts.metrics.event(events.CHECKPOINT_FAILED, saved.step, message=message)
+        trainer.parts.metrics.event(CHECKPOINT_FAILED, saved.step, message=message)
         say(f"WARNING: checkpoint-{saved.step} was NOT saved: {message}")
         if recipe.checkpoint.save_failure == "stop":
             raise saved.error
@@ -266,7 +263,7 @@ def close(trainer: FsdpTrainer) -> None:
         if failures[-1].error is not None:
             raise failures[-1].error
     metrics = trainer.parts.metrics
-    metrics.event(events.TRAIN_FINISHED, trainer.state.global_step)
+    metrics.event(TRAIN_FINISHED, trainer.state.global_step)
     metrics.close()
     all_or_none(lambda: _check_metrics(metrics, trainer.state.global_step), "writing metrics.jsonl")
 

@@ -24,14 +24,12 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
-from fsdp_tune.model.step import LossScale, forward_backward
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import EARLY_STOPPED, GRADIENT_SPIKE, PRECISION_WARNING, MetricsFile
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.checkpoint.save import Checkpointer
@@ -260,7 +258,7 @@ class FsdpTrainer(Trainer):
             warnings = warnings_of(self.parts.recipe, report)
             ReadBack.complete(self.parts.run.readback_json, ran_in=report, warnings=warnings)
             for warning in warnings:
-                self.parts.metrics.event(events.PRECISION_WARNING, self.state.global_step, message=warning)
+                self.parts.metrics.event(PRECISION_WARNING, self.state.global_step, message=warning)
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
         return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
@@ -311,7 +309,7 @@ class FsdpTrainer(Trainer):
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
         best, at = self.state.best_metric, self.state.best_global_step
         message = f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is {best:.6g} of step {at}"
-        self.parts.metrics.event(events.EARLY_STOPPED, step, message=message)
+        self.parts.metrics.event(EARLY_STOPPED, step, message=message)
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         logged = LoggedStep(step, grad_norm, learning_rate)
@@ -319,7 +317,7 @@ class FsdpTrainer(Trainer):
         self.state.num_input_tokens_seen = self.lines.tokens
         self.log(line)
         for kind, message in self._watch.watch(line["loss"], line["grad_norm"]):
-            rows = self._recent.rows_of(step if kind is events.GRADIENT_SPIKE else None) if kind in IN_SPIKES else {}
+            rows = self._recent.rows_of(step if kind is GRADIENT_SPIKE else None) if kind in IN_SPIKES else {}
             self.parts.metrics.event(kind, step, message=message, **rows)
         self._recent.clear()
 

@@ -12,8 +12,7 @@ import typer
 
 from fsdp_tune.cli.output import Screen, command, printable
 from fsdp_tune.core import atomic
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, rust_errors_as_os_errors, usage_error
 
 
 def ended(
@@ -143,7 +142,7 @@ import errno, resource, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
-from fsdp_tune.core.library_errors import rust_errors_as_os_errors
+from fsdp_tune.core.errors import rust_errors_as_os_errors
 from fsdp_tune.data.tokenise.tokenizer import builtin_tokenizer
 where = {str(tmp_path)!r}
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"))

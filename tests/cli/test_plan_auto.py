@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.core import devices, environment
+from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
@@ -34,8 +34,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracing]:
 
 
 def host_with(monkeypatch: pytest.MonkeyPatch, memory: int | None, limit: int | None = None) -> None:
-    known = environment.host() | {"memory_bytes": memory, "memory_limit_bytes": limit}
-    monkeypatch.setattr(environment, "host", lambda: known)
+    known = devices.host() | {"memory_bytes": memory, "memory_limit_bytes": limit}
+    monkeypatch.setattr(devices, "host", lambda: known)
 
 
 def run(*arguments: str) -> Result:

@@ -19,7 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors import peft_fields
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.inspect import find_facts
 from tests.model.recipes import recipe_of

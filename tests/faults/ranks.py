@@ -332,7 +332,7 @@ def train(
 
 @contextlib.contextmanager
 def _happening(happening: Happening) -> Iterator[None]:
-    from fsdp_tune.worker.observe.samples import Samples
+    from fsdp_tune.worker.callbacks import Samples
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     owner, name = (Samples, "_generate") if happening.phase == SAMPLE else (FsdpTrainer, PHASES[happening.phase])

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.sequence_parallel import packing_known
+from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.gpu.conftest import DEVICE, ON_CPU, Train, loss_lines, readback

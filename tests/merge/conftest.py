@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_tune.merge.merging import MergeResult, merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
+from fsdp_tune.core.tensors.peft_fields import sort_names
 from fsdp_tune.merge.companions import fetch_model
-from fsdp_tune.merge.copy import gather, low_rank, write
+from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import adapt
-from fsdp_tune.merge.lora.peft_names import sort_names
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
@@ -228,10 +228,10 @@ def key(side: str) -> str:
 @pytest.mark.parametrize("shape", [(1, 700), (700, 1), (97, 31), (5, 3000), (256, 64)])
 def test_delta_slabs_match_boxes_of_any_size(shape, transposed, tmp_path, merge, monkeypatch):
     """Buffers of 1 KiB and slabs of 4 KiB: rows longer than a buffer, slabs of many boxes, a last one that is cut short."""
-    for module in (gather, write, low_rank):
+    for module in (gather, write):
         monkeypatch.setattr(module, "BUFFER_BYTES", 1024)
     monkeypatch.setattr(write, "_SUM_BYTES", 4096)
-    monkeypatch.setattr(low_rank, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(gather, "SLAB_BYTES", 4096)
     weight, a, b = values(*shape, seed=1), values(4, shape[1], seed=2), values(shape[0], 4, seed=3)
     delta = 2 * (b @ a)
     if transposed:
@@ -248,7 +248,7 @@ def test_delta_slabs_match_boxes_of_any_size(shape, transposed, tmp_path, merge,
 
 def test_large_factors_respect_memory_budget(tmp_path, merge, monkeypatch):
     """More layers than the budget holds at once, each larger than all of it."""
-    monkeypatch.setattr(low_rank.Budget.__init__, "__defaults__", None)
+    monkeypatch.setattr(gather.Budget.__init__, "__defaults__", None)
     monkeypatch.setattr(write, "HELD_BYTES", 16)
     state, expected = {f"{PREFIX}n.weight": values(3, seed=0)}, {}
     for number in range(12):

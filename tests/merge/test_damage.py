@@ -19,7 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.merge.formats.reader import model_names
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 STATE = {"a.weight": torch.arange(600, dtype=torch.float32).reshape(20, 30), "b.weight": torch.randn(600), "c": torch.tensor(3.0)}

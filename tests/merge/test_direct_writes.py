@@ -15,7 +15,7 @@ from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.copy.write import PAGE_BYTES
 from fsdp_tune.merge.formats.reader import is_cold
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp
 
 PAGES = {"pages": torch.randn(64, 1024), "rows of 1.5 pages": torch.randn(9, 8, 1536), "wide": torch.randn(3, 65_536).to(torch.bfloat16)}

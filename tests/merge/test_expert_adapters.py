@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, WEIGHTS_FILE
-from fsdp_tune.merge.copy import gather, low_rank, write
+from fsdp_tune.merge.copy import gather, write
 from tests.model.families import FAMILIES
 from tests.parity.peft_adapters import make_adapter
 
@@ -59,7 +59,7 @@ def test_experts_are_merged_as_peft_merges_them(case: str, merge: Any, tmp_path:
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_matrices_larger_than_a_buffer_are_merged_in_parts(family: str, merge: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    for module in (gather, write, low_rank):
+    for module in (gather, write):
         monkeypatch.setattr(module, "BUFFER_BYTES", 640)
     base = make_base(family, tmp_path / "base")
     assert_merged_as_by_peft(merge, base, make_adapter(base, LORA, tmp_path / "adapter"))

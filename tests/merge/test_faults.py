@@ -26,7 +26,7 @@ from fsdp_tune.core.ownership import announced, live_owner
 from fsdp_tune.merge import integrity
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp

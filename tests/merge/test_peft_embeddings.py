@@ -24,7 +24,7 @@ from fsdp_tune.check.evaluation.score import load_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.peft_fields import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_full
 from tests.model.recipes import recipe_of
 

@@ -18,7 +18,7 @@ from fsdp_tune.model.kernels.attention import choose_attention, has_variable_len
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loss import micro_batch_loss, model_inputs
+from fsdp_tune.model.step import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.setup import _collator
 from tests.model.families import FAMILIES

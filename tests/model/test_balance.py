@@ -12,7 +12,7 @@ from fsdp_tune.data.batches import example_ids
 from fsdp_tune.data.store import Row
 from fsdp_tune.model.experts import require_known_balance, summed_balance
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -17,9 +17,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.kernels.install import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.recompute import recompute_activations
+from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.worker.callbacks import CompileReport
 from fsdp_tune.worker.readback.isolation import DtypeAudit
 from tests.model.families import FAMILIES

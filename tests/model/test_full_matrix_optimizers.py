@@ -34,8 +34,7 @@ def _groups(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer(kind: str, groups: list[dict[str, Any]], muon: dict[str, Any]) -> torch.optim.Optimizer:
-    from fsdp_tune.model.optim.adafactor import ShardedAdafactor
-    from fsdp_tune.model.optim.muon import Muon
+    from fsdp_tune.model.optim.full_tensors import Muon, ShardedAdafactor
     from fsdp_tune.recipe.schema.training_fields import MUON_DEFAULTS
 
     if kind == "adafactor":

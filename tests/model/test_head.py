@@ -17,7 +17,7 @@ from fsdp_tune.model.kernels import head
 from fsdp_tune.model.kernels.head import Logits, OpaqueHead, logits_of, loss_kernel_of
 from fsdp_tune.model.kernels.install import choose_loss, install_kernels
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.loss import IGNORE_INDEX, auxiliary_loss_weight, shift_labels, summed_token_loss, supervised_tokens
+from fsdp_tune.model.step import IGNORE_INDEX, auxiliary_loss_weight, shift_labels, summed_token_loss, supervised_tokens
 from tests.model.recipes import recipe_of
 
 

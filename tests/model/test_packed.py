@@ -14,8 +14,8 @@ from transformers import AutoConfig, masking_utils, modeling_flash_attention_uti
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.sequence_parallel import packing_known
+from fsdp_tune.model.step import micro_batch_loss, shift_labels
 from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.rows.training_rows import Batch, Collator

@@ -24,7 +24,7 @@ from fsdp_tune.model.shard import recompute
 from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe import heartbeat
-from fsdp_tune.worker.observe.shares import ExpertLoads
+from fsdp_tune.worker.observe.metrics import ExpertLoads
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries

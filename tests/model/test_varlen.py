@@ -16,9 +16,9 @@ from fsdp_tune.model.generate import generate
 from fsdp_tune.model.kernels import attention
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.model.sequence_parallel import packing_known, rows_known
 from fsdp_tune.model.shard.wrap import join_groups
+from fsdp_tune.model.step import micro_batch_loss, model_inputs
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.families import FAMILIES

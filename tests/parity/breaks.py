@@ -103,14 +103,14 @@ def reduce_gradients_in_bf16() -> Iterator[None]:
 @contextmanager
 def compute_loss_in_bf16() -> Iterator[None]:
     """Round logits to bf16, as Accelerate's `output_dtype` does."""
-    from fsdp_tune.model import loss
+    from fsdp_tune.model import step
 
-    original = loss.summed_token_loss
+    original = step.summed_token_loss
 
     def rounded(logits: Any, *arguments: Any) -> Any:
         return original(logits.bfloat16(), *arguments)
 
-    with patch.object(loss, "summed_token_loss", rounded):
+    with patch.object(step, "summed_token_loss", rounded):
         yield
 
 
@@ -254,16 +254,16 @@ def cast_bytes_of_4_bits() -> Iterator[None]:
 def number_positions_of_each_rank_from_zero() -> Iterator[None]:
     import torch
 
-    from fsdp_tune.model import loss
+    from fsdp_tune.model import step
 
-    original = loss.model_inputs
+    original = step.model_inputs
 
     def local(batch: Any) -> Any:
         inputs = original(batch)
         ids = inputs["input_ids"]
         return inputs | {"position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
 
-    with patch.object(loss, "model_inputs", local):
+    with patch.object(step, "model_inputs", local):
         yield
 
 
@@ -272,14 +272,14 @@ def shift_labels_of_each_rank() -> Iterator[None]:
     """Shift labels after rows are divided: the last token of a rank has no target."""
     import torch
 
-    from fsdp_tune.model import loss
+    from fsdp_tune.model import step
 
-    original = loss.shift_labels
+    original = step.shift_labels
 
     def shift(labels: Any) -> Any:
         return torch.cat([original(part) for part in labels.chunk(2, 1)], 1)
 
-    with patch.object(loss, "shift_labels", shift):
+    with patch.object(step, "shift_labels", shift):
         yield
 
 
@@ -352,8 +352,8 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "B of one layer not updated": keep_b_of_one_layer,
     "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
     "bytes of 4 bits cast": cast_bytes_of_4_bits,
-    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.muon.sharding_of", lambda parameter: None),
-    "means over the shard": _replaced("fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None),
+    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.full_tensors.sharding_of", lambda parameter: None),
+    "means over the shard": _replaced("fsdp_tune.model.optim.full_tensors.sharding_of", lambda parameter: None),
     "positions of each rank from zero": number_positions_of_each_rank_from_zero,
     "labels shifted after rows are divided": shift_labels_of_each_rank,
     "tokens exchanged into other strides": exchange_into_other_strides,

@@ -9,8 +9,7 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.efficiency import Efficiency
-from fsdp_tune.planner.predict.timing import Group, StepTime, UnknownFigure, collective_seconds, step_time
+from fsdp_tune.planner.predict.timing import Efficiency, Group, StepTime, UnknownFigure, collective_seconds, step_time
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 

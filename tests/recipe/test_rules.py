@@ -11,8 +11,7 @@ import pytest
 
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.read import loader
-from fsdp_tune.recipe.rules.contradictions import RULES
-from fsdp_tune.recipe.rules.inactive import INACTIVE
+from fsdp_tune.recipe.rules.contradictions import INACTIVE, RULES
 from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import NOT_YET

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run import events
-from fsdp_tune.run.events import EVENTS, describe
+from fsdp_tune.run import metrics_file
+from fsdp_tune.run.metrics_file import EVENTS, describe
 
 OF_CURVES = {"LOSS_SPIKE", "GRADIENT_SPIKE", "ZERO_GRADIENT", "WEIGHTS_LOOK_RANDOM"}
 """Passed to the call that writes them as the variable `kind`."""
@@ -23,7 +23,7 @@ def calls(repository: Path) -> Iterator[tuple[str, set[str], bool]]:
             called = getattr(node, "func", None)
             if isinstance(node, ast.Call) and (getattr(called, "attr", "") == "event" or getattr(called, "id", "") == "append_event"):
                 kind = node.args[getattr(called, "id", "") == "append_event"]
-                name = kind.attr if isinstance(kind, ast.Attribute) else ast.unparse(kind)
+                name = ast.unparse(kind)
                 yield name, {each.arg for each in node.keywords if each.arg}, any(each.arg is None for each in node.keywords)
 
 
@@ -33,10 +33,10 @@ def test_every_written_event_is_in_the_table_with_its_fields(repository: Path) -
         if name == "kind":
             assert fields == {"message"}
             continue
-        declared = set(getattr(events, name).fields)
+        declared = set(getattr(metrics_file, name).fields)
         assert fields < declared if has_more else fields == declared, name
     source = (repository / "fsdp_tune" / "worker" / "observe" / "spikes.py").read_text(encoding="utf-8")
-    assert all(f"events.{name}" in source for name in OF_CURVES)
+    assert all(f"found.append(({name}, " in source for name in OF_CURVES)
     assert {name.lower() for name, *_ in written} - {"kind"} | {name.lower() for name in OF_CURVES} == EVENTS.keys()
 
 

@@ -29,7 +29,7 @@ from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import heartbeat
 from fsdp_tune.worker.observe import out_of_memory as memory
-from fsdp_tune.worker.observe.shares import StepShares, Stopwatch
+from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
 from fsdp_tune.worker.rank import Rank, share_time_limit, start_process_group, time_limits_seconds
 from fsdp_tune.worker.readback.report import excessive_growth
 from fsdp_tune.worker.step_observer import LoggedStep

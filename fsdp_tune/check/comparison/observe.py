@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
-from fsdp_tune.core.environment import installed_versions
+from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.batches import collate, example_ids, row_order
@@ -46,10 +46,20 @@ from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.loss import auxiliary_loss_weight, model_inputs, shift_labels, supervised_tokens, token_losses
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.local import decayed_names
-from fsdp_tune.model.step import clip_factor, compute_context, forward_backward, scale_gradients, total_norm
+from fsdp_tune.model.step import (
+    auxiliary_loss_weight,
+    clip_factor,
+    compute_context,
+    forward_backward,
+    model_inputs,
+    scale_gradients,
+    shift_labels,
+    supervised_tokens,
+    token_losses,
+    total_norm,
+)
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schedule import schedule_of
 from fsdp_tune.recipe.schema.kinds import needs_cuda

@@ -33,8 +33,8 @@ from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
-from fsdp_tune.model.loss import shift_labels
 from fsdp_tune.model.shard.local import TORCH_DTYPE
+from fsdp_tune.model.step import shift_labels
 from fsdp_tune.recipe.extensions import Extension
 from fsdp_tune.run.base_model import BaseModel
 

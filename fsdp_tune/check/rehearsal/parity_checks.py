@@ -139,7 +139,7 @@ def parity_checks(base: ScaledRecipe, folder: Path, options: Sequence[str] = ())
         run = RunDir(folder / f"{number:02d}")
         why = _train(base, switch, run, options)
         if why is None and reference is None:
-            result = run_torch_script("trajectory", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []})
+            result = run_torch_script("plain_loop", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []})
             reference, why = result.document, None if result.exit_code == 0 else f"the reference: {result.error}"
         if why is not None or reference is None:
             yield Check(switch.name, passed=False, detail=str(why), seconds=time.monotonic() - started)
@@ -181,7 +181,7 @@ def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
     lines = [line for line in written if "loss" in line]
     skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
     request = {"run": str(run.path), "skipped": skipped}
-    true, alone = (run_torch_script("trajectory", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
+    true, alone = (run_torch_script("plain_loop", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
     for result in (true, alone):
         if result.exit_code != 0:
             return False, f"the reference: {result.error}"

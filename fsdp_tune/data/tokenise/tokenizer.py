@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fsdp_tune.core.atomic import write_file, write_json
-from fsdp_tune.core.config_fields import CODE, COMPANION
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, as_os_error, usage_error
+from fsdp_tune.core.families import CODE, COMPANION
 from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable, resolves_inside
-from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin

@@ -21,9 +21,8 @@ from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, locked
-from fsdp_tune.run.events import RECIPE_CHANGED
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear
-from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.metrics_file import RECIPE_CHANGED, append_event
 from fsdp_tune.run.records import Document, Environment
 
 

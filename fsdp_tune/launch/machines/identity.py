@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp_tune.core.devices import visible_devices
-from fsdp_tune.core.environment import installed_versions, interconnect, versions
+from fsdp_tune.core.devices import installed_versions, interconnect, versions, visible_devices
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_seconds

@@ -21,9 +21,8 @@ from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, S
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, latest_checkpoint
-from fsdp_tune.run.events import RESTARTED
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
-from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.metrics_file import RESTARTED, append_event
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""

@@ -42,9 +42,8 @@ from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, 
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import TRAIN_STARTED
 from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear
-from fsdp_tune.run.metrics_file import Follower
+from fsdp_tune.run.metrics_file import TRAIN_STARTED, Follower
 
 EARLY_POLL_SECONDS = 0.02
 

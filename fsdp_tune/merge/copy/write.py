@@ -29,18 +29,24 @@ from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
 from fsdp_tune.core.tensors.safetensors_header import header_bytes
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
+    HELD_BYTES,
     Array,
     Box,
+    Budget,
+    Delta,
+    ExpertDelta,
     NonFinite,
     TensorReader,
     all_finite,
     boxes,
     convert,
     count_non_finite,
+    held_bytes,
     is_checked,
+    kind_of,
+    read_factor,
     rounded_to_nf4,
 )
-from fsdp_tune.merge.copy.low_rank import HELD_BYTES, Budget, Delta, ExpertDelta, held_bytes, kind_of, read_factor
 from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.reader import LowRankOfExperts, SourceTensor
 from fsdp_tune.merge.source import INDEX_NAME, SINGLE_NAME

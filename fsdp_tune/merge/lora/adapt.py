@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.command import BaseWeights
-from fsdp_tune.core.config_fields import with_changes
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, tensor_name, unknown_field_notices
+from fsdp_tune.core.families import with_changes
+from fsdp_tune.core.tensors.peft_fields import (
+    CONFIG_FILE,
+    MAGNITUDE,
+    PREFIX,
+    PeftNames,
+    sort_names,
+    tensor_name,
+    unknown_field_notices,
+    unwrapped,
+)
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles, SourceTensor, is_peft
-from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, sort_names, unwrapped
 from fsdp_tune.merge.lora.targets import AdapterConfig, Layers, add_layers, derive_config, find_config
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base

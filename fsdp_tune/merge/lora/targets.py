@@ -24,15 +24,17 @@ from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, is_
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.peft_fields import (
     CONFIG_FILE,
+    MAGNITUDE,
+    PeftNames,
     initialisation_that_changes_base,
     is_trained_in_full,
     other_arithmetic,
+    unwrapped,
     value_for,
 )
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
 from fsdp_tune.merge.formats.reader import LowRank, LowRankOfExperts, SourceTensor
-from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, unwrapped
 
 MAX_CONFIG_BYTES = 16 << 20
 

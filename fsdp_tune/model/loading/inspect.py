@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.model.loading.model_facts import AdapterFacts, ModelFacts, ModelInspection
+from fsdp_tune.model.loading.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout
 

@@ -27,7 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
-from fsdp_tune.core.config_fields import changed_fields, old_names, with_changes, with_floats, with_old_spellings
+from fsdp_tune.core.families import changed_fields, old_names, with_changes, with_floats, with_old_spellings
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of

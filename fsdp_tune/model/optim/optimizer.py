@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.optimization import Adafactor
 
 from fsdp_tune.model.internals import torch_internals as internals
-from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.adamw import AdamW, LeanAdamW, torchao_class, with_plain_rates
-from fsdp_tune.model.optim.muon import ORTHOGONAL, Muon, orthogonalised_names
+from fsdp_tune.model.optim.full_tensors import ORTHOGONAL, Muon, ShardedAdafactor, orthogonalised_names
 from fsdp_tune.model.shard.local import TORCH_DTYPE, refresh_scales
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import parameter_groups

@@ -10,8 +10,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.gpus import Hardware, detect
-from fsdp_tune.planner.predict.efficiency import Efficiency, efficiency_of
-from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
+from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of, step_time
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -11,9 +11,8 @@ from fsdp_tune.core.families import expert_count
 from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, mfu
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.efficiency import Efficiency, efficiency_of
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, disk, fit, host_memory, total_steps
-from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
+from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, Efficiency, StepTime, UnknownFigure, efficiency_of, step_time
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe

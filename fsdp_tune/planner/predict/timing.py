@@ -1,12 +1,16 @@
-"""Predict the time of collectives and the links that they use: rings and trees as NCCL builds them.
+"""Predict the time of a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
 
-Latencies are those of NCCL's own tuning model (src/graph/tuning.cc of 2.20: `baseLat`, `hwLat`); bandwidth is the slowest link of the
-ring times what nccl-tests reach on it. A ring of several machines crosses each border over all network cards of the machine at once.
+Collectives are rings and trees as NCCL builds them. Latencies are those of its own tuning model (src/graph/tuning.cc of 2.20: `baseLat`,
+`hwLat`); bandwidth is the slowest link of the ring times what nccl-tests reach on it. A ring of several machines crosses each border over
+all network cards of the machine at once.
 
-Simulate a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
+The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and the waits between streams;
+the clocks of the streams then give hidden and exposed communication.
 
-The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and the waits between
-streams; the clocks of the streams then give hidden and exposed communication.
+Every constant, the share of a GPU's peak figures that a step reaches among them, is here with its source. There are three kinds.
+Published: the fastest matrix multiplication of each GPU (`matmul_tflops` of hardware.yaml), attention (the FlashAttention papers).
+Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan.py prints their number, their sources, and
+the errors on other sources.
 """
 
 from __future__ import annotations
@@ -23,8 +27,70 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import MIB
 from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.efficiency import MASKED_SHARE, Efficiency, efficiency_of
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
+
+MATMUL_SHARE_UNMEASURED = 0.8
+"""Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs, 0.78 to 0.87."""
+ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
+"""Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128, in its benchmarks
+(arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5: 335 on H100, whose new units it does not use)."""
+FLASH_3_GAIN = (1.84, 1.6)
+"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608, figure 5); backward assumed,
+within the paper's 1.5 to 2.0 times. No checked row uses it."""
+TILE_TOKENS = 128
+"""Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline. With it the forward of rows of
+512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
+MASKED_SHARE = 0.6
+"""Factor on it for kernels with a mask (memory-efficient attention)."""
+KERNEL_SECONDS = 3.0e-6
+"""Fixed time of a kernel on the device: start and tail."""
+ISSUE_SECONDS = 6.0e-6
+"""Host time per operation: Python, autograd and dispatcher."""
+COLLECTIVE_ISSUE_SECONDS = 60.0e-6
+"""Host time of FSDP's hooks per collective."""
+
+SUSTAINED = {"ampere": 0.93, "hopper": 0.75}
+BANDWIDTH_SHARE = 0.75
+OVERLAP_COST = 0.3
+
+FITTED = {
+    "SUSTAINED ampere": "multiplications and attention of a step relative to their benchmarks: other shapes, temperature, a power limit",
+    "SUSTAINED hopper": "the same; at full load these GPUs reach their power limit sooner",
+    "BANDWIDTH_SHARE": "share of the memory bandwidth that elementwise kernels reach",
+    "OVERLAP_COST": "slowdown of concurrent compute per second of communication: NCCL's kernels use SMs and bandwidth",
+}
+"""Fitted on the sources listed in benchmarks/plan.py, each with the same weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the figures in the datasheet, and fixed costs in seconds."""
+
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    bandwidth: float = BANDWIDTH_SHARE
+    kernel_seconds: float = KERNEL_SECONDS
+    issue_seconds: float = ISSUE_SECONDS
+    collective_issue_seconds: float = COLLECTIVE_ISSUE_SECONDS
+    overlap_cost: float = OVERLAP_COST
+    is_measured: bool = True
+    """Whether a measured matrix multiplication of this GPU is published."""
+    flash_3_gain: tuple[float, float] = (1.0, 1.0)
+    """Factors on the shares of attention, forward and backward, with FlashAttention 3."""
+
+
+def efficiency_of(hardware: Hardware) -> Efficiency:
+    """Return the constants of a GPU; without published measurements those of its kind, with `is_measured` False."""
+    peak = hardware.bf16_tflops or hardware.fp16_tflops
+    is_measured = hardware.matmul_tflops is not None and peak is not None
+    share = hardware.matmul_tflops / peak if hardware.matmul_tflops is not None and peak is not None else MATMUL_SHARE_UNMEASURED
+    # FlashAttention-2 uses the units of Ampere; on later GPUs, from 700 dense TFLOPS, it reaches a smaller share.
+    kind = "hopper" if (peak or 0) > 700 else "ampere"
+    forward, backward = (share_of_peak * SUSTAINED[kind] for share_of_peak in ATTENTION_SHARE[kind])
+    gain = FLASH_3_GAIN if kind == "hopper" else (1.0, 1.0)
+    return Efficiency(share * SUSTAINED[kind], forward, backward, is_measured=is_measured, flash_3_gain=gain)
+
 
 NVLINK_SHARE = 0.8
 """Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""

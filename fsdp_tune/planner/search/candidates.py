@@ -1,10 +1,12 @@
-"""Generate alternatives to a recipe: the same training with another layout on the same GPUs.
+"""Generate alternatives to a recipe: the same training with another layout on the same GPUs, or on another number of ranks.
 
-Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation,
-size of a copy (over machines), decoder layers as units (if the recipe has coarser ones), and, for some targets, the ranks that share a row
-and the slices of the MLP vary.
+Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation, size of
+a copy (over machines), decoder layers as units (if the recipe has coarser ones), and, for some targets, the ranks that share a row and
+the slices of the MLP vary.
 
 Plan recipes from their traces. Every layout is traced once, at a micro-batch from which all others are derived.
+
+For another number of ranks some keys must change; the scaling table has the plan of the recipe on 1 to 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from typing import Any, Literal, Protocol
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.families import expert_count
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import DATA_KEYS
-from fsdp_tune.planner.predict.depth import at_micro_batch, full_depth, prime_for
-from fsdp_tune.planner.predict.efficiency import Efficiency
+from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, full_depth, prime_for
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, DTYPE_BYTES
 from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace_format import Counts, Trace
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
@@ -31,6 +34,7 @@ from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.reference import refused, value_of
 from fsdp_tune.recipe.schema.training_fields import state_bytes
+from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks
 
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
@@ -258,3 +262,122 @@ def rank(found: PlannedRecipe) -> tuple[int, float, float]:
         return order, made.device_gib, 0.0
     seconds = made.step_seconds / made.tokens_per_step if made.step_seconds is not None else float("inf")
     return order, seconds, made.device_gib
+
+
+# ---- Other numbers of ranks
+
+
+SIZES = tuple(1 << power for power in range(11))
+
+
+def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return one row per size: seconds of a step, tokens of all GPUs, efficiency against single GPUs, memory.
+
+    Only full machines are used. Where the recipe fits on no size, there is no row.
+    """
+    rows: list[dict[str, Any]] = []
+    for other, trace in _traced(search, recipe):
+        made = plan(other, search.hardware, trace, efficiency=search.efficiency)
+        speed = made.tokens_per_second_per_device
+        rows.append(
+            {
+                "num_processes": other.world_size,
+                "num_machines": other.launch.num_machines,
+                "step_seconds": made.step_seconds,
+                "tokens_per_second": None if speed is None else speed * other.world_size,
+                "fits": made.fits,
+                "peak_reserved_gib": made.peak_reserved_gib,
+                "efficiency": None,
+            }
+        )
+    return _with_efficiency(rows) if any(row["fits"] != "no" for row in rows) else []
+
+
+def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
+    """Yield every size with its trace. Only different programs are traced."""
+    sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
+    own = max(2, recipe.world_size)
+    if recipe.is_sharded and not recipe.is_hybrid:
+        # Shards are derived from two sizes: the recipe's own and the fewest ranks, since extrapolation far beyond both is inaccurate.
+        fewest = min((size for size in sizes if size > 1), default=own)
+        pair = [_sized(search, recipe, size) for size in ((fewest, own) if fewest < own else (own, 2 * own))]
+        traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
+        few, many = traces if len(traces) == 2 else (None, None)
+        if few is None or many is None or not alike(few, many):
+            return
+        if expert_count(few.facts.config) == 1:
+            yield from ((other, at_shards(few, many, other.topology)) for other in sizes.values())
+            return
+    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: the number of
+    # ranks decides in which dimension their stacks are sharded (`shard_dim`).
+    stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
+    wanted = sorted(set(stands_for.values()) & sizes.keys())
+    traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))
+    for size, other in sizes.items():
+        trace = traced.get(stands_for[size])
+        if trace is not None:
+            yield other, replace(trace, shapes=replace(trace.shapes, topology=other.topology))
+
+
+def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
+    per_machine = ranks_of_machine(recipe, search.hardware)
+    if size > per_machine and size % per_machine:
+        return None
+    batch = batch_changes(recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1)
+    return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
+
+
+def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the efficiency relative to the speed per GPU of the smallest size."""
+    first = rows[0]["tokens_per_second"] if rows else None
+    for row in rows:
+        if first and row["tokens_per_second"] is not None:
+            row["efficiency"] = row["tokens_per_second"] / row["num_processes"] / (first / rows[0]["num_processes"])
+    return rows
+
+
+def machines_for(ranks: int, devices_per_machine: int) -> int:
+    """Return the smallest number of machines for `ranks` devices, with the same number on each."""
+    return next(machines for machines in range(-(-ranks // devices_per_machine), ranks + 1) if ranks % machines == 0)
+
+
+def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
+    """Return the keys that must change for `recipe` to run in `world`, with their values; {} if none must.
+
+    The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid strategy that does not fit
+    becomes the one without copies.
+    """
+    codes = {finding.code for rule in WORLD_RULES for finding in rule(recipe, world)}
+    changes: dict[str, Any] = {}
+    if "mesh-does-not-fit" in codes:
+        changes |= _mesh(recipe, world)
+    if recipe.training.global_batch_size is not None:
+        changes |= _batch(recipe, recipe.training.global_batch_size, world)
+    return changes
+
+
+def _mesh(recipe: Recipe, world: World) -> dict[str, Any]:
+    again: dict[str, Any] = {**dict.fromkeys((f"parallelism.{key}" for key in DATA_KEYS), "auto"), "fsdp.reshard_after_forward": None}
+    changes = {key: value for key, value in again.items() if getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) != value}
+    fits_two_copies = world.size >= 4 and world.size % 2 == 0
+    if recipe.is_hybrid and not fits_two_copies:
+        reshards = STRATEGIES[recipe.fsdp.sharding_strategy].reshards
+        changes["fsdp.sharding_strategy"] = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
+    return changes
+
+
+def _batch(recipe: Recipe, wanted: int, world: World) -> dict[str, Any]:
+    training = recipe.training
+    if training.per_device_train_batch_tokens is not None:
+        return {}  # a token budget divides any global batch
+    micro, ranks = training.per_device_train_batch_size, data_ranks(recipe, world)
+    fitting = next((size for size in range(min(micro, wanted), 0, -1) if wanted % (size * ranks) == 0), None)
+    size = fitting or min(micro, max(1, wanted // ranks))
+    at_once = size * ranks
+    batch = -(-wanted // at_once) * at_once
+    values = {
+        "training.per_device_train_batch_size": (micro, size),
+        "training.global_batch_size": (wanted, batch),
+        "training.gradient_accumulation_steps": (training.gradient_accumulation_steps, batch // at_once),
+    }
+    return {key: new for key, (old, new) in values.items() if old is not None and new != old}

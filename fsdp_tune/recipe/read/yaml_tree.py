@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where
-from fsdp_tune.core.library_errors import YAML_SYNTAX
+from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where
 from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
 
 SPACES = "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u200b\u202f\u205f\u3000"

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_tune.core.errors import failed_error
-from fsdp_tune.core.library_errors import BLOCKS_CUT
+from fsdp_tune.core.errors import BLOCKS_CUT, failed_error
 from fsdp_tune.model.shard.local import copy_part, plain, plain_name, refresh_scales
 from fsdp_tune.run.directory import SHARD_FOLDER, Checkpoint, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest

@@ -19,8 +19,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.command import ProfiledSteps
-from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import PROFILED
 from fsdp_tune.worker.observe.step_progress import AttachedCallback
 
 PHASE_PREFIX = "fsdp-tune::"
@@ -266,7 +266,7 @@ class Profile(AttachedCallback):
         steps = step - self._steps.first + 1
         document = {"steps": steps, "seconds": {phase: asdict(share) for phase, share in shares.items()}}
         write_json(_breakdown_path(self._trace), document)
-        self.trainer.parts.metrics.event(events.PROFILED, step, trace=str(self._trace), **document)
+        self.trainer.parts.metrics.event(PROFILED, step, trace=str(self._trace), **document)
         self.trainer.lines.leave_out(time.monotonic() - started)
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.run import events
-from fsdp_tune.run.events import NAMED_ROWS
+from fsdp_tune.run.metrics_file import GRADIENT_SPIKE, LOSS_SPIKE, NAMED_ROWS, WEIGHTS_LOOK_RANDOM, ZERO_GRADIENT, EventKind
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
 
@@ -31,7 +30,7 @@ UNTRAINED_SHARE = 0.02
 """A pretrained model's first loss is far below ln(vocabulary); that of a random one is within 2 % of it."""
 KEPT_BATCHES = 1024
 """Micro-batches of a rank whose rows can be named: a scalar on the device each."""
-IN_SPIKES = (events.LOSS_SPIKE, events.GRADIENT_SPIKE)
+IN_SPIKES = (LOSS_SPIKE, GRADIENT_SPIKE)
 
 
 @dataclass
@@ -60,24 +59,24 @@ class CurveWatch:
     _norms: RecentValues = field(default_factory=RecentValues)
     _first: bool = True
 
-    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[events.EventKind, str]]:
+    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[EventKind, str]]:
         """Return an event and its sentence for each thing that is wrong in a line of metrics."""
-        found: list[tuple[events.EventKind, str]] = []
+        found: list[tuple[EventKind, str]] = []
         if self._first and self.vocabulary is not None:
             blind = math.log(self.vocabulary)
             if abs(loss - blind) < UNTRAINED_SHARE * blind:
                 sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
-                found.append((events.WEIGHTS_LOOK_RANDOM, f"{sentence}: were the weights loaded?"))
+                found.append((WEIGHTS_LOOK_RANDOM, f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:
-            found.append((events.ZERO_GRADIENT, "the gradient norm is exactly zero: nothing is being trained"))
+            found.append((ZERO_GRADIENT, "the gradient norm is exactly zero: nothing is being trained"))
         losses = self._losses.spike(loss)
         norms = None if grad_norm is None else self._norms.spike(grad_norm, SPIKE_RATIO)
         if losses is not None:
             also = "" if norms is None else f"; the gradient norm is {grad_norm:.4f}, and {norms}"
-            found.append((events.LOSS_SPIKE, f"the loss is {loss:.4f}; {losses}{also}"))
+            found.append((LOSS_SPIKE, f"the loss is {loss:.4f}; {losses}{also}"))
         elif norms is not None:
-            found.append((events.GRADIENT_SPIKE, f"the gradient norm is {grad_norm:.4f}; {norms}"))
+            found.append((GRADIENT_SPIKE, f"the gradient norm is {grad_norm:.4f}; {norms}"))
         return found
 
 

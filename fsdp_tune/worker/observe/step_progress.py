@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.run import events
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import SLOW_RANK, MetricsFile
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.step_observer import StepObserver
 
@@ -114,4 +113,4 @@ class StepProgress(StepObserver, TrainerCallback):
         ratio = round(min(found.ratio, 1000.0), 2)
         behind = round(found.behind_seconds, 3)
         message = f"rank {found.rank} works {ratio} times as long as the others, which wait {behind} s for it in each step"
-        self._metrics.event(events.SLOW_RANK, step, rank=found.rank, ratio=ratio, behind_seconds=behind, message=message)
+        self._metrics.event(SLOW_RANK, step, rank=found.rank, ratio=ratio, behind_seconds=behind, message=message)

@@ -25,11 +25,10 @@ from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count, family_of
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.internals.torch_internals import OBSERVING_MODE, observing_mode
 from fsdp_tune.model.internals.transformers_internals import attention_of
-from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.sequence_parallel import attention_disabled, packing_known, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.local import bare_class, multiplied_as
 from fsdp_tune.model.shard.wrap import outside_step
-from fsdp_tune.model.step import compute_context
+from fsdp_tune.model.step import compute_context, model_inputs
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.rules.training import rounds_stochastically
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.optim.adafactor import ShardedAdafactor
-from fsdp_tune.model.optim.muon import ORTHOGONAL
+from fsdp_tune.model.optim.full_tensors import ORTHOGONAL, ShardedAdafactor
 from fsdp_tune.model.optim.optimizer import rounds_gradients
 from fsdp_tune.model.shard.local import local_part
 

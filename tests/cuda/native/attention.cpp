@@ -22,8 +22,9 @@ bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kHal
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double, bool,
                std::optional<double>, bool has_groups) {
   auto& context = at::globalContext();
-  bool fits = query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(-1) <= 256 && query.size(-1) % 8 == 0 && !query.is_nested();
-  bool has_equal_heads = query.dim() == 4 && key.dim() == 4 && query.size(1) == key.size(1);
+  // `size` of a traced tensor makes numbers of all its symbols, and each length would be compiled anew.
+  bool fits = query.dim() == 4 && !query.is_nested() && query.sym_size(-1) == value.sym_size(-1) && query.sym_size(-1) <= 256 && query.sym_size(-1) % 8 == 0;
+  bool has_equal_heads = query.dim() == 4 && key.dim() == 4 && query.sym_size(1) == key.sym_size(1);
   bool is_flash = fits && (has_equal_heads || has_groups) && is_half(query) && !mask.has_value();
   if (is_flash && context.userEnabledFlashSDP()) return static_cast<int64_t>(SDPBackend::flash_attention);
   if (fits && has_equal_heads && context.userEnabledMemEfficientSDP()) return static_cast<int64_t>(SDPBackend::efficient_attention);

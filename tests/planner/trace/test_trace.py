@@ -14,9 +14,8 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.allocator import rounded
 from fsdp_tune.planner.predict.depth import alike, at_micro_batch, full_depth, prime_for
-from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import disk, peak_memory
-from fsdp_tune.planner.predict.timing import in_buckets, step_time
+from fsdp_tune.planner.predict.timing import Efficiency, in_buckets, step_time
 from fsdp_tune.planner.trace.traced_step import traced_micro_batches
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -47,9 +46,9 @@ def peak(trace: Trace) -> int:
 
 def no_loss() -> None:
     """The step without its cross-entropy."""
-    from fsdp_tune.model import loss
+    from fsdp_tune.model import step
 
-    loss.summed_token_loss = lambda logits, labels, smoothing=0.0: logits.sum()  # type: ignore[assignment]
+    step.summed_token_loss = lambda logits, labels, smoothing=0.0: logits.sum()  # type: ignore[assignment]
 
 
 def no_layer() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.worker.observe import shares
-from fsdp_tune.worker.observe.shares import ExpertLoads
+from fsdp_tune.worker.observe import metrics
+from fsdp_tune.worker.observe.metrics import ExpertLoads
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.cuda.devices import on_devices
 from tests.parity.bench import Bench
@@ -37,7 +37,7 @@ def begin(loads: ExpertLoads, step: int, **arguments: Any) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_tokens_of_each_expert_are_those_of_the_router(kind: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor: None)
     model = model_of(kind)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -66,7 +66,7 @@ def test_tokens_of_each_expert_are_those_of_the_router(kind: str, recomputed: bo
 
 
 def test_only_logged_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor: None)
     model = model_of("mixtral")
     loads = ExpertLoads(model, torch.device("cpu"))
     ids = torch.arange(12)[None]

@@ -16,9 +16,8 @@ import torch
 from transformers import MixtralConfig
 
 from fsdp_tune.core.gpus import ModelDimensions
-from fsdp_tune.run import events
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import STEP_SKIPPED, TRAIN_FINISHED, MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import RankPool
@@ -52,7 +51,7 @@ def test_run_from_step_0_starts_with_an_empty_file(run: RunDir) -> None:
 def test_other_ranks_write_nothing(run: RunDir) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=False)
     metrics.write({"step": 1})
-    metrics.event(events.TRAIN_FINISHED, 1)
+    metrics.event(TRAIN_FINISHED, 1)
     metrics.close()
     assert not run.metrics_jsonl.exists()
 
@@ -104,7 +103,7 @@ def test_file_size_limit_is_reported_and_the_torn_line_is_cut(run: RunDir, limit
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_visible_and_lines_are_valid_json(run: RunDir, value: float) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
-    metrics.event(events.STEP_SKIPPED, 3, grad_norm=value)
+    metrics.event(STEP_SKIPPED, 3, grad_norm=value)
     metrics.close()
     [line] = lines(run)
     assert (line["event"], line["step"], line["grad_norm"]) == ("step_skipped", 3, str(value))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.run import events
+from fsdp_tune.run.metrics_file import LOSS_SPIKE
 from fsdp_tune.worker.observe.spikes import CurveWatch
 from tests.ranks import RankPool
 
@@ -25,7 +25,7 @@ def test_spikes_of_loss_and_norm_are_one_event() -> None:
     watch = CurveWatch(None)
     assert not any(names(watch, *STEADY))
     (kind, message), *others = watch.watch(4.0, 9.0)
-    assert (kind, others) == (events.LOSS_SPIKE, [])
+    assert (kind, others) == (LOSS_SPIKE, [])
     assert message.startswith("the loss is 4.0000; the last 12 lines had 2.0100 ± 0.0082; the gradient norm is 9.0000, and ")
     assert names(CurveWatch(None), *STEADY, (2.0, 9.0))[-1] == ["gradient_spike"]
     assert names(CurveWatch(None), *STEADY, (2.0, 2.0))[-1] == [], "norms scatter"
