@@ -14,6 +14,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
+from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
@@ -36,11 +37,13 @@ from fsdp_tune.launch.command.resume import (
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
-    wait_for_run,
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
-from fsdp_tune.launch.coordination import CountedBar, WorkCounter
+from fsdp_tune.launch.machines.channel import open_channel
+from fsdp_tune.launch.machines.identity import identity_of
+from fsdp_tune.launch.machines.interface import INTERFACE_VARIABLES
+from fsdp_tune.launch.machines.launches import CountedBar, Machines
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
@@ -76,7 +79,9 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
         if threading.current_thread() is not threading.main_thread():
             raise usage_error("not-main-thread", "`train` handles signals, which only the main thread can", hint="call it from there")
         job = _job(recipe, options, observer, starts_here=True)
-        return job.lead() if job.plan.machine_rank == 0 else job.follow()
+        with job.machines() as machines:
+            job = replace(job, connected=machines)
+            return job.lead() if job.plan.machine_rank == 0 else job.follow()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +155,52 @@ class _Job:
     mirror: Mirroring | None = None
     early: EarlyLaunch | None = None
     """The first launcher, if it has been started while the inputs were checked."""
+    connected: Machines | None = None
+    """The machines of the run; None where no rank is started."""
 
     @property
     def recipe(self) -> Recipe:
         return self.resolution.recipe
 
+    def machines(self) -> Machines:
+        """Return the machines of the run, in a context: those of several find each other in it."""
+        plan, recipe = self.plan, self.recipe
+        if plan.first_machine is None:
+            return Machines(plan.run)
+        ip, port = plan.first_machine.ip, plan.first_machine.control_port
+        if plan.route is None:
+            message = f"no interface leads to {ip}: gloo and NCCL choose one themselves (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            self.observer.message(message)
+        else:
+            set_here = [name for name in INTERFACE_VARIABLES if plan.env.get(name, "").lstrip("=") != plan.route.interface]
+            named = f"; {', '.join(f'{name}={plan.env[name]}' for name in set_here)} is set" if set_here else ""
+            self.observer.message(f"the network is {plan.route}{named}")
+        extensions = [f"extension {each.kind} {each.name} {each.version}" for each in self.extensions]
+        return Machines(
+            plan.run,
+            plan.machine_rank,
+            recipe.launch.num_machines,
+            hang_seconds=parse_seconds(recipe.launch.hang_timeout),
+            channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port),
+            identity=identity_of(recipe, plan.env, extensions),
+        )
+
+    def advance(self, n: int = 1) -> None:
+        """Count work, so that other machines see progress."""
+        if self.connected is not None:
+            self.connected.advance(n)
+
     def lead(self) -> TrainResult:
         """Train on the only machine, or the first: refuse bad input before anything is written, then write, run and merge."""
         start = self.decide_start()
+        assert self.connected is not None, "`train` connects the machines first"
         if start.is_finished:
+            self.connected.conclude(Verdict(ExitCode.OK, ExitReason.FINISHED, start.step))
             return self.finished(start)
         with self.written(start, starts_ranks=True) as job, self.sending(start.step):
-            return job.conclude(job.run_ranks())
+            ended = job.run_ranks()
+            self.connected.close()  # the others need not wait for the merge
+            return job.conclude(ended)
 
     def sending(self, start_step: int | None) -> AbstractContextManager[None]:
         return self.mirror.sending(start_step) if self.mirror is not None else nullcontext()
@@ -169,11 +208,10 @@ class _Job:
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
         self.observer.phase("choosing the first step")
-        with WorkCounter(run, self.recipe.launch.num_machines) as work:
-            decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
-            start, mirror = decide(), self.mirror
-            if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
-                start = decide()
+        decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=self.advance)
+        start, mirror = decide(), self.mirror
+        if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
+            start = decide()
         self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
@@ -262,9 +300,8 @@ class _Job:
                 encoder = load_encoder(here)
                 observer.notices(encoder.notices)
                 sample_prompts(recipe, encoder)
-                counter = WorkCounter(self.plan.run, recipe.launch.num_machines)
-                with observer.progress("tokenising", None, "rows") as bar, counter as work:
-                    progress = CountedBar(bar, work)
+                with observer.progress("tokenising", None, "rows") as bar:
+                    progress = CountedBar(bar, self.advance)
                     data = prepare_data(recipe, encoder, progress=progress, verify=self.options.verify_data, run=self.plan.run.path)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
@@ -349,7 +386,7 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early)
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early, self.connected)
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
                 if self.mirror is not None:
@@ -403,13 +440,18 @@ class _Job:
     def follow(self) -> TrainResult:
         """Run the ranks of a machine other than the first, once that has written the run directory."""
         run, rank = self.plan.run, self.plan.machine_rank
+        assert self.connected is not None, "`train` connects the machines first"
+        assert self.plan.first_machine is not None, "there are several"
         shape = f"{self.recipe.world_size} ranks, {self.recipe.local_world_size} on each machine"
-        self.observer.message(f"machine {rank}: waiting for the first machine to write {run.path} for {shape}")
-        if not wait_for_run(run, self.recipe, self.options.resume):
+        where = f"{self.plan.first_machine.ip}:{self.plan.first_machine.control_port}"
+        self.observer.message(f"machine {rank}: waiting for the first machine ({where}) to prepare {run.path} for {shape}")
+        ended = self.connected.join()
+        if ended is None:
+            self.observer.run_opened(run, self.plan.screen_log)
+            with self.sending(None):
+                ended = self.run_ranks()
+        elif ended.reason is ExitReason.FINISHED:
             return TrainResult(run, self.recipe, ExitReason.FINISHED, machine_rank=rank, had_finished=True)
-        self.observer.run_opened(run, self.plan.screen_log)
-        with self.sending(None):
-            ended = self.run_ranks()
         result = TrainResult(run, self.recipe, ended.reason, machine_rank=rank)
         if ended.problem is not None:
             self.observer.run_ended(result)

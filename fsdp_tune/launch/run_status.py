@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,6 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
-from fsdp_tune.launch.coordination import machines_elsewhere
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
@@ -160,7 +161,7 @@ class DirectoryStatus(JsonAnswer):
 def run_status(run: RunDir) -> RunStatus:
     recipe = read_resolved(run)
     world_size = recipe.world_size
-    elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
+    elsewhere = _machines_elsewhere(run, recipe.launch.num_machines)
     ranks = [_rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere) for rank in range(world_size)]
     verdict = Verdict.read(run.outcome_json)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
@@ -298,6 +299,15 @@ def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:
         age=format_seconds(age_seconds) if age_seconds is not None else None,
         log=str(run.rank_log(rank)),
     )
+
+
+def _machines_elsewhere(run: RunDir, count: int) -> set[int]:
+    """Return the machines of a run over `count` machines other than this one, whose processes are not visible here."""
+    try:
+        raw: Any = json.loads(run.machines_json.read_bytes())
+        return {int(machine) for machine, host in raw.items() if int(machine) < count > 1 and host != socket.gethostname()}
+    except (OSError, ValueError, AttributeError):
+        return set()
 
 
 def _age(path: Path) -> float | None:

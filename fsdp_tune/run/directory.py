@@ -83,6 +83,8 @@ class RunDir:
     outcome_json = _Inside("logs/outcome.json")
     """How the last launch ended; absent while it runs, and if its supervisor was killed too."""
     launcher_log = _Inside("logs/launcher.log")
+    machines_json = _Inside("logs/machines.json")
+    """Host name of each machine of the last launch over several."""
     flight_recorder = _Inside("logs/flight-recorder")
     """torch's record of each rank's collectives, written when a rank hangs; for `torchfrtrace`."""
     hang_report = _Inside("logs/hang.txt")

@@ -304,7 +304,7 @@ PLANTS: tuple[Plant, ...] = (
         ),
         rows="F119",
     ),
-    plant("missing machines not named", "launch.coordination:Machines.gather", always("present"), rows="F031"),
+    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
         "launch.supervise.rank_watch:first_exception",

@@ -19,7 +19,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.accelerate import launch_plan
-from fsdp_tune.launch.command.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued, wait_for_run
+from fsdp_tune.launch.command.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -318,8 +318,7 @@ def test_status_finds_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) ->
 
 def test_status_trusts_heartbeats_of_other_machines(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "launch.num_machines=2", "launch.main_process_ip=10.0.0.1")
-    (fresh.logs / "machine-00.json").write_text(json.dumps({"life": "a", "host": socket.gethostname()}))
-    (fresh.logs / "machine-01.json").write_text(json.dumps({"life": "a", "host": "elsewhere"}))
+    fresh.machines_json.write_text(json.dumps({"0": socket.gethostname(), "1": "elsewhere"}))
     for rank in range(2):
         beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0}
         fresh.rank_heartbeat(rank).write_text(json.dumps(beat))
@@ -469,34 +468,6 @@ def test_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Path
     fresh.recipe_json.write_text('{"recipe_version": 9}')
     with pytest.raises(FsdpTuneError, match="cannot be read as a recipe of this version"):
         decide(fresh, resolved(tmp_path), "auto", overwrite=False)
-
-
-def test_other_machine_waits_for_first_until_timeout(fresh: RunDir, tmp_path: Path) -> None:
-    recipe = used(fresh, tmp_path)
-    with pytest.raises(FsdpTuneError, match="has not started this recipe") as caught:
-        wait_for_run(fresh, recipe, timeout_seconds=0.05, poll_seconds=0.01)
-    assert caught.value.exit_code == 1
-    with locked(fresh):
-        wait_for_run(fresh, recipe, timeout_seconds=0.05, poll_seconds=0.01)
-        wait_for_run(fresh, resolved(tmp_path, "launch.num_cpu_threads_per_process=7"), timeout_seconds=0.05, poll_seconds=0.01)
-        with pytest.raises(FsdpTuneError):
-            wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), timeout_seconds=0.05, poll_seconds=0.01)
-
-
-def test_other_machine_does_not_wait_for_finished_run(fresh: RunDir, tmp_path: Path) -> None:
-    """The first machine has nothing to do then, and never owns the directory."""
-    recipe = used(fresh, tmp_path)
-    last = checkpoint(fresh, 100)
-    finish(fresh, 100)
-    assert not wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
-    for other, resume in ((resolved(tmp_path, "training.max_steps=200"), "auto"), (recipe, None)):
-        with pytest.raises(FsdpTuneError, match="has not started this recipe"):
-            wait_for_run(fresh, other, resume, timeout_seconds=0.05, poll_seconds=0.01)
-    with locked(fresh):
-        assert wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
-    (last / "weights").write_bytes(b"12346")
-    with pytest.raises(FsdpTuneError, match="has not started this recipe"):
-        wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
 
 
 def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
+from fsdp_tune.launch.machines.interface import Address, Route, interface_settings, route_to
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
 from fsdp_tune.recipe.rules.launch import is_plain_setting, variables_to_allow
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -199,6 +200,10 @@ class LaunchPlan:
     world_size: int
     allowed_variables: tuple[str, ...] = ()
     """Names in `launch.env` that the command line had to allow (`--allow-env`)."""
+    first_machine: Address | None = None
+    """Of a run over several machines."""
+    route: Route | None = None
+    """To the first machine; its interface is that of gloo and NCCL unless the user has set another. None on a single machine."""
 
     @property
     def has_all_ranks(self) -> bool:
@@ -269,7 +274,8 @@ def launch_plan(
     address = main_process_address(recipe, inherited, unknown=unknown_address)
     if machines > 1 and inherited.get(FIRST_MACHINE) == address.ip:
         removed.remove(FIRST_MACHINE)  # it is of this job
-    settings = _allocator_settings(recipe, kept) | _settings(recipe, run, address)
+    route = route_to(address.ip, address.port) if machines > 1 else None
+    settings = _allocator_settings(recipe, kept) | interface_settings(route, {*recipe.launch.env, *kept}) | _settings(recipe, run, address)
     return LaunchPlan(
         argv=_argv(recipe, run, address, worker_module, machine_rank, extra),
         env=kept | settings,
@@ -280,14 +286,9 @@ def launch_plan(
         machine_rank=machine_rank,
         world_size=recipe.world_size,
         allowed_variables=tuple(variables_to_allow(recipe.launch.env)),
+        first_machine=address if machines > 1 else None,
+        route=route,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    ip: str
-    port: int
-    """0: any free port, chosen when it is bound."""
 
 
 def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unknown: str | None = None) -> Address:

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.ownership import is_abandoned, read_owner
-from fsdp_tune.launch.coordination import WorkWatch
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
@@ -316,40 +314,6 @@ def check_data(start: Start, key: str) -> None:
             "the training data are not those that the run started with: the files, their order or the tokenizer changed",
             ways_out=("restore the old data", "--overwrite or --set output_dir=… starts a new run on the new data"),
         )
-
-
-def wait_for_run(
-    run: RunDir, recipe: Recipe, resume: str | None = None, *, timeout_seconds: float = 3600.0, poll_seconds: float = 2.0
-) -> bool:
-    """Wait until the first machine has written the run directory for this recipe and owns it, then return True.
-
-    Returns False if `resume` finds a finished run: the first machine starts no ranks.
-    Machines may differ in local settings (cores); the training and the number of ranks must agree.
-    Raises: FailedError after `timeout_seconds` without the directory and without a change of the count of work.
-    """
-    work, is_checked = WorkWatch(run), resume != AUTO
-    while True:
-        if run.is_used and is_for(run, recipe):
-            if read_owner(run.lock) is not None and not is_abandoned(run.lock):
-                return True
-            if not is_checked and _newest(run, recipe, digests=False, progress=None).is_finished:
-                is_checked = True  # checkpoints are hashed once
-                if _newest(run, recipe, digests=recipe.checkpoint.verify == "digest", progress=None).is_finished:
-                    return False
-        if work.silent_seconds() > timeout_seconds:
-            raise failed_error(
-                "first-machine-missing",
-                f"the first machine has not started this recipe in {run.path}, nor counted work for it, within {timeout_seconds:.0f} s",
-                hint="all machines must see the same directory and get the same recipe and `--set`",
-            )
-        time.sleep(poll_seconds)
-
-
-def is_for(run: RunDir, recipe: Recipe) -> bool:
-    """Return whether the run directory matches the recipe of this machine, apart from keys that may differ by machine."""
-    theirs = read_resolved(run)
-    same_launch = (theirs.world_size, theirs.launch.num_machines) == (recipe.world_size, recipe.launch.num_machines)
-    return same_launch and all(change.kind is OnResume.FREE for change in compare(theirs, recipe))
 
 
 def _finished_step(run: RunDir) -> int | None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.command.resume import is_for
-from fsdp_tune.launch.coordination import Machines, WorkCounter
+from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, Rejected, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
 from fsdp_tune.run.metrics_file import RESTARTED, append_event
 
@@ -33,13 +32,20 @@ RowsOfStep = Callable[[int], str | None]
 class Attempts:
     """The launches of one command on one machine. With several machines the first decides and the others follow."""
 
-    def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep, early: EarlyLaunch | None = None) -> None:
-        """`early`: the launcher of the first launch, if it has already been started."""
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        recipe: Recipe,
+        rows_of_step: RowsOfStep,
+        early: EarlyLaunch | None = None,
+        machines: Machines | None = None,
+    ) -> None:
+        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine."""
         self._early = early
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
         self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
-        self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, timeout_seconds=self._hang_seconds)
+        self._machines = machines or Machines(plan.run)
 
     def events(self) -> Generator[Event]:
         """Yield the events of all launches. The last is `Verdict`; no process is left by then."""
@@ -48,8 +54,8 @@ class Attempts:
     def _lead(self) -> Generator[Event]:
         step = 0
         for launch in itertools.count():
-            if (problem := self._machines.gather(launch)) is not None:
-                ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, step, problem)
+            if (ended := self._machines.gather(launch)) is not None:
+                ended = replace(ended, step=step)
                 ended.write(self._plan.run.outcome_json)
                 self._machines.conclude(ended)
                 yield ended
@@ -72,20 +78,11 @@ class Attempts:
             yield Message(self._prepare_restart(decision, checkpoint))
 
     def _follow(self) -> Generator[Event]:
-        problem = self._machines.join()
-        if problem is None and not is_for(self._plan.run, self._recipe):
-            problem = Problem(
-                "machines-differ", "the first machine runs another recipe", hint="pass the same recipe and `--set` on all machines"
-            )
-            self._machines.end(Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
-        if problem is not None:
-            yield Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
-            return
         ended: Verdict | None = None
         while True:
             launch = self._machines.next_launch()
             if not isinstance(launch, int):
-                yield _final(ended, launch, self._plan.run)
+                yield _final(ended, launch, self._machines.lost_first())
                 return
             _, ended = yield from self._launch()
             self._machines.end(ended)
@@ -102,10 +99,10 @@ class Attempts:
     def _decide(self, ended: Verdict, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
-        with WorkCounter(self._plan.run, self._recipe.launch.num_machines) as work:
-            checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=work.advance)
-            start = self._start_elsewhere() if checkpoint is None else None
-            found = None if start is None else inspect_checkpoint(start, digests=digests, progress=work.advance)
+        progress = self._machines.advance
+        checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
+        start = self._start_elsewhere() if checkpoint is None else None
+        found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
         if isinstance(found, Rejected):
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
@@ -150,15 +147,21 @@ class Attempts:
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
 
 
-def _final(mine: Verdict | None, leader: Verdict | None, run: RunDir) -> Verdict:
-    """Return the end of a machine other than the first: the problem of the run if its own is only a consequence of that."""
+def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -> Verdict:
+    """Return the end of a machine other than the first: the problem of the run if its own is only a consequence of that.
+
+    `lost`: why the first machine decides nothing any more.
+    """
     if mine is None and leader is not None:
         return leader
     if mine is None:
-        message = f"the first machine did not start its ranks in {run.path}"
-        problem = Problem("first-machine-missing", message, hint="see the output of its command")
-        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+        problem = lost or Problem(
+            "first-machine-missing", "the first machine did not start its ranks", hint="see the output of its command"
+        )
+        return Verdict(ExitCode.LOST_RANK if lost else ExitCode.FAILED, ExitReason.LOST_RANK if lost else ExitReason.FAILED, 0, problem)
     is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
+    if leader is None and lost is not None and mine.problem is not None and is_echo:
+        return replace(mine, problem=lost)
     if leader is None or not is_echo or (leader.problem is None and not leader.is_stop):
         return mine
     return replace(mine, exit_code=leader.exit_code, reason=leader.reason, problem=leader.problem)
@@ -175,6 +178,7 @@ TRANSIENT_CODES = frozenset(
         "launcher-failed",
         "loader-died",
         "lost-rank",
+        "machine-lost",
         "rank-died",
         "rank-failed",
         "rank-killed",

@@ -35,7 +35,7 @@ from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.processes import ends_with_parent, without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.coordination import Machines
+from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, judge
@@ -178,7 +178,7 @@ class Supervisor:
         """`early`: the launcher, if it has already been started."""
         self._plan = plan
         self._early = early
-        self._machines = machines or Machines(plan.run, plan.machine_rank, 1, timeout_seconds=hang_timeout_seconds)
+        self._machines = machines or Machines(plan.run)
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []

@@ -1,0 +1,212 @@
+"""The command's end of the control channel: its own document, and the last known one of each other machine.
+
+The command imports no torch, so a child (`launch.machines.store`) holds the connection. If the child dies, another one is started; nothing
+is lost, since each machine writes its present state again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from pydantic import TypeAdapter
+
+from fsdp_tune.core import processes as children
+from fsdp_tune.launch.machines.store import SERVED_SECONDS, Exchanged, JsonObject
+
+CLOSE_SECONDS = SERVED_SECONDS + 5.0
+"""Limit for the child to write the last document and to end."""
+RESPAWN_SECONDS = 1.0
+_EXCHANGED = TypeAdapter(Exchanged)
+
+
+class Link(Protocol):
+    """A running exchange: lines to it, lines from it."""
+
+    def send(self, line: str) -> None:
+        """Raises: OSError if the exchange has ended."""
+        ...
+
+    def lines(self) -> Iterable[str]: ...
+
+    def finish(self) -> None:
+        """Let the exchange write the last document and end."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class ChildLink:
+    """The exchange in a child process."""
+
+    def __init__(self, machine: int, machines: int, address: str, port: int) -> None:
+        words = [sys.executable, "-m", "fsdp_tune.launch.machines.store", str(machine), str(machines), address, str(port)]
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        self._child = children.start(words, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def send(self, line: str) -> None:
+        assert self._child.stdin is not None, "it is a pipe"
+        self._child.stdin.write(line + "\n")
+        self._child.stdin.flush()
+
+    def lines(self) -> Iterable[str]:
+        assert self._child.stdout is not None, "it is a pipe"
+        return self._child.stdout
+
+    def finish(self) -> None:
+        assert self._child.stdin is not None, "it is a pipe"
+        self._child.stdin.close()
+
+    def kill(self) -> None:
+        children.end(self._child)
+
+
+@dataclass
+class _Known:
+    """What is known of another machine."""
+
+    document: JsonObject = field(default_factory=dict[str, Any])
+    changed_at: float = 0.0
+    """Monotonic time at which the document last changed."""
+    silent_seconds: float = 0.0
+    told_at: float | None = None
+    """When `silent_seconds` was reported; None: it has never been seen."""
+    clock_seconds: float = 0.0
+
+
+class Channel:
+    """The documents of all machines of a run. Reading and writing never wait for the network."""
+
+    def __init__(self, start: Callable[[], Link]) -> None:
+        """`start` begins an exchange. It is called again if one ends by itself."""
+        self._start = start
+        self._state = threading.Condition()
+        self._others: dict[int, _Known] = {}
+        self._document: str | None = None
+        self._link: Link | None = None
+        self._sent_to: tuple[Link, str] | None = None
+        self._is_closing = False
+        self._began = time.monotonic()
+        self.last = Exchanged()
+        """The last line of the exchange."""
+        self._last_at = self._began
+        self.fatal: str | None = None
+        """Why the store cannot be served."""
+        self.notice: str | None = None
+        # Not daemons: the kernel ends a child with the thread that started it, and `close` ends both.
+        self._reader = threading.Thread(target=self._read, name="machines-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="machines-writer", daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    def publish(self, document: Mapping[str, Any]) -> None:
+        """Replace this machine's document."""
+        with self._state:
+            self._document = json.dumps(document)
+            self._state.notify_all()
+
+    def document(self, machine: int) -> JsonObject:
+        """Return the last known document of another machine; {} before the first."""
+        with self._state:
+            known = self._others.get(machine)
+            return known.document if known is not None else {}
+
+    def silent_seconds(self, machine: int) -> float | None:
+        """Return the seconds since the last sign of life of a machine; None before the first one."""
+        with self._state:
+            known = self._others.get(machine)
+            return None if known is None or known.told_at is None else known.silent_seconds + time.monotonic() - known.told_at
+
+    def unchanged_seconds(self, machine: int) -> float:
+        """Return the seconds since the document of a machine last changed, at most those since the channel was opened."""
+        with self._state:
+            known = self._others.get(machine)
+            return time.monotonic() - max(self._began, known.changed_at if known is not None else 0.0)
+
+    def clock_seconds(self, machine: int) -> float:
+        """Return how far the clock of a machine is ahead of this one's, to about a second."""
+        with self._state:
+            known = self._others.get(machine)
+            return known.clock_seconds if known is not None else 0.0
+
+    @property
+    def refused_seconds(self) -> float:
+        """Seconds for which the first machine has answered without serving a store; 0 if it serves one, or does not answer."""
+        with self._state:
+            return self.last.fault_seconds + time.monotonic() - self._last_at if self.last.is_refused else 0.0
+
+    def close(self) -> None:
+        """Let the other machines read the last document, then end the exchange."""
+        with self._state:
+            self._is_closing = True
+            self._state.notify_all()
+        self._writer.join(CLOSE_SECONDS)
+        self._reader.join(CLOSE_SECONDS)
+        with self._state:
+            link = self._link
+        if link is not None:
+            link.kill()
+
+    def _read(self) -> None:
+        """Start exchanges and read their lines until the channel is closed."""
+        while True:
+            link = self._start()
+            with self._state:
+                self._link = link
+                self._state.notify_all()
+            for line in link.lines():
+                self._receive(_EXCHANGED.validate_json(line))
+            link.kill()
+            with self._state:
+                self._link = None
+                if self._is_closing or self.fatal is not None or self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS):
+                    return
+
+    def _receive(self, told: Exchanged) -> None:
+        with self._state:
+            now = time.monotonic()
+            self.fatal, self.notice = told.fatal or self.fatal, told.notice or self.notice
+            self.last, self._last_at = told, now
+            for machine, document in told.documents.items():
+                known = self._others.setdefault(machine, _Known())
+                if document != known.document:
+                    known.document, known.changed_at = document, now
+            for machine, seconds in told.silent_seconds.items():
+                known = self._others.setdefault(machine, _Known())
+                known.silent_seconds, known.told_at = seconds, now
+                known.clock_seconds = told.clock_seconds.get(machine, 0.0)
+
+    def _write(self) -> None:
+        """Send each new document. A thread of its own: an exchange that is stopped reads nothing, and the command must not wait for it."""
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._is_closing or self._unsent() is not None)
+                pending, link, is_closing = self._unsent(), self._link, self._is_closing
+            with contextlib.suppress(OSError, ValueError):  # it has ended, and the next one gets the document
+                if pending is not None:
+                    pending[0].send(pending[1])
+                if is_closing and link is not None:
+                    link.finish()
+            if is_closing:
+                return
+            if pending is not None:
+                with self._state:
+                    self._sent_to = pending
+
+    def _unsent(self) -> tuple[Link, str] | None:
+        if self._link is None or self._document is None:
+            return None
+        return None if self._sent_to == (self._link, self._document) else (self._link, self._document)
+
+
+def open_channel(machine: int, machines: int, address: str, port: int) -> Channel:
+    """Open the channel of a machine. The first machine serves the store on this port of its address."""
+    return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port)))

@@ -1,0 +1,450 @@
+"""Agree on each launch of a run over several machines, and on how it ended.
+
+Each machine publishes one document (`launch.machines.channel`): its current launch, and how that ended there. The first machine judges for
+all and alone decides on another launch. The others read only its document, in which it repeats what they need of each other.
+
+A life of the run is one command of the first machine, whose store ends with it. No rank starts before all machines have confirmed the
+launch: they are alike (`launch.machines.identity`), and see the files that the ranks will read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from fsdp_tune.core.atomic import json_safe, write_json
+from fsdp_tune.core.command import Bar
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.machines.channel import Channel
+from fsdp_tune.launch.machines.identity import Identity, difference
+from fsdp_tune.launch.machines.report import NOT_STARTED, MachineReport, Relayed, digests_of_files
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict, train_command
+
+READ_SECONDS = 0.2
+"""Time between two looks at the documents, which are in memory."""
+POLL_SECONDS = 1.0
+"""The same while ranks run."""
+WORK_SECONDS = 1.0
+"""Least time between two counts of work."""
+JOIN_SECONDS = 3600.0
+"""Limit for the first machine to come, and to check its inputs. It may take longer while its count of work changes, as it may before the
+next launch."""
+DECISION_SECONDS = 600.0
+"""Limit for the decision of the first machine after a launch."""
+GATHER_SECONDS = 90.0
+"""Limit for the other machines to end their ranks after the first."""
+SHARE_SECONDS = 60.0
+"""Limit for the other machines to publish where their ranks are."""
+VISIBLE_SECONDS = 90.0
+"""Limit for files of the first machine to appear in a shared directory: NFS caches the absence of a name for up to a minute."""
+LOST_SECONDS = 300.0
+"""A machine from which nothing has come for this long is lost; if `launch.hang_timeout` is shorter, after that and `LOST_MARGIN_SECONDS`,
+since ranks that wait for it are then reported first."""
+LOST_MARGIN_SECONDS = 30.0
+REFUSED_SECONDS = 45.0
+"""A first machine that answers, but serves no store for this long, has no command any more. A child that died is replaced sooner."""
+UNHEARD_SECONDS = 30.0
+"""At the end of a launch, machines that have been silent for longer are not waited for."""
+
+
+class Machines:
+    """This machine in a run over several. A single machine publishes nothing and never waits."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        machine: int = 0,
+        count: int = 1,
+        *,
+        hang_seconds: float = 0.0,
+        channel: Channel | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        """`channel` and `identity`: None on a single machine."""
+        self._run, self._machine, self._count = run, machine, count
+        self._hang_seconds = hang_seconds
+        self._open_channel, self._identity = channel, identity
+        self._report = MachineReport(token=secrets.token_hex(8), life=secrets.token_hex(8) if machine == 0 else None, identity=identity)
+        self._work = 0
+        self._work_at = self._polled_at = float("-inf")
+        self._reports: dict[int, MachineReport] = {}
+        self._tokens: dict[int, str] = {}
+        """On the first machine: the token of each machine that has confirmed the launch."""
+
+    @property
+    def _channel(self) -> Channel:
+        assert self._open_channel is not None, "a single machine has no channel"
+        return self._open_channel
+
+    @property
+    def others(self) -> list[int]:
+        return [machine for machine in range(self._count) if machine != self._machine]
+
+    def __enter__(self) -> Self:
+        self._publish()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Publish why this command ends before it has ended a launch, and close the channel."""
+        if self._open_channel is None:
+            return
+        if error is not None and self._report.state not in ("ended", "final"):
+            ended = _verdict_of(error)
+            self.conclude(ended) if self._machine == 0 else self.end(ended)
+        self.close()
+
+    def close(self) -> None:
+        """Let the others read the last document of this machine, then leave."""
+        if self._open_channel is not None:
+            self._open_channel.close()
+
+    def advance(self, n: int = 1) -> None:
+        """Count work before a launch (rows, bytes), so that the others see that the first machine makes progress."""
+        self._work += n
+        if self._open_channel is not None and time.monotonic() - self._work_at >= WORK_SECONDS:
+            self._work_at = time.monotonic()
+            self._refuse_fatal()
+            self._publish(work=self._work)
+
+    # ---- The first machine.
+
+    def gather(self, launch: int) -> Verdict | None:
+        """Announce a launch on the first machine and wait until every other machine has confirmed it.
+
+        Returns how the run ended if the launch must not start: a missing machine, or one that failed or was stopped before the launch.
+        """
+        self._begin(launch)
+        if not self.others:
+            return None
+        started = time.monotonic()
+        self._publish(launch=launch, state="gathering", ended=None, files=digests_of_files(self._run), rank_states=(), relayed=Relayed())
+        while True:
+            self._refuse_fatal()
+            reports = self._read_others()
+            present = [machine for machine, report in reports.items() if report.state == "ready" and report.launch == launch]
+            failure, stopped = self.failure_elsewhere(), self.stopped_elsewhere()
+            if failure is not None:
+                return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, failure)
+            if stopped is not None:
+                return Verdict(EXIT_CODE_OF_REASON[stopped], stopped, 0)
+            if len(present) == len(self.others):
+                break
+            if time.monotonic() - started > self._hang_seconds:
+                return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, time.monotonic() - started))
+            time.sleep(READ_SECONDS)
+        self._tokens = {machine: report.token for machine, report in reports.items()}
+        hosts = {0: self._report.identity, **{machine: report.identity for machine, report in reports.items()}}
+        write_json(self._run.machines_json, {str(machine): identity.host for machine, identity in hosts.items() if identity is not None})
+        self._publish(state="running")
+        return None
+
+    def conclude(self, ended: Verdict) -> None:
+        """Publish, on the first machine, that there is no other launch."""
+        self._publish(state="final", ended=ended.as_dict())
+
+    def verdict(self, ended: Verdict) -> Verdict:
+        """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is not a consequence of another."""
+        if ended.problem is None or not self.others:
+            return ended
+        deadline = time.monotonic() + GATHER_SECONDS
+        while (open_ones := self._unreported()) and time.monotonic() < deadline:
+            if not any(self._is_heard(machine) for machine in open_ones):
+                break
+            time.sleep(READ_SECONDS)
+        judged = combined(ended, [verdict for report in self._reports.values() if (verdict := report.verdict) is not None])
+        if open_ones and judged.problem is not None and judged.problem.code in ECHO_CODES:
+            return replace(judged, problem=self._lost_problem(open_ones[0]))
+        return judged
+
+    def _unreported(self) -> list[int]:
+        """Return the machines that have not published how this launch ended there."""
+        reports = self._read_others()
+        return [machine for machine in self.others if machine not in reports or reports[machine].verdict is None]
+
+    def _is_heard(self, machine: int) -> bool:
+        """Return whether the command that took part in the launch may still report."""
+        silent_seconds = self._channel.silent_seconds(machine)
+        return not self._is_replaced(machine) and silent_seconds is not None and silent_seconds < UNHEARD_SECONDS
+
+    def _is_replaced(self, machine: int) -> bool:
+        """Return whether another command has taken the number of a machine that had confirmed the launch."""
+        report = self._read(machine)
+        return report is not None and machine in self._tokens and report.token != self._tokens[machine]
+
+    def _missing(self, present: Sequence[int], seconds: float) -> Problem:
+        absent = [machine for machine in self.others if machine not in present]
+        names = ", ".join(f"machine {machine}" for machine in absent)
+        message = f"{self._count - len(absent)} of {self._count} machines joined within {format_seconds(seconds)}; missing: {names}"
+        command = train_command(self._run, "--machine-rank", "N")
+        hint = f"start `{command}` on each of them, with the same recipe and as many devices; all must see the run directory"
+        return Problem("machines-missing", message, hint=hint)
+
+    # ---- The other machines.
+
+    def join(self) -> Verdict | None:
+        """Wait until the first machine is ready to launch, and this machine sees its files.
+
+        Returns how the run ended before that, or None.
+        """
+        while self._progress_seconds() < JOIN_SECONDS:
+            first = self._read(0)
+            if first is not None and self._report.life != first.life:  # also that of a command started after the one it had found
+                self._publish(life=first.life)
+            if first is not None and first.state == "final":
+                return _before_launch(first.verdict)
+            if first is not None and (problem := self._problem_with(first)) is not None:
+                return self._failed(problem)
+            if first is not None and first.files is not None:
+                return self._failed(problem) if (problem := self._wait_for_files()) is not None else None
+            time.sleep(READ_SECONDS)
+        why = f": {fault}" if (fault := self._channel.last.fault) else ", nor counted work for it"
+        message = f"the first machine has not started this run within {format_seconds(JOIN_SECONDS)}{why}"
+        return self._failed(Problem("first-machine-missing", message, hint="see the output of its command, and `launch.main_process_ip`"))
+
+    def _failed(self, problem: Problem) -> Verdict:
+        """Publish that this machine does not take part."""
+        ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+        self.end(ended)
+        return ended
+
+    def _problem_with(self, first: MachineReport) -> Problem | None:
+        if self._channel.last.twin is not None:
+            message = f"another command takes part in this run as machine {self._machine}"
+            return Problem("machine-twice", message, hint="give each machine a number of its own (`--machine-rank`)")
+        if first.identity is None or self._identity is None:
+            return None
+        return difference(self._machine, self._identity, first.identity, self._channel.clock_seconds(0))
+
+    def _wait_for_files(self) -> Problem | None:
+        """Wait until the files that ranks read are those of the first machine."""
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while True:
+            first, mine = self._read(0), digests_of_files(self._run)
+            if first is None or first.files is None or first.files == mine:
+                return None
+            if time.monotonic() > deadline:
+                break
+            time.sleep(READ_SECONDS)
+        name = next(name for name in (*first.files, *mine) if first.files.get(name) != mine.get(name))
+        how = "is not there" if name not in mine else "is another one"
+        message = f"machine {self._machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
+        return Problem("run-directory-not-shared", message, hint="`output_dir` must be one directory that all machines see")
+
+    def next_launch(self) -> int | Verdict | None:
+        """Wait for the next launch of the first machine and confirm it.
+
+        Returns its number once all machines have confirmed it, or how the run ended; None if the first machine is gone.
+        """
+        confirmed: int | None = None
+        while self._progress_seconds() < DECISION_SECONDS:
+            first = self._read(0)
+            if first is None or self.lost_first() is not None:
+                return None
+            if first.state == "final":
+                return first.verdict
+            if first.state == "gathering" and first.launch > self._report.launch:
+                if (problem := self._wait_for_files()) is not None:
+                    self._publish(launch=first.launch)
+                    return self._failed(problem)
+                confirmed = first.launch
+                self._publish(launch=first.launch, state="ready", ended=None, rank_states=())
+            if first.state == "running" and first.launch == confirmed:
+                self._begin(first.launch)
+                self._publish(state="running")
+                return first.launch
+            time.sleep(READ_SECONDS)
+        return None
+
+    def _progress_seconds(self) -> float:
+        """Return the seconds without a change of the first machine's document."""
+        return self._channel.unchanged_seconds(0)
+
+    # ---- All machines, during a launch.
+
+    def environment(self) -> dict[str, str]:
+        """Return variables for the launcher, so that agents of different lives or launches never form one group."""
+        return {"PET_RDZV_ID": f"{self._report.life}-{self._report.launch}"} if self.others else {}
+
+    def end(self, ended: Verdict) -> None:
+        """Publish how this launch ended here."""
+        self._publish(state="ended", ended=ended.as_dict())
+
+    def is_poll_due(self) -> bool:
+        """Return whether to read the other machines: at most once a second, never on a single machine."""
+        if not self.others or time.monotonic() - self._polled_at < POLL_SECONDS:
+            return False
+        self._polled_at = time.monotonic()
+        return True
+
+    def failure_elsewhere(self) -> Problem | None:
+        """Return the failure or loss of another machine, which ends the ranks here too."""
+        for machine, report in self._read_others().items():
+            if (problem := report.problem) is not None:
+                return Problem("machine-failed", f"machine {machine}: {problem.message}", hint=problem.hint)
+            if machine == 0 and report.relayed.failure is not None and report.relayed.failed_machine != self._machine:
+                with suppress(ValueError, KeyError, TypeError):
+                    return Problem.from_dict(report.relayed.failure)
+        if self._machine > 0:
+            return self.lost_first()
+        return next((self._lost_problem(machine) for machine in self._tokens if self._is_lost(machine)), None)
+
+    def stopped_elsewhere(self) -> ExitReason | None:
+        """Return why the ranks of another machine were stopped, or None. Ranks here would wait for them."""
+        for report in self._read_others().values():
+            if (verdict := report.verdict) is not None and verdict.is_stop:
+                return verdict.reason
+            if report.relayed.stop_reason is not None:
+                return report.relayed.stop_reason
+        return None
+
+    def silent_seconds_elsewhere(self) -> float | None:
+        """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
+        reports = self._read_others().values()
+        direct = [report.silent_seconds for report in reports if report.rank_states]
+        return max([*direct, *(each for report in reports if (each := report.relayed.silent_seconds) is not None)], default=None)
+
+    def share(self, rank_states: Sequence[RankState], silent_seconds: float) -> list[RankState]:
+        """Publish the rank_states of this machine and wait for those of the others. Returns all known rank_states by rank."""
+        self._publish(rank_states=tuple(rank_states), silent_seconds=silent_seconds)
+        deadline = time.monotonic() + SHARE_SECONDS
+        while not self._has_all_states() and time.monotonic() < deadline:
+            time.sleep(READ_SECONDS)
+        reports = self._read_others().values()
+        every = {each.rank: each for report in reports for each in (*report.relayed.rank_states, *report.rank_states)}
+        every |= {each.rank: each for each in rank_states}
+        return [every[rank] for rank in sorted(every)]
+
+    def _has_all_states(self) -> bool:
+        reports = self._read_others()
+        if self._machine == 0:
+            return len(reports) == len(self.others) and all(report.rank_states for report in reports.values())
+        return 0 in reports and bool(reports[0].rank_states) and reports[0].relayed.is_complete
+
+    def _is_lost(self, machine: int) -> bool:
+        """Return whether a machine that takes part in the launch is gone. One that has published its end may leave."""
+        if machine in self._reports and self._reports[machine].verdict is not None:
+            return False
+        limit_seconds = min(LOST_SECONDS, self._hang_seconds + LOST_MARGIN_SECONDS)
+        silent_seconds = self._channel.silent_seconds(machine)
+        return self._is_replaced(machine) or (silent_seconds is not None and silent_seconds > limit_seconds)
+
+    def _lost_problem(self, machine: int) -> Problem:
+        report, silent_seconds = self._reports.get(machine), self._channel.silent_seconds(machine)
+        host = f" ({report.identity.host})" if report is not None and report.identity is not None else ""
+        how = f"nothing has come from it for {format_seconds(silent_seconds or 0.0)}"
+        if self._is_replaced(machine):
+            how = "its command was started again"
+        hint = "its command was killed, or the network between the machines failed"
+        return Problem("machine-lost", f"machine {machine}{host} is lost: {how}", hint=hint)
+
+    def lost_first(self) -> Problem | None:
+        """Return, on another machine, why it cannot follow the first any more, or None."""
+        first = self._read(0)
+        if first is None or self._report.life is None or (first.state == "final" and first.life == self._report.life):
+            return None
+        if first.life != self._report.life or self._is_lost(0):
+            return self._lost_problem(0) if first.life == self._report.life else _restarted(first)
+        if self._channel.refused_seconds > REFUSED_SECONDS:
+            message = f"machine 0 is lost: its command has ended ({self._channel.last.fault})"
+            return Problem("machine-lost", message, hint="see the output of its command")
+        return None
+
+    def _begin(self, launch: int) -> None:
+        self._report = replace(self._report, launch=launch)
+        self._reports, self._tokens = {}, {}
+
+    def _publish(self, **changes: Any) -> None:
+        self._report = replace(self._report, **changes)
+        if self._open_channel is not None:
+            self._open_channel.publish(json_safe(self._report.as_dict()))
+
+    def _refuse_fatal(self) -> None:
+        """Raises: FailedError if the store cannot be served, without which no machine can join."""
+        if self._channel.fatal is not None:
+            hint = "end what uses the port, or set another `launch.main_process_port` on all machines (the channel has the port after it)"
+            raise FailedError(Problem("port-taken", self._channel.fatal, hint=hint))
+
+    def _read_others(self) -> dict[int, MachineReport]:
+        """Return the last report of each machine in this launch. A machine in the next launch has ended this one."""
+        for machine in self.others if self._machine == 0 else [0] if self.others else []:
+            report = self._read(machine)
+            if report is not None and report.life == self._report.life and report.launch in (self._report.launch, NOT_STARTED):
+                self._reports[machine] = report
+        if self._machine == 0 and self.others:
+            self._relay()
+        return self._reports
+
+    def _relay(self) -> None:
+        """Repeat for the others what they need of each other."""
+        reports = self._reports
+        failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
+        named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
+        verdicts = [verdict for report in reports.values() if (verdict := report.verdict) is not None]
+        relayed = Relayed(
+            failed_machine=None if failed is None else failed[0],
+            failure=None if named is None else named.as_dict(),
+            stop_reason=next((verdict.reason for verdict in verdicts if verdict.is_stop), None),
+            silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
+            rank_states=tuple(each for report in reports.values() for each in report.rank_states),
+            is_complete=len(reports) == len(self.others) and all(report.rank_states for report in reports.values()),
+        )
+        if relayed != self._report.relayed:
+            self._publish(relayed=relayed)
+
+    def _read(self, machine: int) -> MachineReport | None:
+        """Return the present report of a machine, or None."""
+        raw = self._channel.document(machine)
+        with suppress(ValueError, KeyError, TypeError):
+            return MachineReport.from_dict(raw) if raw else None
+        return None
+
+
+class CountedBar:
+    """A progress bar that also counts work for the other machines."""
+
+    def __init__(self, bar: Bar, count: Callable[[int], None]) -> None:
+        self._bar, self._count = bar, count
+
+    def advance(self, n: int = 1) -> None:
+        self._bar.advance(n)
+        self._count(n)
+
+
+def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:
+    """Return `ended` with the cause of the end on any machine, and the largest step."""
+    every = [ended, *elsewhere]
+    failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)
+    cause = failure or next((each for each in every if each.is_stop), ended)
+    step = max(each.step for each in every)
+    return replace(ended, exit_code=cause.exit_code, reason=cause.reason, step=step, problem=cause.problem)
+
+
+def _verdict_of(error: BaseException) -> Verdict:
+    """Return how a command ends that raised before or between launches."""
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)
+    if not isinstance(error, FsdpTuneError):
+        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, Problem("machine-failed", f"{type(error).__name__}: {error}"))
+    if error.exit_code is ExitCode.PREEMPTED:  # a scheduler's signal
+        return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
+    return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
+
+
+def _before_launch(ended: Verdict | None) -> Verdict | None:
+    """Return how the first machine ended the run before any rank started, as another machine reports it."""
+    if ended is None or ended.problem is None:
+        return ended
+    return replace(ended, problem=replace(ended.problem, code="machine-failed", message=f"machine 0: {ended.problem.message}"))
+
+
+def _restarted(first: MachineReport) -> Problem:
+    host = f" ({first.identity.host})" if first.identity is not None else ""
+    hint = "start this machine's command again, too; it then joins the new one"
+    return Problem("machine-lost", f"machine 0{host} is lost: its command was started again", hint=hint)

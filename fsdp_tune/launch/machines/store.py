@@ -1,0 +1,324 @@
+"""The child of a command that exchanges documents with the other machines of the run through torch's TCPStore.
+
+    python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT
+
+The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON object; the end of stdin ends
+the exchange. Each line on stdout is an `Exchanged` as JSON. A module of its own, since it imports torch.
+
+Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of the document. The first machine
+reads the beats of all others in one operation, the others only that of the first, so the operations grow with the number of machines.
+What is in the store is only the present state of the machines, and each of them writes its own again after a lost connection. So the store
+may be served again by another child at any time, and nothing in it outlives the command of the first machine.
+
+The store has no authentication: any process that reaches the port can read and replace the documents. They are JSON of bounded size.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+PERIOD_SECONDS = 0.5
+OPERATION_SECONDS = 10.0
+"""Limit for one operation of the store, after which the child connects again."""
+CONNECT_SECONDS = 5.0
+SERVED_SECONDS = 30.0
+"""Limit for the other machines to read the last document of the first one before its store ends."""
+PRESENT_SECONDS = 15.0
+"""A machine whose beat is older is not waited for at the end."""
+LARGEST_BYTES = 4 << 20
+"""Of a document. The store itself refuses values over 8 MiB (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN)."""
+TOKEN = "token"
+"""Field of a document that differs between commands."""
+
+JsonObject = dict[str, Any]
+
+
+class KeyValueStore(Protocol):
+    """What the exchange needs of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What this machine knows of the others."""
+
+    documents: dict[int, JsonObject] = field(default_factory=dict[int, JsonObject])
+    """By machine, those that are new since the last line."""
+    silent_seconds: dict[int, float] = field(default_factory=dict[int, float])
+    """By machine, since its beat was last seen to change; only of machines that have been seen."""
+    clock_seconds: dict[int, float] = field(default_factory=dict[int, float])
+    """By machine, how far its clock is ahead of this one's, within the time of an exchange."""
+    fault: str | None = None
+    """Why the store cannot be reached now."""
+    is_refused: bool = False
+    """Whether the first machine answers, and serves no store."""
+    fault_seconds: float = 0.0
+    """For how long."""
+    twin: str | None = None
+    """The token of another live command with the number of this machine."""
+    notice: str | None = None
+    fatal: str | None = None
+    """Why this machine cannot serve the store; the child ends."""
+
+
+class StoreFault(Exception):
+    """The store cannot be reached."""
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+
+
+@dataclass
+class _Peer:
+    beat: bytes = b""
+    changed_at: float | None = None
+    version: tuple[str, int] | None = None
+    clock_seconds: float = 0.0
+    seen: int = -1
+
+
+class Exchange:
+    """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
+
+    def __init__(self, machine: int, machines: int, connect: Callable[[], KeyValueStore]) -> None:
+        self._machine, self._connect = machine, connect
+        self._peers = {peer: _Peer() for peer in (range(1, machines) if machine == 0 else [0])}
+        self._store: KeyValueStore | None = None
+        self._beats = 0
+        self._published = -1
+        self._wrote_beat = False
+        self._faulty_since: float | None = None
+
+    def tick(self, document: JsonObject, version: int) -> Exchanged:
+        """Publish this machine's document and read those of the others."""
+        twin: str | None = None
+        documents: dict[int, JsonObject] = {}
+        try:
+            if self._store is None:
+                self._store = self._connect()
+                self._published, self._wrote_beat = -1, False
+            twin = self._publish(self._store, document, version)
+            documents = self._read(self._store)
+        except (StoreFault, RuntimeError, OSError) as error:  # torch's errors of a store are RuntimeErrors
+            self._store = None
+            now = time.monotonic()
+            self._faulty_since = now if self._faulty_since is None else self._faulty_since
+            is_refused = isinstance(error, StoreFault) and error.is_refused
+            return self._exchanged({}, fault=str(error).partition("\n")[0], is_refused=is_refused, fault_seconds=now - self._faulty_since)
+        self._faulty_since = None
+        return self._exchanged(documents, twin=twin)
+
+    def _publish(self, store: KeyValueStore, document: JsonObject, version: int) -> str | None:
+        """Write the document if it is new, and a beat. Return the token of another command that writes under the same number."""
+        key, token = f"beat/{self._machine}", str(document.get(TOKEN))
+        if version != self._published:
+            store.set(f"document/{self._machine}", json.dumps(document))
+            self._published = version
+        twin: str | None = None
+        if self._wrote_beat and self._machine > 0:
+            other = str(_object(store.get(key)).get(TOKEN))
+            twin = other if other != token else None
+        self._beats += 1
+        seen = min(peer.seen for peer in self._peers.values())
+        store.set(key, json.dumps({"beat": self._beats, TOKEN: token, "version": version, "seen": seen, "time": time.time()}))
+        self._wrote_beat = True
+        return twin
+
+    def _read(self, store: KeyValueStore) -> dict[int, JsonObject]:
+        documents: dict[int, JsonObject] = {}
+        for (number, peer), raw in zip(self._peers.items(), store.multi_get([f"beat/{number}" for number in self._peers]), strict=True):
+            beat = _object(raw)
+            if raw == peer.beat or TOKEN not in beat:
+                continue
+            try:
+                version = (str(beat[TOKEN]), int(beat["version"]))
+                seen, clock_seconds = int(beat["seen"]), float(beat["time"]) - time.time()
+            except (KeyError, TypeError, ValueError, OverflowError):  # not written by this program
+                continue
+            peer.beat, peer.changed_at, peer.clock_seconds = raw, time.monotonic(), clock_seconds
+            if self._machine == 0:
+                peer.seen = seen
+            if version != peer.version and (document := _object(store.get(f"document/{number}"))):
+                documents[number], peer.version = document, version
+                if self._machine > 0:
+                    peer.seen = version[1]
+        return documents
+
+    def _exchanged(self, documents: dict[int, JsonObject], **facts: Any) -> Exchanged:
+        seen = {number: peer for number, peer in self._peers.items() if peer.changed_at is not None}
+        now = time.monotonic()
+        silent = {number: now - (peer.changed_at or now) for number, peer in seen.items()}
+        return Exchanged(documents, silent, {number: peer.clock_seconds for number, peer in seen.items()}, **facts)
+
+    def is_read(self, version: int) -> bool:
+        """Return whether every other machine that is there has read this version of the first machine's document."""
+        now = time.monotonic()
+        there = [peer for peer in self._peers.values() if peer.changed_at is not None and now - peer.changed_at < PRESENT_SECONDS]
+        return all(peer.seen >= version for peer in there)
+
+
+class _Inbox:
+    """The last line of stdin, read by a thread."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = lines
+        self._changed = threading.Event()
+        self._document: JsonObject | None = None
+        self._version = 0
+        self.has_ended = False
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        for line in self._lines:
+            self._document, self._version = json.loads(line), self._version + 1
+            self._changed.set()
+        self.has_ended = True
+        self._changed.set()
+
+    def wait(self, seconds: float) -> None:
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    @property
+    def last(self) -> tuple[JsonObject, int] | None:
+        return None if self._document is None else (self._document, self._version)
+
+
+def exchange(
+    machine: int, machines: int, connect: Callable[[], KeyValueStore], lines: Iterable[str], write: Callable[[str], object]
+) -> None:
+    """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one."""
+    inbox, own = _Inbox(lines), Exchange(machine, machines, connect)
+    deadline: float | None = None
+    while True:
+        ended = inbox.has_ended  # before reading the document: the last one is published
+        if inbox.last is not None:
+            document, version = inbox.last
+            done = own.tick(document, version)
+            write(json.dumps(asdict(done)))
+            if ended and (machine > 0 or own.is_read(version)):
+                return
+        elif ended:
+            return
+        if ended:
+            deadline = time.monotonic() + SERVED_SECONDS if deadline is None else deadline
+            if time.monotonic() > deadline:
+                return
+            time.sleep(PERIOD_SECONDS / 5)
+        else:
+            inbox.wait(PERIOD_SECONDS)
+
+
+def _object(raw: bytes) -> JsonObject:
+    """Return the JSON object in a value of the store; {} for anything else, which this program has not written."""
+    try:
+        value: Any = json.loads(raw) if len(raw) <= LARGEST_BYTES else None
+    except (ValueError, RecursionError):
+        return {}
+    return cast(JsonObject, value) if isinstance(value, dict) else {}
+
+
+# ---- torch's store.
+
+
+def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None]:
+    """Return a socket that listens on the interface of `address` only, and None.
+
+    If the address is not one of this machine (behind a translation of addresses), it listens on all interfaces and a notice is returned.
+    Raises: OSError.
+    """
+    family, _, _, _, there = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    notice: str | None = None
+    try:
+        try:
+            listener.bind(there)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+            notice = f"{address} is not an address of this machine: port {port} is open on all of its interfaces"
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener, notice
+
+
+def serve(listener: socket.socket, machines: int) -> KeyValueStore:
+    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so that reading never waits."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
+
+    address, port, *_ = listener.getsockname()
+    host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))
+    limit = timedelta(seconds=OPERATION_SECONDS)
+    store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    for machine in range(machines):
+        for key in (f"beat/{machine}", f"document/{machine}"):
+            store.compare_set(key, "", "{}")  # only a key that does not exist: another machine may have been quicker
+    return cast(KeyValueStore, store)
+
+
+def connect_to(address: str, port: int) -> KeyValueStore:
+    """Connect to the store of the first machine. Raises: StoreFault, RuntimeError."""
+    try:  # torch's own attempts do not distinguish these
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise StoreFault(f"{address}:{port} refuses connections", is_refused=True) from None
+    except socket.gaierror as error:
+        raise StoreFault(f"{address} cannot be resolved ({error.strerror})") from None
+    except OSError as error:
+        raise StoreFault(f"{address}:{port} does not answer ({error.strerror or error})") from None
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
+
+    limit = timedelta(seconds=OPERATION_SECONDS)
+    return cast(KeyValueStore, TCPStore(address, port, None, False, limit, wait_for_workers=False))
+
+
+def main(arguments: Sequence[str]) -> int:
+    machine, machines, address, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a lost connection is reported as a fault, without torch's stack traces
+
+    def write(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    if machine > 0:
+        exchange(machine, machines, lambda: connect_to(address, port), sys.stdin, write)
+        os._exit(0)  # the command waits, and torch takes seconds to be torn down
+    try:
+        listener, notice = listening_socket(address, port)
+    except OSError as error:
+        write(json.dumps(asdict(Exchanged(fatal=f"port {port} of {address} cannot be used: {error.strerror or error}"))))
+        return 1
+    if notice is not None:
+        write(json.dumps(asdict(Exchanged(notice=notice))))
+    own = [serve(listener, machines)]
+
+    def reconnect() -> KeyValueStore:
+        """Return the store that this process serves. After a fault of it only another child helps."""
+        if not own:
+            os._exit(1)  # not by an exception: a thread still reads stdin
+        return own.pop()
+
+    exchange(machine, machines, reconnect, sys.stdin, write)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

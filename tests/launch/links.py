@@ -1,0 +1,123 @@
+"""Machines of a run in one process: each exchanges its documents in a thread, through a real store of torch on loopback."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines.channel import Channel
+from fsdp_tune.launch.machines.identity import Identity
+
+END = None
+
+
+class ThreadLink:
+    """An exchange in a thread, instead of in a child process."""
+
+    def __init__(self, machine: int, machines: int, connect: Callable[[], store.KeyValueStore]) -> None:
+        self._to: queue.Queue[str | None] = queue.Queue()
+        self._from: queue.Queue[str | None] = queue.Queue()
+        self.is_cut = threading.Event()
+        """While set, no operation of the store succeeds."""
+
+        def checked() -> store.KeyValueStore:
+            if self.is_cut.is_set():
+                raise store.StoreFault("the link is cut")
+            return CutStore(connect(), self.is_cut)
+
+        def run() -> None:
+            try:
+                store.exchange(machine, machines, checked, iter(self._to.get, END), self._from.put)
+            finally:
+                self._from.put(END)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def send(self, line: str) -> None:
+        self._to.put(line)
+
+    def lines(self) -> Iterator[str]:
+        return iter(self._from.get, END)
+
+    def finish(self) -> None:
+        self._to.put(END)
+
+    def kill(self) -> None:
+        """Let the channel see its end; the thread itself ends with its input."""
+        self._to.put(END)
+        self._from.put(END)
+
+
+class CutStore:
+    def __init__(self, inner: store.KeyValueStore, is_cut: threading.Event) -> None:
+        self._inner, self._is_cut = inner, is_cut
+
+    def set(self, key: str, value: str, /) -> None:
+        self._check()
+        self._inner.set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        self._check()
+        return self._inner.get(key)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        self._check()
+        return self._inner.multi_get(keys)
+
+    def _check(self) -> None:
+        if self._is_cut.is_set():
+            raise RuntimeError("recvValue failed")
+
+
+class Network:
+    """The store of a run over `count` machines, and channels to it."""
+
+    def __init__(self, count: int = 2) -> None:
+        self._count = count
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(listener.getsockname()[1])
+        self._served = store.serve(listener, count)
+        self.links: dict[int, list[ThreadLink]] = {}
+        self.channels: list[Channel] = []
+
+    def channel(self, machine: int) -> Channel:
+        def start() -> ThreadLink:
+            link = ThreadLink(machine, self._count, lambda: self._served if machine == 0 else store.connect_to("127.0.0.1", self.port))
+            self.links.setdefault(machine, []).append(link)
+            return link
+
+        known = len(self.links.get(machine, []))
+        self.channels.append(Channel(start))
+        while len(self.links.get(machine, [])) == known:
+            time.sleep(0.001)
+        return self.channels[-1]
+
+    def close(self) -> None:
+        for links in self.links.values():
+            for link in links:
+                link.is_cut.clear()
+        closing = [threading.Thread(target=channel.close) for channel in self.channels]
+        for thread in closing:
+            thread.start()
+        for thread in (*closing, *(link.thread for links in self.links.values() for link in links)):
+            thread.join(30.0)
+
+    def link(self, machine: int) -> ThreadLink:
+        return self.links[machine][-1]
+
+
+def identity(host: str = "host", **changes: object) -> Identity:
+    same: dict[str, object] = {
+        "host": host,
+        "versions": {"torch": "2.13.0"},
+        "code": "c0de",
+        "recipe": {"data.max_length": "a"},
+        "device": "cpu",
+        "devices": [],
+    }
+    return Identity.from_dict(same | changes)

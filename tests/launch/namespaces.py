@@ -1,0 +1,93 @@
+"""Two network namespaces as two machines: each with a host name that resolves to loopback, and a router between them that can drop packets.
+
+Needs root and `ip`. The machines share the file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+HOSTS = ("machine-a", "machine-b")
+NAMES = tuple(f"{host}-{os.getpid()}" for host in HOSTS)
+ROUTER = f"router-{os.getpid()}"
+ADDRESSES = ("10.91.1.1", "10.91.2.1")
+INTERFACE = "wire"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def reason_without() -> str | None:
+    """Return why this machine cannot have the namespaces, or None."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "needs root, `ip` and `unshare`"
+    try:
+        with two_namespaces() as link:
+            link.cut()
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"this system makes no network namespaces ({error})"
+    return None
+
+
+class Wire:
+    """The link between the two."""
+
+    def __init__(self) -> None:
+        self._is_cut = False
+
+    def cut(self) -> None:
+        """Lose every packet in both directions, without an error at the ends, as behind a broken switch."""
+        if not self._is_cut:
+            self._route("add")
+            self._is_cut = True
+
+    def mend(self) -> None:
+        if self._is_cut:
+            self._route("del")
+            self._is_cut = False
+
+    @staticmethod
+    def _route(verb: str) -> None:
+        for address in ADDRESSES:
+            ip("-n", ROUTER, "route", verb, "blackhole", f"{address}/32")
+
+
+@contextmanager
+def two_namespaces() -> Iterator[Wire]:
+    _remove()
+    try:
+        ip("netns", "add", ROUTER)
+        ip("netns", "exec", ROUTER, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        for name, host, address in zip(NAMES, HOSTS, ADDRESSES, strict=True):
+            ip("netns", "add", name)
+            hosts = Path("/etc/netns") / name / "hosts"  # `ip netns exec` mounts it over /etc/hosts
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
+            gateway = address.rpartition(".")[0] + ".254"
+            ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", f"to-{host}", "netns", ROUTER)
+            for end, interface, own in ((name, INTERFACE, address), (ROUTER, f"to-{host}", gateway)):
+                ip("-n", end, "link", "set", "lo", "up")
+                ip("-n", end, "addr", "add", f"{own}/24", "dev", interface)
+                ip("-n", end, "link", "set", interface, "up")
+            ip("-n", name, "route", "add", "default", "via", gateway)
+        yield Wire()
+    finally:
+        _remove()
+
+
+def _remove() -> None:
+    for name in (*NAMES, ROUTER):
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+def on_machine(machine: int, command: Sequence[str]) -> list[str]:
+    """Return the command for one of the machines. Each program on the way replaces itself, so that the pid is the command's own."""
+    shell = f'hostname {HOSTS[machine]}; exec "$@"'
+    return ["ip", "netns", "exec", NAMES[machine], "unshare", "--uts", "sh", "-c", shell, "sh", *command]
