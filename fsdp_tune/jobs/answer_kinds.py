@@ -32,6 +32,7 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.compare import CompareAnswer
+from fsdp_tune.jobs.doctor import DoctorAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.jobs.manifests import ManifestAnswer
@@ -73,6 +74,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "submit skypilot": (ManifestAnswer,),
         "submit dstack": (ManifestAnswer,),
         "explain": (KeyExplanation, CodeExplanation),
+        "doctor": (DoctorAnswer,),
         "env": (EnvironmentAnswer,),
         "cache list": (CacheListAnswer,),
         "cache clean": (CacheCleanAnswer,),
