@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 LONGEST_VALUE = 200
+_CODE = re.compile(r"`[^`]+`")
+_NO_BREAK = "\x00"
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
 """Where the terminal's encoding lacks the others."""
@@ -145,6 +148,12 @@ def _value(value: Any) -> str:
 
 def _print(screen: Screen, head: str, text: str) -> None:
     """Print a line that is wrapped at 80 columns, with the text indented below its beginning."""
-    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False) or [""]
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_wrapped(text, WIDTH - len(head))):
         screen.message(f"{' ' * len(head) if number else head}{line}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Wrap a text; what is in backticks, to be typed as it is, stays on one line if it fits on one."""
+    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK) if len(match[0]) <= width else match[0], text)
+    lines = textwrap.wrap(kept, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -147,8 +148,9 @@ def import_config(
     file: Annotated[
         Path,
         Argument(
-            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, Accelerate or DeepSpeed (YAML or JSON), or a script "
-            "with the command that starts one of them, or transformers' `run_clm.py`.",
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
+            "DeepSpeed (YAML or JSON), a script with the command that starts one of them or transformers' `run_clm.py`, or a script or "
+            "notebook of unsloth, which is read and not run.",
             metavar="FILE",
         ),
     ],
@@ -158,31 +160,31 @@ def import_config(
 
     Each key is kept, converted, computed with others, dropped with the reason, or a question: a line `# DECIDE:` in the recipe.
 
-    \b
-    Example:
-        fsdp-tune import axolotl.yaml --output recipe.yaml
-    """
-    from fsdp_tune.jobs.answers import Decision, ImportAnswer, ImportedKey
+    Exit code 1 with --check: the recipe is written, and the comparison shows a difference.
 
-    output = options.output
-    found = fsdp_tune.import_recipe(file, **given(options))
-    imported = found.imported
-    screen.document(
-        ImportAnswer(
-            tool=imported.tool,
-            source=str(file),
-            output=None if output is None else str(output),
-            recipe=imported.text,
-            counts=imported.counts,
-            account=[ImportedKey(**row.as_dict()) for row in imported.rows],
-            decisions=[Decision(key, words) for key, words in imported.decisions],
-            unchecked=list(found.unchecked),
-        )
-    )
+    \b
+    Examples:
+        fsdp-tune import axolotl.yaml --output recipe.yaml
+        fsdp-tune import axolotl.yaml --output recipe.yaml --check
+    """
+    from fsdp_tune.cli.compare import show_comparison
+    from fsdp_tune.core.errors import ExitCode
+    from fsdp_tune.jobs.import_recipe import check_import, nothing_to_check
+
+    if options.check and options.output is None:
+        raise nothing_to_check()
+    found = fsdp_tune.import_recipe(file, **given(replace(options, check=False)))
     if not screen.json_output:
-        if output is None:
-            screen.result(imported.text)
-        _show(screen, found, output)
+        if options.output is None:
+            screen.result(found.imported.text)
+        _show(screen, found, options.output)
+    if options.check:  # after the account, which is there when the comparison fails
+        found = replace(found, check=check_import(found, allowed=options.allowed, observer=screen))
+    screen.document(found.answer())
+    if found.check is not None:
+        show_comparison(screen, found.check)
+        if not found.check.equal:
+            raise typer.Exit(ExitCode.FAILED)
 
 
 def _show(screen: Screen, found: Import, output: Path | None) -> None:
@@ -192,7 +194,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
     for key, words in imported.decisions:
-        screen.message(f"to decide: {key}: {words}")
+        screen.message(f"to decide: {f'{key}: ' if key else ''}{words}")
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"

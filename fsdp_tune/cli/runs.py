@@ -166,7 +166,7 @@ def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
         began = time.strftime("%m-%d %H:%M", time.localtime(each.started_at))
         lasted = "" if each.ended_at is None else format_seconds(each.ended_at - each.started_at)
         steps = f"{each.first_step:,} → {'' if each.last_step is None else f'{each.last_step:,}'}"
-        ended = "no end recorded" if each.then is None else f"{each.exit_code}, {each.then}"
+        ended = "runs, or was killed" if each.then is None else f"{each.exit_code}, {each.then}"
         rows.append([f"{each.job}.{each.start}", began, lasted, steps, ended])
     screen.table(f"starts as a job ({len(starts)})", ["job", "started", "time", "saved steps", "exit code"], rows)
 

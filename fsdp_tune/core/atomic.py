@@ -65,6 +65,10 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Make `target` a second name of a file, which stays when the first is removed."""
+        os.link(source, target, follow_symlinks=False)
+
     def replace(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 

@@ -12,7 +12,6 @@ from fsdp_tune.jobs.answers import (
     CodeExplanation,
     EnvironmentAnswer,
     FollowerAnswer,
-    ImportAnswer,
     KeyExplanation,
     NewRecipeAnswer,
     PrepareAnswer,
@@ -33,8 +32,10 @@ from fsdp_tune.jobs.answers import (
 )
 from fsdp_tune.jobs.compare import CompareAnswer
 from fsdp_tune.jobs.doctor import DoctorAnswer
+from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
+from fsdp_tune.jobs.import_recipe import ImportAnswer
 from fsdp_tune.jobs.manifests import ManifestAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
@@ -61,7 +62,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "plan": (plan_answer(),),
         "prepare": (PrepareShownAnswer, PrepareAnswer),
         "rehearse": (RehearseAnswer,),
-        "submit slurm": (SubmitAnswer,),
+        "submit slurm": (SubmitAnswer, DrillAnswer),
         "merge-checkpoint": (PushedMergeAnswer, MergeAnswer),
         "push": (PushAnswer,),
         "evaluate": (Evaluation,),

@@ -327,26 +327,6 @@ class ImportedKey(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(JsonAnswer):
-    key: str
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class ImportAnswer(JsonAnswer):
-    tool: str
-    source: str
-    output: str | None
-    recipe: str
-    """The text."""
-    counts: dict[str, int]
-    """Fate → how many keys."""
-    account: list[ImportedKey]
-    decisions: list[Decision]
-    unchecked: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class KeyExplanation(JsonAnswer):
     """A recipe key, as docs/reference/recipe.yaml describes it."""
 

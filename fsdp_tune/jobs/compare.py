@@ -159,7 +159,7 @@ class _Side:
 
 
 def compare(
-    a: str | Path,
+    a: str | Path | ImportedRecipe,
     b: str | Path,
     options: CompareOptions = CompareOptions(),
     *,
@@ -168,14 +168,16 @@ def compare(
 ) -> CompareAnswer:
     """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the CPU in one process.
 
-    Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first.
+    Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first
+    unless it is given as an `ImportedRecipe`.
     `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these differ.
     Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run the comparison.
     """
     if options.tolerance is not None and not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise usage_error("usage", f"`--tolerance {options.tolerance}` is not a number of 0 or more", hint="--tolerance 1e-6")
     with session():
-        one, other = _read(str(a), (), options, observer), _read(str(b), overrides, options, observer)
+        one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
+        other = _read(str(b), overrides, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))
         keys = [different_key(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
         keys.sort(key=lambda key: not key.changes_numbers)
@@ -189,9 +191,11 @@ def compare(
         return result.answer()
 
 
-def _read(name: str, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
+def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
     """Read a side. Raises: FsdpTuneError."""
-    path = Path(name)
+    if isinstance(side, ImportedRecipe):
+        return _resolved(str(side.path), parse_recipe(side.text, side.path, overrides, name=side.path.stem), side, options, observer)
+    name, path = side, Path(side)
     if RunDir(path).is_used:
         if overrides:
             raise usage_error("compare-override", f"`--set` changes a recipe, and `{name}` is a run", hint="leave out `--set`")
@@ -207,6 +211,10 @@ def _read(name: str, overrides: Sequence[str], options: CompareOptions, observer
             raise
         imported = import_file(path, num_gpus=options.num_gpus, templates=frozenset(BUNDLED))
         loaded = parse_recipe(imported.text, path, overrides, name=path.stem)
+    return _resolved(name, loaded, imported, options, observer)
+
+
+def _resolved(name: str, loaded: LoadedRecipe, imported: ImportedRecipe | None, options: CompareOptions, observer: Observer) -> _Side:
     if options.num_gpus is not None and loaded.recipe.launch.num_processes == "auto":
         launch = loaded.recipe.launch.model_copy(update={"num_processes": options.num_gpus})
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": launch}))

@@ -266,6 +266,8 @@ class ImportOptions:
         int | None,
         Option("GPUs that the file was made for: gives `training.global_batch_size`.", metavar="N", minimum=1),
     ] = None
+    check: Annotated[bool, Option("Then compare FILE and `--output`, as `fsdp-tune compare` does.")] = False
+    allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
 
 
 def _renamed(pairs: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -22,8 +22,18 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions, TrainOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.session import sized_recipe
-from fsdp_tune.jobs.train import preview
-from fsdp_tune.launch.submit.cluster_job import ClusterJob, JobFiles, Lead, estimated_lead, measured_lead, read_attempts
+from fsdp_tune.jobs.sweep import OWN_KEYS, PlannedRun, plan_sweep
+from fsdp_tune.jobs.train import Preview, preview
+from fsdp_tune.launch.submit.cluster_job import (
+    ENDED_BY_SLURM,
+    ArrayTask,
+    ClusterJob,
+    JobFiles,
+    Lead,
+    estimated_lead,
+    measured_lead,
+    read_attempts,
+)
 from fsdp_tune.launch.submit.slurm import parse_time, render, user_block
 from fsdp_tune.recipe.paths import output_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
@@ -84,6 +94,10 @@ class Submission:
     options: SubmitOptions
     slurm: SlurmOptions
     observer: Observer = Observer()
+    block_file: Path | None = None
+    """An earlier script with the user's lines; None: that of this run."""
+    sweep: Sequence[PlannedRun] = ()
+    """The runs of a sweep, each an element of a job array."""
 
     @property
     def files(self) -> JobFiles:
@@ -96,20 +110,21 @@ class Submission:
 
     def _script(self, config: str) -> SubmitAnswer:
         """Resolve the recipe and return the script. Raises: FsdpTuneError for what `train` would refuse before its inputs are read."""
-        seen = preview(self.loaded, TrainOptions(resume="auto", allowed=self.options.allowed), observer=self.observer)
-        recipe = seen.resolution.recipe
-        self.observer.notices([*seen.resolution.notices, *seen.start.notices])
-        on_cpus = recipe.launch.device == "cpu"
+        on_cpus = self.loaded.recipe.launch.device == "cpu"
         if self.loaded.recipe.launch.num_processes == "auto" and not on_cpus:
             hint = "`--gpus-per-node N`, or write `launch.num_processes`, which is for all nodes"
             raise usage_error("submit-size", "the recipe does not say how many GPUs a node has", hint=hint)
+        seen = self._previews()
+        recipe, open_ = seen[0].resolution.recipe, [each for each in self.sweep if not each.preview.start.is_finished]
+        self.observer.notices([notice for each in seen for notice in (*each.resolution.notices, *each.start.notices)])
         lead, limit = self._lead(recipe), _slurm_time(self.options.time)
         if limit is not None and parse_time(limit) < 2 * lead.seconds:
             message = f"`--time {self.options.time}` is less than twice the {lead.seconds} s that are kept for stopping: {lead.reason}"
             raise usage_error("submit-time", message, hint=f"--time {format_seconds(2 * lead.seconds)} or more")
         job = ClusterJob(
             name=self.options.job_name or str(recipe.name),
-            command=(*_program(), "train", "--config", config, *self._settings(), "--resume", "auto"),
+            program=_program(),
+            arguments=("train", "--config", config, *self._settings(), "--resume", "auto"),
             output_dir=self.files.output_dir,
             working_directory=Path.cwd(),
             machines=recipe.launch.num_machines,
@@ -117,10 +132,12 @@ class Submission:
             lead=lead,
             cpus_per_machine=self.options.cpus_per_node,
             time_limit=limit,
+            chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
+            tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),
             max_stalled_starts=self.options.max_stalled_starts,
         )
         text = render(job, _site(self.slurm), self._block())
-        state = "finished" if seen.start.is_finished else "printed"
+        state = "finished" if all(each.start.is_finished for each in seen) else "printed"
         return SubmitAnswer(
             run_dir=str(self.files.output_dir),
             job=None,
@@ -135,27 +152,39 @@ class Submission:
             exit_code=None,
         )
 
+    def _previews(self) -> list[Preview]:
+        """Raises: FsdpTuneError for what `train` would refuse before its inputs are read."""
+        if self.sweep:
+            return [each.preview for each in self.sweep]
+        return [preview(self.loaded, TrainOptions(resume="auto", allowed=self.options.allowed), observer=self.observer)]
+
     def _settings(self) -> list[str]:
+        if self.sweep:  # each run sets its own name and directory
+            return [*_set([each for each in self.loaded.overrides if not each.startswith(OWN_KEYS)]), *self.options.allowed.options()]
         name = [] if self.loaded.recipe.name == self.loaded.path.stem else ["--name", str(self.loaded.recipe.name)]
-        return [*name, *(word for each in self.loaded.overrides for word in ("--set", each)), *self.options.allowed.options()]
+        return [*name, *_set(self.loaded.overrides), *self.options.allowed.options()]
 
     def _lead(self, recipe: Recipe) -> Lead:
-        measured = measured_lead(read_metrics(RunDir(self.files.output_dir)))
-        if measured is not None:
-            return measured
+        runs = [each.run for each in self.sweep] or [RunDir(self.files.output_dir)]
+        measured = [lead for run in runs if (lead := measured_lead(read_metrics(run))) is not None]
+        if measured:
+            return max(measured, key=lambda lead: lead.seconds)
         self.observer.phase("tracing a step for the size of a checkpoint")
         return estimated_lead(checkpoint_bytes(recipe))
 
     def _block(self) -> str | None:
         """Return the user's lines of the earlier script. Raises: usage error if they cannot be found in it."""
         try:
-            return user_block(self.files.script.read_text(encoding="utf-8"))
+            return user_block((self.block_file or self.files.script).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
-            hint = f"put them back, or move {self.files.script} away: a new one has both"
+            hint = "put them back, or move it away: a new one has both"
             raise usage_error(
-                "submit-block", f"your lines in it cannot be kept: {error}", where=Where(str(self.files.script)), hint=hint
+                "submit-block",
+                f"your lines in it cannot be kept: {error}",
+                where=Where(str(self.block_file or self.files.script)),
+                hint=hint,
             ) from None
 
     def submit(self, *, finds: bool = False) -> SubmitAnswer:
@@ -171,7 +200,7 @@ class Submission:
                 return self._found(queued[0])
             if queued and not self.options.again:
                 raise _already(queued)
-            copy = files.recipe(self.loaded.path.name)
+            copy = files.recipe(self.loaded.path.name, self.loaded.text)
             answer = self._script(str(copy))
             if answer.state == "finished":
                 return answer
@@ -179,7 +208,7 @@ class Submission:
             write_file(copy, self.loaded.text, private=True)
             write_file(files.script, answer.text)
             after = ["--dependency=afterany:" + ":".join(job.id for job in queued)] if queued else []
-            job = _call("sbatch", "--parsable", *after, str(files.script), code="submit-refused").strip().partition(";")[0]
+            job = call_slurm("sbatch", "--parsable", *after, str(files.script)).strip().partition(";")[0]
             with DISK.open(files.submitted, "ab") as ledger:
                 DISK.write(ledger, json.dumps({"job": job, "time": time.time()}).encode() + b"\n")
             return replace(answer, job=job, state="submitted", script=str(files.script), log=str(files.log(job)))
@@ -211,10 +240,22 @@ def submission(
     slurm: SlurmOptions,
     *,
     name: str | None = None,
+    sweep: Sequence[str] = (),
     observer: Observer = Observer(),
 ) -> Submission:
-    """Read a recipe with the size that the options give. Raises: FsdpTuneError."""
-    return Submission(sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name), options, slurm, observer)
+    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError."""
+    loaded = sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name)
+    planned = plan_sweep(source, loaded.overrides, sweep, TrainOptions(allowed=options.allowed), name=name) if sweep else ()
+    return Submission(loaded, options, slurm, observer, sweep=planned)
+
+
+def _set(pairs: Sequence[str]) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def _own_settings(run: PlannedRun, loaded: LoadedRecipe) -> Sequence[str]:
+    """Return the overrides that a run of a sweep has in addition to those of all."""
+    return [*run.loaded.overrides[len(loaded.overrides) :], f"name={run.loaded.recipe.name}"]
 
 
 def _program() -> tuple[str, ...]:
@@ -272,29 +313,24 @@ def _already(queued: Sequence[QueuedJob]) -> Exception:
 # ---- The engine's commands.
 
 
-def _call(*command: str, code: str) -> str:
-    """Return the output of a command of Slurm. Raises: FailedError with its own words."""
+def call_slurm(*command: str) -> str:
+    """Return the output of a command of Slurm. Raises: FailedError with its own words; usage error if it is not on this machine."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CALL_SECONDS, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         hint = "run it on a login node of the cluster; `--print` needs no Slurm"
         raise usage_error("no-slurm", f"there is no `{command[0]}` on this machine", hint=hint) from None
     except subprocess.TimeoutExpired:
-        raise failed_error(
-            code,
-            f"`{command[0]}` has not answered within {CALL_SECONDS:.0f} s",
-            hint="`scontrol ping` shows whether the controller answers",
-        ) from None
-    if done.returncode:
+        said = f"no answer within {CALL_SECONDS:.0f} s"
+    else:
+        if not done.returncode:
+            return done.stdout
         said = done.stderr.strip() or f"exit code {done.returncode}"
-        raise failed_error(code, f"Slurm's answer: {said}", hint=_REMEDIES.get(code))
-    return done.stdout
+    hint = _REMEDIES.get(command[0], "`scontrol ping` shows whether the controller answers")
+    raise failed_error("slurm-failed", f"`{command[0]}` failed: {said}", hint=hint)
 
 
-_REMEDIES = {
-    "submit-refused": "the options of this command, or your lines in the script, set what it names; `sinfo` shows the cluster",
-    "slurm-unreachable": "`scontrol ping` shows whether the controller answers",
-}
+_REMEDIES = {"sbatch": "options of this command, or your lines in the script, set what it names; `sinfo` shows the partitions"}
 
 
 def queued_jobs(files: JobFiles) -> list[QueuedJob]:
@@ -306,19 +342,20 @@ def queued_jobs(files: JobFiles) -> list[QueuedJob]:
         known = {str(line.get("job")) for line in json_objects(files.submitted.read_bytes())}
     except FileNotFoundError:
         known = set[str]()
-    jobs: list[QueuedJob] = []
-    for line in _call("squeue", "--noheader", f"--user={os.geteuid()}", "--format=%A|%T|%r|%k", code="slurm-unreachable").splitlines():
-        number, state, reason, comment = (*line.split("|", 3), "", "", "")[:4]
-        if number in known or comment.strip() == files.mark:
-            jobs.append(QueuedJob(number, state, reason))
-    return sorted(jobs, key=lambda job: int(job.id))
+    return sorted((job for job, comment in _queue() if job.id in known or comment == files.mark), key=lambda job: int(job.id))
 
 
 def job_now(job: str) -> QueuedJob | None:
     """Return a job, also one that has ended a moment ago; None if the controller has forgotten it. Raises: FailedError."""
-    done = _call("squeue", "--noheader", "--states=all", f"--user={os.geteuid()}", "--format=%A|%T|%r", code="slurm-unreachable")
-    found = (line.split("|", 2) for line in done.splitlines())
-    return next((QueuedJob(*words) for words in found if len(words) == 3 and words[0] == job), None)
+    return next((each for each, _ in _queue("--states=all") if each.id == job), None)
+
+
+def _queue(*options: str) -> Iterator[tuple[QueuedJob, str]]:
+    """Yield the jobs of this user with their comments; those of one array have one id."""
+    form = ("--noheader", f"--user={os.geteuid()}", "--format=%A|%T|%r|%k")
+    for line in call_slurm("squeue", *form, *options).splitlines():
+        number, state, reason, comment = (*line.split("|", 3), "", "", "")[:4]
+        yield QueuedJob(number, state, reason), comment.strip()
 
 
 ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"})
@@ -330,7 +367,12 @@ def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
     Raises: FailedError if the controller does not answer for long.
     """
     job, files = str(answer.job), JobFiles(Path(answer.run_dir))
-    log = _Log(files.log(job), observer)
+    with closing(_Log(files.log(job), observer)) as log:
+        return _followed(answer, files, log)
+
+
+def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
+    job = str(answer.job)
     shown: QueuedJob | None = None
     answered_at = time.monotonic()
     while True:
@@ -342,7 +384,7 @@ def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
             now = shown
         log.show()
         if now is not None and now != shown:
-            observer.message(str(now))
+            log.observer.message(str(now))
             shown = now
         if now is None or now.state in ENDED:
             log.show()
@@ -353,16 +395,16 @@ def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
 
 def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
     last = next((start for start in reversed(read_attempts(files.output_dir)) if start.job == job), None)
-    if last is not None and last.exit_code is not None:
-        return str(last.then), last.exit_code
-    return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
+    if last is None or last.exit_code is None:
+        return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
+    return state if last.then == ENDED_BY_SLURM else str(last.then), last.exit_code
 
 
 class _Log:
     """The new complete lines of a job's output, which does not exist before its start."""
 
     def __init__(self, path: Path, observer: Observer) -> None:
-        self._path, self._observer = path, observer
+        self._path, self.observer = path, observer
         self._file: FileIO | None = None
         self._rest = b""
 
@@ -374,4 +416,8 @@ class _Log:
                 return
         *lines, self._rest = (self._rest + self._file.readall()).split(b"\n")
         for line in lines:
-            self._observer.message(line.decode("utf-8", "replace"))
+            self.observer.message(line.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
 from fsdp_tune.jobs.inspection import inspect_model
+from fsdp_tune.jobs.mirroring import Mirroring
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
@@ -112,6 +113,8 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
     with session(recipe):
         job = _job(recipe, options, observer)
         start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False)
+        if job.mirror is not None:
+            observer.notices(job.mirror.preview(start, options.resume))
         return Preview(job.resolution, job.plan, start)
 
 
@@ -128,7 +131,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     run = RunDir(Path(recipe.output_dir))
     plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
     skipped = () if options.skip_rows is None or rank > 0 else tuple(read_named_rows(options.skip_rows))
-    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer, skipped)
+    mirror = Mirroring.of(run, recipe, observer, rank)
+    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer, skipped, mirror)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,7 @@ class _Job:
     observer: Observer
     skipped: Sequence[NamedRow] = ()
     """Rows that `options.skip_rows` names."""
+    mirror: Mirroring | None = None
     early: EarlyLaunch | None = None
     """The first launcher, if it has been started while the inputs were checked."""
 
@@ -155,14 +160,20 @@ class _Job:
         start = self.decide_start()
         if start.is_finished:
             return self.finished(start)
-        with self.written(start, starts_ranks=True) as job:
+        with self.written(start, starts_ranks=True) as job, self.sending(start.step):
             return job.conclude(job.run_ranks())
+
+    def sending(self, start_step: int | None) -> AbstractContextManager[None]:
+        return self.mirror.sending(start_step) if self.mirror is not None else nullcontext()
 
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
         self.observer.phase("choosing the first step")
         with WorkCounter(run, self.recipe.launch.num_machines) as work:
-            start = decide_start(run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
+            decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
+            start, mirror = decide(), self.mirror
+            if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
+                start = decide()
         self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
@@ -341,6 +352,8 @@ class _Job:
         attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early)
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
+                if self.mirror is not None:
+                    self.mirror.tend()
                 if isinstance(event, Verdict):
                     return event
                 if isinstance(event, Message):
@@ -395,7 +408,8 @@ class _Job:
         if not wait_for_run(run, self.recipe, self.options.resume):
             return TrainResult(run, self.recipe, ExitReason.FINISHED, machine_rank=rank, had_finished=True)
         self.observer.run_opened(run, self.plan.screen_log)
-        ended = self.run_ranks()
+        with self.sending(None):
+            ended = self.run_ranks()
         result = TrainResult(run, self.recipe, ended.reason, machine_rank=rank)
         if ended.problem is not None:
             self.observer.run_ended(result)

@@ -16,9 +16,9 @@ from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.merge.copy.write import Layout
 from fsdp_tune.merge.source import Format, Selection, Weights
+from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import enclosing_checkpoint
 
-RECORD_NAME = "merge.json"
 _SPARE_BYTES = 64 << 20
 _CANNOT_WRITE = {
     errno.ENOSPC,

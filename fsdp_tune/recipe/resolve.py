@@ -18,6 +18,7 @@ from fsdp_tune.recipe.read.continued_adapter import continue_adapter
 from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
+from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import (
@@ -194,7 +195,7 @@ class _Resolver:
         if self.recipe.model.attn_implementation == "auto" and self.recipe.compute_dtype != "fp32" and capability < OLDEST_BF16_GPU:
             wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
             reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"
-            self.decide("model.attn_implementation", "sdpa", reason)
+            self.decide("model.attn_implementation", SDPA_OR_EAGER, reason)
 
     def _processes(self, device: str) -> None:
         launch, machine = self.recipe.launch, self.machine

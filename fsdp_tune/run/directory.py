@@ -23,6 +23,8 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, ma
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
+MERGE_RECORD = "merge.json"
+"""File of a merged model or an exported adapter with the origin of every tensor, which only a finished merge leaves."""
 SHARD_FOLDER = "pytorch_model_fsdp_0"
 """The sharded weights of a checkpoint: Accelerate's name, so that its tools find them."""
 
@@ -56,6 +58,8 @@ class _Inside:
 class RunDir:
     path: Path
 
+    mirror_json = _Inside("mirror.json")
+    """Under which id the mirror has this run."""
     recipe_yaml = _Inside("recipe.yaml")
     recipe_json = _Inside("recipe.json")
     history = _Inside("history")

@@ -84,6 +84,14 @@ def _not_saved(line: Line) -> list[str]:
     return [f"warning: checkpoint-{line.get('step')} was NOT saved: {line['message']}"]
 
 
+def _mirrored(line: Line) -> list[str]:
+    return [f"{line['folder']} mirrored: {format_bytes(line['size_bytes'])} sent in {format_seconds(line['seconds'])}"]
+
+
+def _mirror_failed(line: Line) -> list[str]:
+    return [f"warning: the mirror is behind: {line['message']}"]
+
+
 def _warning(line: Line) -> list[str]:
     return [f"warning: step {line.get('step')}: {line['message']}"]
 
@@ -159,6 +167,20 @@ CHECKPOINT_SAVED = EventKind(
     _saved,
 )
 CHECKPOINT_FAILED = EventKind("checkpoint_failed", ("message",), "a save failed", "alarm", _not_saved)
+MIRRORED = EventKind(
+    "mirrored",
+    ("folder", "seconds", "size_bytes"),
+    "the mirror has a complete copy of a checkpoint or a model; bytes that were sent now",
+    "routine",
+    _mirrored,
+)
+MIRROR_FAILED = EventKind(
+    "mirror_failed",
+    ("message",),
+    "sending to the mirror failed, and is repeated; written once until it succeeds again",
+    "alarm",
+    _mirror_failed,
+)
 ROTATION_FAILED = EventKind("rotation_failed", ("message",), "old checkpoints could not be removed", "warning")
 COMPILED = EventKind(
     "compiled",

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.cli.compare import _wrapped
 from tests.cli.conftest import Cli, document
 from tests.pages.written import training_line, written
 
@@ -71,6 +72,15 @@ class Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Finder())
 """
+
+
+def test_code_in_backticks_is_not_broken_unless_it_is_longer_than_a_line() -> None:
+    text = "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them)"
+    assert _wrapped(text, 76) == [
+        "what ranks do: sharding, sums over ranks, recomputation",
+        "(`fsdp-tune rehearse --parity` compares them)",
+    ]
+    assert _wrapped(f"`{'word ' * 30}`", 40)[0] == "`word word word word word word word word"
 
 
 def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.recipe.read.foreign.ledger import leaves
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, document
+from tests.jobs.test_compare import LLAMA
 from tests.recipe.foreign_files import AXOLOTL, FILES
 
 runner = CliRunner()
@@ -69,14 +70,15 @@ def test_unknown_file_is_exit_2_with_what_was_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["validate", "train", "plan", "prepare", "rehearse"])
-@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed"])
+@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed", "soup", "automodel", "unsloth"])
 def test_foreign_file_given_to_another_verb_is_one_error(verb: str, name: str, tmp_path: Path) -> None:
     tool, file, text = FILES[name]
     (tmp_path / file).write_text(text, encoding="utf-8")
     done = runner.invoke(app, [verb, "--config", str(tmp_path / file), "--json"])
     (problem,) = json.loads(done.stdout)["errors"]
     assert (done.exit_code, problem["code"]) == (2, "foreign-configuration")
-    assert problem["message"] == f"this is a configuration of {tool}, and not a recipe"
+    kind = "a Python script" if file.endswith(".py") else f"a configuration of {tool}"
+    assert problem["message"] == f"this is {kind}, and not a recipe"
     assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
 
 
@@ -90,3 +92,39 @@ def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, t
     document = json.loads(cli("validate", "--config", "recipe.yaml", "--offline", "--trust-remote-code", "--json").stdout)
     schema = {"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field", "missing-key", "contradiction", "not-yet"}
     assert {problem["code"] for problem in document.get("errors", [])} & schema == set()
+
+
+CHECKED = """\
+base_model: model
+tokenizer_config: builtin:arithmetic
+datasets: [{path: rows.jsonl, type: completion}]
+sequence_len: 64
+micro_batch_size: 2
+max_steps: 4
+learning_rate: 0.001
+"""
+
+
+@pytest.mark.e2e
+def test_check_compares_the_file_with_the_written_recipe(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(CHECKED)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    done = cli("import", "axolotl.yaml", "--output", "r.yaml", "--num-gpus", "1", "--check")
+    assert done.returncode == 0, done.stderr
+    assert "keys: 8 (" in done.stdout
+    assert "✓ tokens of the first rows" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("equal in all that was compared")
+    (tmp_path / "r.yaml").unlink()
+    (tmp_path / "rows.jsonl").unlink()
+    again = cli("import", "axolotl.yaml", "--output", "r.yaml", "--num-gpus", "1", "--check", "--json")
+    found = document(again)
+    assert (again.returncode, found["check"]["equal"], found["check"]["a"]["kind"]) == (0, True, "axolotl")
+    assert any(line.startswith("tokens of the first rows") for line in found["check"]["not_compared"])
+
+
+def test_check_without_a_written_recipe_is_exit_2_and_nothing_is_printed(source: Path) -> None:
+    done = runner.invoke(app, ["import", str(source), "--check"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "`--check` compares the file with the recipe that is written" in done.stderr

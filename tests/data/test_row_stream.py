@@ -28,6 +28,7 @@ from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.stream.row_stream import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.run import remote_files
 from tests.data.hub_of_files import COMMIT
 
 ROWS: list[dict[str, Any]] = [{"text": f"{number} {'zwölf ä€😀' * (number % 7)}"} for number in range(101)]
@@ -271,7 +272,7 @@ class Files(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(file_access, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote_files, "WAITS", (0.0, 0.0))
     monkeypatch.setattr(file_access, "FIRST_BLOCK", 700)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name, write in WRITERS.items():

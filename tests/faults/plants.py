@@ -170,7 +170,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("stat.S_ISREG", "stat.S_ISDIR(facts.st_mode)"),
         rows="F008",
     ),
-    plant("key overridden twice", "recipe.read.overrides:apply_overrides", condition("_overlap", "_ and not path"), rows="F009"),
+    plant("key overridden twice", "recipe.read.loader:apply_overrides", condition("_overlap", "_ and not path"), rows="F009"),
     # data
     plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
     plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
@@ -386,6 +386,8 @@ PLANTS: tuple[Plant, ...] = (
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
     plant("used port not noticed", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F140"),
     # devices
+    plant("words of a job not quoted", "launch.submit.slurm:_body_values", value("words", "list(job.arguments)"), rows="F121"),
+    plant("names in lines of sbatch not checked", "launch.submit.slurm:_unwritable", always("_QUOTABLE"), rows="F121"),
     plant("text of a report not escaped", "pages.report_page:_template", value("autoescape", "False"), rows="F122"),
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(

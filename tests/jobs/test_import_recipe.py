@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import fsdp_tune
+from fsdp_tune.check.comparison.child import ObservingChild
+from fsdp_tune.jobs.import_recipe import check_import
+from tests.jobs.test_compare import LLAMA, in_process
 from tests.recipe.foreign_files import AXOLOTL
 
 
@@ -52,3 +56,25 @@ def test_source_is_never_replaced(source: Path, tmp_path: Path) -> None:
 def test_unknown_name_of_a_tool_is_a_usage_error(source: Path) -> None:
     with pytest.raises(fsdp_tune.FsdpTuneError, match="`axolotol` is not a tool"):
         fsdp_tune.import_recipe(source, tool="axolotol")
+
+
+def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    text = "base_model: model\ntokenizer_config: builtin:arithmetic\nsequence_len: 64\nmicro_batch_size: 2\n"
+    (tmp_path / "a.yaml").write_text(text + "datasets: [{path: rows.jsonl, type: completion}]\n")
+    found = fsdp_tune.import_recipe("a.yaml", output="r.yaml", num_gpus=1)
+    check = check_import(found)
+    assert check.equal
+    assert {stage.name for stage in check.stages if stage.status == "equal"} >= {"tokens", "labels", "logits", "update"}
+    (tmp_path / "r.yaml").write_text(found.imported.text.replace("max_length: 64", "max_length: 3"))
+    changed = check_import(found)
+    assert (changed.equal, changed.cause and [key.key for key in changed.cause.keys]) == (False, ["data.max_length"])
+
+
+def test_check_needs_a_written_recipe(source: Path) -> None:
+    with pytest.raises(fsdp_tune.FsdpTuneError, match="and none is"):
+        check_import(fsdp_tune.import_recipe(source))

@@ -22,6 +22,8 @@ PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "sque
 NODES = ("n1", "n2")
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+JOBS_SECONDS = 40.0
+"""Longer than KillWait: what a job leaves on a node is ended by the node's daemon."""
 CPUS = 4
 
 
@@ -84,8 +86,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel what runs, and end the daemons that `start` started, the controller last but munged."""
-        with contextlib.suppress(subprocess.SubprocessError):
-            self.call("scancel", "--full", "--signal=KILL", *self.call("squeue", "-h", "-o", "%A").split(), check=False)
+        with contextlib.suppress(subprocess.SubprocessError, RuntimeError):
+            self.cancel_all()
         for name in (*NODES, "slurmctld", "munged"):
             if (process := self.daemons.get(name)) is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -94,6 +96,14 @@ class Cluster:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+    def cancel_all(self) -> None:
+        """Cancel the jobs of this cluster, and wait until they are gone."""
+        if jobs := self.call("squeue", "-h", "-o", "%A").split():
+            self.call("scancel", *jobs, check=False)
+        deadline = time.monotonic() + JOBS_SECONDS
+        while self.call("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.2)
 
     def call(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **self.environment}, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.launch_files import ResumeRequest, Verdict
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved
+from tests.launch.test_run_directory import checkpoint
 
 KILLED = Problem("rank-killed", "rank 1 was killed by SIGKILL")
 FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
@@ -175,3 +177,32 @@ def test_deterministic_failure_is_not_restarted(attempt: Any, run: RunDir, code:
     end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
     assert end.exit_code == code
     assert not any(isinstance(event, Message) for event in events)
+
+
+def continued(run: RunDir, folder: Path) -> Path:
+    """A run that was resumed from the checkpoint of another directory."""
+    folder.mkdir()
+    start = checkpoint(RunDir(folder), 40)
+    ResumeRequest(str(start), digests_checked=True).write(run.resume_json)
+    return start
+
+
+def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_continues(attempt: Any, run: RunDir, tmp_path: Path) -> None:
+    start = continued(run, tmp_path / "earlier")
+    parts = [["beat", "training", 42], ["log", {"event": "train_started", "step": 40}], ["once", "died", "die", int(signal.SIGKILL)]]
+    end, events = attempt({"0": [*parts, ["outcome", FINISHED]]})
+    assert end.exit_code == 0
+    (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
+    assert f"restarting from {start} (restart 1 of 5); 2 steps will be repeated" in said
+    assert json.loads(run.resume_json.read_text())["resume_from"] == str(start)
+    (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
+    assert event["step"] == 40
+
+
+def test_run_whose_start_is_gone_is_not_restarted_at_step_0(attempt: Any, run: RunDir, tmp_path: Path) -> None:
+    start = continued(run, tmp_path / "earlier")
+    shutil.rmtree(start)
+    end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]]})
+    assert end.exit_code != 0
+    assert f"it is not restarted, since `{start}`, which it continues, cannot be read" in str(end.problem and end.problem.message)
+    assert not any(isinstance(event, Message) and "restarting from" in event.text for event in events)

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.submit.cluster_job import ClusterJob, JobFiles, Lead, estimated_lead, measured_lead, read_attempts
+from fsdp_tune.launch.submit.cluster_job import ArrayTask, ClusterJob, JobFiles, Lead, estimated_lead, measured_lead, read_attempts
 from fsdp_tune.launch.submit.slurm import BLOCK_BEGIN, BLOCK_END, check_allocation, parse_time, render, user_block
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 JOB = ClusterJob(
     name="mine",
-    command=("fsdp-tune", "train", "--config", "my.yaml", "--resume", "auto"),
+    program=("/opt/fsdp-tune",),
+    arguments=("train", "--config", "my.yaml", "--resume", "auto"),
     output_dir=Path("/shared/runs/mine"),
     working_directory=Path("/home/me"),
     machines=2,
@@ -56,6 +57,11 @@ def directives(script: str) -> list[str]:
     return found
 
 
+def own_program(script: str) -> str:
+    """The lines that decide the program, and its first word."""
+    return "\n".join(line for line in script.splitlines() if "|| program=" in line) + '\necho "${program[0]}"'
+
+
 def test_directives_are_size_limits_and_files_of_the_job() -> None:
     assert directives(render(JOB, {"partition": "gpu"})) == [
         *("--requeue", "--job-name=mine", "--partition=gpu", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64"),
@@ -73,6 +79,7 @@ def test_own_block_survives_another_rendering_and_may_have_directives() -> None:
     begin, _, end = first.partition(BLOCK_BEGIN + "\n")[2].partition(BLOCK_END)
     edited = first.replace(begin, own)
     assert directives(edited)[-1] == "--mem=0"
+    assert subprocess.run(["bash", "-c", "program=(inside)\n" + own_program(edited)], capture_output=True, text=True).stdout == "inside\n"
     again = render(replace(JOB, machines=4), {}, user_block(edited))
     assert user_block(again) == own
     assert "--nodes=4" in directives(again)
@@ -88,13 +95,18 @@ def test_script_without_both_marks_has_no_block_to_keep() -> None:
 @pytest.mark.parametrize("word", HOSTILE)
 def test_any_word_reaches_the_command_unchanged(word: str, tmp_path: Path) -> None:
     job = replace(
-        JOB, command=("fsdp-tune", f"--set=name={word}", word), output_dir=tmp_path / "run", environment={"NOTE": word}, machines=1
+        JOB,
+        program=(f"/opt/{word}",),
+        arguments=(f"--set=name={word}", word),
+        output_dir=tmp_path / "run",
+        environment={"NOTE": word},
+        machines=1,
     )
     script = render(job, {})
     assert "--account=other" not in directives(script)
-    program = script.partition("newest_step() {")[0] + 'printf "%s\\0" "${command[@]}" "$NOTE" "$run"\n'
+    program = script.partition("newest_step() {")[0] + 'printf "%s\\0" "${program[@]}" "${arguments[@]}" "$NOTE" "$run"\n'
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.split("\0")[:-1] == [*job.command, word, str(job.output_dir)]
+    assert done.stdout.split("\0")[:-1] == [*job.program, *job.arguments, word, str(job.output_dir)]
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False).stderr == ""
     assert not (tmp_path / "x").exists()
 
@@ -142,19 +154,29 @@ class Node:
         self.folder, self.run = folder, folder / "run"
         self.script = folder / "job.sbatch"
         self.script.write_text(render(replace(JOB, output_dir=self.run, machines=1, max_stalled_starts=max_stalled), {}), encoding="utf-8")
+        self.before_end = ""
         (folder / "bin").mkdir()
         self.called = folder / "scontrol.log"
-        self.program("scontrol", f'echo "$@" >>{shlex.quote(str(self.called))}; [ "$1" = requeue ] || echo "JobId=7 JobState=$STATE x"')
+        answer = 'echo "JobId=7 JobState=$STATE Reason=$REASON Requeue=1 TimeLimit=${LIMIT:-UNLIMITED} x"'
+        self.program("scontrol", f'echo "$@" >>{shlex.quote(str(self.called))}; [ "$1" = requeue ] || {answer}')
 
     def program(self, name: str, text: str) -> None:
         path = self.folder / "bin" / name
         path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
         path.chmod(0o755)
 
-    def start(self, code: int, *, number: int = 0, step: int | None = None, state: str = "RUNNING", job: str = "7") -> int:
+    def start(
+        self, code: int, *, number: int = 0, step: int | None = None, state: str = "RUNNING", reason: str = "None", job: str = "7"
+    ) -> int:
         save = "" if step is None else f"mkdir -p {self.run}/checkpoint-{step}; touch {self.run}/checkpoint-{step}/manifest.json; "
-        self.program("srun", f"{save}exit {code}")
-        variables = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "n[1-2]", "STATE": state}
+        self.program("srun", f"{save}{self.before_end}exit {code}")
+        variables = {
+            "SLURM_JOB_ID": job,
+            "SLURM_RESTART_COUNT": str(number),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "STATE": state,
+            "REASON": reason,
+        }
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         return subprocess.run(["bash", self.script], env={**os.environ, **variables, "PATH": path}, check=False, timeout=30).returncode
 
@@ -172,11 +194,11 @@ def node(tmp_path: Path) -> Node:
     ("code", "state", "then"),
     [
         (0, "RUNNING", "finished"),
+        (0, "COMPLETING", "finished"),
         (143, "RUNNING", "requeued"),
         (5, "RUNNING", "requeued"),
-        (137, "TIMEOUT", "requeued"),
-        (143, "CANCELLED", "cancelled"),
-        (143, "PENDING", "requeued by Slurm"),
+        (137, "RUNNING", "requeued"),
+        (143, "COMPLETING", "ended by Slurm"),
         (2, "RUNNING", "stopped"),
         (3, "RUNNING", "stopped"),
     ],
@@ -186,6 +208,21 @@ def test_end_decides_whether_the_job_starts_again(node: Node, code: int, state: 
     (start,) = read_attempts(node.run)
     assert (start.exit_code, start.then, start.first_step, start.last_step, start.nodes) == (code, then, 0, 10, "n[1-2]")
     assert node.requeues == (then == "requeued")
+
+
+def test_time_limit_itself_requeues_and_a_cancellation_does_not(node: Node) -> None:
+    node.before_end = "kill -TERM $PPID; sleep 0.3; "
+    node.start(1, state="COMPLETING", reason="TimeLimit")
+    assert ([start.then for start in read_attempts(node.run)], node.requeues) == (["requeued"], 1)
+    node.start(143, number=1, state="COMPLETING")
+    assert ([start.then for start in read_attempts(node.run)], node.requeues) == (["requeued", "ended by Slurm"], 1)
+
+
+@pytest.mark.parametrize(("limit", "code"), [("00:09:59", 2), ("00:10:00", 0), ("1-00:00:08", 0), ("UNLIMITED", 0)])
+def test_limit_of_the_cluster_that_leaves_no_time_stops_the_job(node: Node, limit: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMIT", limit)
+    assert node.start(0) == code
+    assert bool(read_attempts(node.run)) == (code == 0)
 
 
 def test_starts_without_a_new_checkpoint_are_counted_by_job(tmp_path: Path) -> None:
@@ -245,3 +282,15 @@ def test_idle_gpus_are_a_notice_and_a_shell_outside_of_a_step_is_not_compared() 
     assert [notice.code for notice in check_allocation(resolved(2, 2), STEP)] == ["gpus-idle"]
     assert check_allocation(resolved(2, 4, "cpu"), STEP | {"SLURM_GPUS_ON_NODE": "0"}) == []
     assert check_allocation(resolved(1, 4), {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}) == []
+
+
+def test_element_of_an_array_has_the_run_and_arguments_of_its_number(tmp_path: Path) -> None:
+    tasks = tuple(ArrayTask(tmp_path / f"a b={number}", ("--set", f"training.seed={number}", "it's")) for number in range(3))
+    script = render(replace(JOB, tasks=tasks, machines=1), {})
+    assert "--array=0-2" in directives(script)
+    program = script.partition("newest_step() {")[0] + 'printf "%s\\0" "$run" "$ledger" "${arguments[@]}"\n'
+    done = subprocess.run(
+        ["bash", "-c", program], capture_output=True, text=True, check=True, env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"}, cwd=tmp_path
+    )
+    run = f"{tmp_path}/a b=2"
+    assert done.stdout.split("\0")[:-1] == [run, f"{run}.submit/attempts.jsonl", *JOB.arguments, "--set", "training.seed=2", "it's"]

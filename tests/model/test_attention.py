@@ -82,6 +82,9 @@ def choice(
         ({"installed": (2,), "family": "bloom"}, "eager", "has no other"),
         ({"installed": (2, 3), "asked": "eager"}, "eager", "set in the recipe"),
         ({"installed": (2, 3), "asked": "torch_varlen"}, "torch_varlen", "set in the recipe"),
+        ({"installed": (2, 3), "asked": "sdpa_or_eager"}, "sdpa", "excludes FlashAttention"),
+        ({"asked": "sdpa_or_eager", "packing": True}, "sdpa", "packed rows get a block-diagonal mask"),
+        ({"installed": (2, 3), "asked": "sdpa_or_eager", "family": "gpt_oss"}, "eager", "GptOssForCausalLM has no other"),
     ],
     ids=str,
 )

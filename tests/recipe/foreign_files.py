@@ -307,6 +307,186 @@ torchrun --nproc_per_node 4 --nnodes 2 run_clm.py \\
     --output_dir /tmp/test-clm
 """
 
+UNSLOTH = """\
+from unsloth import FastLanguageModel
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+import torch
+
+max_seq_length = 1024 * 2
+lora_rank = 32
+
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name = "unsloth/Qwen2.5-7B-unsloth-bnb-4bit", # any model
+    max_seq_length = max_seq_length,
+    dtype = torch.bfloat16,
+    load_in_4bit = True,
+)
+model = FastLanguageModel.get_peft_model(
+    model,
+    r = lora_rank,
+    target_modules = ["q_proj", "v_proj"],
+    lora_alpha = lora_rank * 2,
+    lora_dropout = 0,
+    bias = "none",
+    use_gradient_checkpointing = "unsloth",
+    random_state = 3407,
+    loftq_config = None,
+)
+dataset = load_dataset("acme/chats", split = "train")
+trainer = SFTTrainer(
+    model = model,
+    tokenizer = tokenizer,
+    train_dataset = dataset,
+    args = SFTConfig(
+        per_device_train_batch_size = 2,
+        gradient_accumulation_steps = 4,
+        max_steps = 60,
+        learning_rate = 2e-4,
+        fp16 = not torch.cuda.is_bf16_supported(),
+        bf16 = torch.cuda.is_bf16_supported(),
+        logging_steps = compute_steps(dataset),
+        output_dir = "outputs",
+        report_to = "none",
+    ),
+)
+if False:
+    model, tokenizer = FastLanguageModel.from_pretrained("lora_model")
+"""
+AUTOMODEL = """\
+# To run this recipe: automodel this.yaml
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+
+step_scheduler:
+  global_batch_size: 64
+  local_batch_size: 8
+  ckpt_every_steps: 1000
+  val_every_steps: 10  # of gradient steps
+  num_epochs: 2
+dist_env: {backend: nccl, timeout_minutes: 1}
+rng:
+  _target_: nemo_automodel.components.training.rng.StatefulRNG
+  seed: 1111
+  ranked: true
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: meta-llama/Llama-3.2-1B
+  backend: {attn: te, linear: te}
+peft:
+  _target_: nemo_automodel.components._peft.lora.PeftConfig
+  target_modules: '*_proj'
+  dim: 8
+  alpha: 32
+  use_triton: true
+distributed:
+  strategy: fsdp2
+  dp_size: none
+  tp_size: 1
+  cp_size: 1
+  sequence_parallel: false
+  activation_checkpointing: true
+loss_fn: {_target_: nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset
+  path_or_dataset_id: acme/chats
+  split: train
+  seq_length: 2048
+  padding: do_not_pad
+packed_sequence: {packed_sequence_size: 0}
+dataloader:
+  _target_: torchdata.stateful_dataloader.StatefulDataLoader
+  collate_fn: nemo_automodel.components.datasets.utils.default_collater
+  shuffle: true
+validation_dataset:
+  _target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset
+  dataset_name: rajpurkar/squad
+  split: validation
+  limit_dataset_samples: 64
+validation_dataloader: {_target_: torchdata.stateful_dataloader.StatefulDataLoader, batch_size: 4}
+optimizer:
+  _target_: torch.optim.Adam
+  betas: [0.9, 0.95]
+  eps: 1e-8
+  lr: 1.0e-5
+  weight_decay: 0
+lr_scheduler: {lr_decay_style: cosine, min_lr: 1.0e-6}
+checkpoint: {enabled: true, checkpoint_dir: checkpoints/, model_save_format: safetensors}
+wandb: {project: acme, name: run}
+ci: {recipe_owner: someone, time: 00:30:00}
+"""
+SOUP = """\
+# Soup: chats
+base: meta-llama/Llama-3.1-8B-Instruct
+task: sft
+# backend: unsloth
+data:
+  train: ./data/train.jsonl
+  format: alpaca
+  val_split: 0.1
+  max_length: 2048
+training:
+  epochs: 3
+  lr: 2e-5
+  batch_size: auto
+  gradient_accumulation_steps: 8
+  lora:
+    r: 64
+    alpha: 16
+    target_modules: [q_proj, v_proj]
+  quantization: 4bit
+  use_galore: false
+output: ./output
+"""
+FMS = """\
+{
+  "model_name_or_path": "bigscience/bloom-560m",
+  "training_data_path": "/data/input/twitter_complaints.json",
+  "output_dir": "/data/output/tuning/bloom-twitter",
+  "num_train_epochs": 10.0,
+  "per_device_train_batch_size": 4,
+  "gradient_accumulation_steps": 4,
+  "learning_rate": 1e-05,
+  "peft_method": "lora",
+  "r": 4,
+  "target_modules": ["query_key_value"],
+  "response_template": "\\n### Label:",
+  "dataset_text_field": "output",
+  "use_flash_attn": false
+}
+"""
+FMS_COMMAND = """\
+accelerate launch --num_processes=8 \\
+  --module tuning.sft_trainer \\
+  --model_name_or_path bigscience/bloom-560m \\
+  --tokenizer_name_or_path bigscience/bloom-560m \\
+  --data_config_path data_config.yaml \\
+  --torch_dtype bfloat16 \\
+  --output_dir out \\
+  --num_train_epochs 5 \\
+  --learning_rate 1e-5
+"""
+FMS_DATA = """\
+dataprocessor:
+  type: default
+  sampling_stopping_strategy: first_exhausted
+  seed: 66
+datasets:
+  - name: first
+    sampling: 0.3
+    data_paths: [a.jsonl]
+    data_handlers:
+      - name: tokenize_and_apply_input_masking
+        arguments:
+          remove_columns: all
+          fn_kwargs: {input_column_name: question, output_column_name: answer}
+  - name: second
+    sampling: 0.7
+    data_paths: [b.jsonl]
+    data_handlers:
+      - name: apply_tokenizer_chat_template
+        arguments: {fn_kwargs: {formatted_text_column_name: text}}
+"""
+
 FILES: dict[str, tuple[str, str, str]] = {
     "axolotl": ("axolotl", "axolotl.yaml", AXOLOTL),
     "trl": ("TRL", "sft.yaml", TRL),
@@ -319,5 +499,10 @@ FILES: dict[str, tuple[str, str, str]] = {
     "ms-swift-yaml": ("ms-swift", "sft.yaml", SWIFT_YAML),
     "deepspeed": ("DeepSpeed", "ds_z2.json", DEEPSPEED),
     "transformers": ("transformers examples", "run.sh", EXAMPLE_COMMAND),
+    "unsloth": ("unsloth", "train.py", UNSLOTH),
+    "automodel": ("NeMo Automodel", "llama.yaml", AUTOMODEL),
+    "soup": ("Soup", "soup.yaml", SOUP),
+    "fms": ("fms-hf-tuning", "config.json", FMS),
+    "fms-command": ("fms-hf-tuning", "fms.sh", FMS_COMMAND),
 }
 """Name of the test → the tool, the name of the file, and its text."""

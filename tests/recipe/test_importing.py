@@ -14,8 +14,9 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.foreign.ledger import Fate, leaves
 from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.read.tools import foreign_tool
 from fsdp_tune.recipe.schema.keys import values_by_key
-from tests.recipe.foreign_files import ACCELERATE, AXOLOTL, DATASET_INFO, FILES, TRL
+from tests.recipe.foreign_files import ACCELERATE, AUTOMODEL, AXOLOTL, DATASET_INFO, FILES, FMS_DATA, SOUP, TRL, UNSLOTH
 
 TEMPLATES = ("chatml", "qwen2.5", "llama3")
 
@@ -52,6 +53,15 @@ def words_of(path: Path) -> set[str]:
     return {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
 
 
+ARGUMENTS_OF_UNSLOTH = [
+    *(f"from_pretrained.{name}" for name in ("model_name", "max_seq_length", "dtype", "load_in_4bit")),
+    *(f"get_peft_model.{name}" for name in ("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing")),
+    *("get_peft_model.random_state", "get_peft_model.loftq_config", "load_dataset[0].path", "load_dataset[0].split"),
+    *(f"SFTTrainer.{name}" for name in ("model", "tokenizer", "train_dataset", "args")),
+    *(f"SFTConfig.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "learning_rate")),
+    *(f"SFTConfig.{name}" for name in ("fp16", "bf16", "logging_steps", "output_dir", "report_to")),
+]
+
 # ---- The account
 
 
@@ -61,6 +71,9 @@ def test_every_key_of_a_file_is_in_exactly_one_row(name: str, tmp_path: Path) ->
     path = tmp_path / FILES[name][1]
     if path.suffix == ".sh":
         assert words_of(path) == {str(row.path[-1]) for row in result.rows if row.path[0] != "environment"}
+        return
+    if path.suffix == ".py":
+        assert [row.key for row in result.rows] == ARGUMENTS_OF_UNSLOTH
         return
     for leaf in leaves(yaml.safe_load(path.read_text(encoding="utf-8"))):
         assert len([row for row in result.rows if leaf[: len(row.path)] == row.path]) == 1, leaf
@@ -106,6 +119,53 @@ def test_rows_have_the_line_of_the_key(tmp_path: Path) -> None:
 # ---- Values by tool
 
 EXPECTED: dict[str, dict[str, Any]] = {
+    "unsloth": {
+        "model.name_or_path": "unsloth/Qwen2.5-7B",
+        "model.frozen_dtype": "bf16",
+        "data.max_length": 2048,
+        "quantization.load": "nf4",
+        "lora.r": 32,
+        "lora.lora_alpha": 64.0,
+        "lora.target_modules": ["q_proj", "v_proj"],
+        "fsdp.activation_checkpointing": "full",
+        "fsdp.activation_checkpointing_offload": True,
+        "precision.mixed_precision": "bf16",
+        "training.max_steps": 60,
+        "training.warmup_steps": 0.1,
+        "training.seed": 3407,
+        "training.logging_steps": 10,
+        "training.report_to": [],
+    },
+    "automodel": {
+        "model.name_or_path": "meta-llama/Llama-3.2-1B",
+        "data.max_length": 2048,
+        "data.packing": False,
+        "training.global_batch_size": 64,
+        "training.per_device_train_batch_size": 8,
+        "training.eval_steps": 10,
+        "training.seed": 1111,
+        "training.optim": "adamw_torch",
+        "training.adam_beta2": 0.95,
+        "training.lr_scheduler_type": "cosine_with_min_lr",
+        "training.lr_scheduler_kwargs.min_lr": 1e-6,
+        "training.report_to": ["wandb"],
+        "lora.r": 8,
+        "lora.target_modules": ".*_proj",
+        "fsdp.version": 2,
+        "fsdp.activation_checkpointing": "full",
+    },
+    "soup": {
+        "model.name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
+        "data.format": "alpaca",
+        "data.eval.fraction": 0.1,
+        "training.num_train_epochs": 3,
+        "training.lr_scheduler_type": "cosine",
+        "quantization.load": "nf4",
+        "lora.r": 64,
+        "lora.lora_alpha": 16.0,
+    },
+    "fms": {"data.max_length": 4096, "training.save_strategy": "epoch", "lora.r": 4, "lora.lora_alpha": 32.0},
+    "fms-command": {"model.name_or_path": "bigscience/bloom-560m", "model.dtype": "bf16", "launch.num_processes": 8},
     "axolotl": {
         "model.name_or_path": "Qwen/Qwen2.5-1.5B",
         "data.chat_template": "qwen2.5",
@@ -394,3 +454,110 @@ def test_command_of_another_method_is_refused(script: str, tmp_path: Path) -> No
 def test_script_with_two_trainings_is_one_error(tmp_path: Path) -> None:
     found = refusal(tmp_path, "trl sft --model_name_or_path a\ntrl sft --model_name_or_path b\n", "a.sh")
     assert "starts 2 programs" in found
+
+
+# ---- Scripts and notebooks, of which nothing is run
+
+
+def notebook(*cells: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells], "nbformat": 4})
+
+
+def test_notebook_is_read_as_its_script(tmp_path: Path) -> None:
+    first, _, rest = UNSLOTH.partition("model = FastLanguageModel.get_peft_model(")
+    cells = ("%%capture\n!pip install unsloth", first, "model = FastLanguageModel.get_peft_model(" + rest, "this is no Python")
+    found = from_text(tmp_path, notebook(*cells), "Qwen.ipynb")
+    assert [row.key for row in found.rows] == ARGUMENTS_OF_UNSLOTH
+    assert values(found)["lora.lora_alpha"] == 64.0, "a name of another cell"
+    assert {row.line for row in found.rows} == {None}
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
+    text = f"open({str(tmp_path / 'ran')!r}, 'w')\nr = (lambda: 8)()\n" + UNSLOTH.replace("lora_rank = 32", "lora_rank = r")
+    found = from_text(tmp_path, text, "train.py")
+    assert not (tmp_path / "ran").exists()
+    assert row(found, "get_peft_model.r") == ("question", "the script computes it: write its value")
+    assert row(found, "get_peft_model.lora_alpha")[0] == "question"
+
+
+def test_script_in_a_function_with_rows_made_by_code(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("True,\n)", "False,\n)", 1)
+    body = text.replace("trainer = ", "dataset = dataset.map(format_rows, batched = True)\ntrainer = ").replace("True,\n)", "False,\n)", 1)
+    text = "def main(argv):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    found = from_text(tmp_path, text, "train.py")
+    assert row(found, "map")[0] == "question"
+    assert (values(found)["lora.r"], values(found)["quantization"]) == (32, None)
+
+
+def test_answers_and_template_of_a_script(tmp_path: Path) -> None:
+    text = UNSLOTH + "tokenizer = get_chat_template(tokenizer, 'qwen-2.5', mapping = {'role': 'from'})\n"
+    text += "trainer = train_on_responses_only(trainer, instruction_part = 'a', response_part = 'b')\n"
+    found = values(from_text(tmp_path, text, "train.py"))
+    assert (found["data.chat_template"], found["data.loss_on"]) == ("qwen2.5", "assistant")
+
+
+def test_call_and_cell_that_are_not_read_are_decisions(tmp_path: Path) -> None:
+    other = 'FastLanguageModel.from_pretrained("other")\n'
+    found = from_text(tmp_path, notebook(other, UNSLOTH, "x = load_dataset(\n"), "a.ipynb")
+    assert [words for key, words in found.decisions if not key] == [
+        "`from_pretrained` is called more than once before the trainer is made: the first call is read",
+        "cell 3 is not Python that can be read: '(' was never closed (<unknown>, line 1)",
+    ]
+    assert values(found)["model.name_or_path"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "code"),
+    [
+        ("from trl import SFTTrainer\nSFTTrainer('gpt2')\n", "a.py", "unknown-foreign-file"),
+        (UNSLOTH + "DPOTrainer(model)\n", "a.py", "no-counterpart"),
+        (UNSLOTH.replace("FastLanguageModel", "FastVisionModel"), "a.py", "no-counterpart"),
+        ("def f(:\n", "a.py", "yaml-syntax"),
+        ("not a notebook", "a.ipynb", "yaml-syntax"),
+        ('{"cells": 3}', "a.ipynb", "yaml-syntax"),
+        (SOUP.replace("task: sft", "task: dpo"), "a.yaml", "no-counterpart"),
+        (AUTOMODEL.replace("TrainFinetune", "Benchmarking"), "a.yaml", "no-counterpart"),
+    ],
+)
+def test_file_that_no_recipe_can_be_made_of_is_one_error(text: str, file: str, code: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, text, file).startswith(f"{code}: ")
+
+
+# ---- Sections that have the names of a recipe's
+
+
+@pytest.mark.parametrize("name", ["automodel", "soup", "fms"])
+def test_foreign_file_with_sections_of_a_recipe_is_recognised(name: str) -> None:
+    tool, _, text = FILES[name]
+    assert foreign_tool(yaml.safe_load(text)) == tool
+
+
+def test_full_training_of_soup_has_no_adapter(tmp_path: Path) -> None:
+    text = SOUP.replace("r: 64", "r: 0").replace("quantization: 4bit", "quantization: none")
+    found = values(from_text(tmp_path, text))
+    assert (found["lora"], found["quantization"]) == (None, None)
+
+
+def test_file_of_data_sets_of_fms_is_included(tmp_path: Path) -> None:
+    (tmp_path / "data_config.yaml").write_text(FMS_DATA, encoding="utf-8")
+    recipe = parse_recipe(imported(tmp_path, "fms-command").text, Path("recipe.yaml")).recipe
+    one, other = recipe.data.train
+    assert (one.path, one.weight, one.loss_on, one.rename_columns) == (
+        "a.jsonl",
+        0.3,
+        "completion",
+        {"question": "prompt", "answer": "completion"},
+    )
+    assert (other.path, other.weight, other.format) == ("b.jsonl", 0.7, "messages")
+    assert recipe.data.mixture.stopping_strategy == "first_exhausted"
+
+
+def test_decay_of_adam_is_a_question(tmp_path: Path) -> None:
+    found = from_text(tmp_path, AUTOMODEL.replace("weight_decay: 0", "weight_decay: 0.1"))
+    assert row(found, "optimizer._target_")[0] == "question"
+
+
+def test_variable_of_the_shell_in_place_of_a_model_is_a_question(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "trl sft --model_name_or_path $MODEL --dataset_name $ROWS --learning_rate 1e-5\n", "a.sh")
+    assert row(found, "model_name_or_path")[0] == "question"
+    assert values(found)["model.name_or_path"] == "MODEL"

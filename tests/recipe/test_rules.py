@@ -367,7 +367,6 @@ NOT_YET_EXAMPLES = {
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
-    "checkpoint.mirror": "checkpoint: {mirror: /x}",
 }
 
 

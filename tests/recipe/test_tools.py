@@ -13,7 +13,7 @@ from fsdp_tune.recipe.read.tools import OPTION_NAMES, OptionName, foreign_tool, 
 from tests.recipe.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 
-MAPPINGS = {name: (tool, text) for name, (tool, file, text) in FILES.items() if not file.endswith(".sh")}
+MAPPINGS = {name: (tool, text) for name, (tool, file, text) in FILES.items() if not file.endswith((".sh", ".py"))}
 
 
 @pytest.mark.parametrize("name", MAPPINGS)

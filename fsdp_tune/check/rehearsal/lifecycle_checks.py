@@ -24,6 +24,7 @@ import psutil
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode
+from fsdp_tune.launch.command.accelerate import SLURM_PREFIX
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.launch_files import read_heartbeat
 from fsdp_tune.run.metrics_file import read_metrics
@@ -82,8 +83,9 @@ def finish(child: subprocess.Popen[str], text: str | None = None) -> ChildResult
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of children: offline, because everything they need was downloaded before."""
-    return os.environ | {"HF_HUB_OFFLINE": "1"}
+    """Return the environment of children: offline, because everything they need was downloaded before, and outside of a Slurm step, whose
+    nodes are those of the real run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(SLURM_PREFIX)} | {"HF_HUB_OFFLINE": "1"}
 
 
 def _document(text: str) -> dict[str, Any]:

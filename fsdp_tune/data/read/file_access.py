@@ -26,16 +26,17 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.atomic import DISK, write_json
-from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.run.manifest import digest_file
+from fsdp_tune.run.remote_files import PACKAGES, STAMP_KEYS, UrlError, retried
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,22 +44,11 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
 """Others are refused: chains such as `filecache::` or `zip://` write to this disk or open further files."""
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
-STAMP_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "mtime", "created")
-"""Keys of `fsspec`'s `info` that change when a file is written; each file system has one of them."""
 FIRST_BLOCK, LARGEST_BLOCK = 256 << 10, 8 << 20
-WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds before a request is repeated."""
 TIMEOUT_SECONDS = 60.0
-
-T = TypeVar("T")
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)(://|::)", re.IGNORECASE)
 _PINNED = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
-
-
-class UrlError(OSError):
-    """A file at a URL cannot be read; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +92,17 @@ def find_urls(pattern: str) -> list[str]:
         found = files.glob(path) if any(character in path for character in "*?[") else files.find(path)
         return sorted(str(files.unstrip_protocol(name)) for name in found)
 
-    return _retried(find)
+    return retried(find)
 
 
 def remote_info(url: str, *, fresh: bool = False) -> RemoteInfo:
     """Return size and stamp of a file; `fresh` ignores cached listings. Raises: UrlError."""
     if url.startswith(("http://", "https://")):
-        return _retried(lambda: _http_range(url, 0, 1)[1])
+        return retried(lambda: _http_range(url, 0, 1)[1])
     files, path = _file_system(url)
     if fresh and not _PINNED.match(url):
         files.invalidate_cache()
-    info = _retried(lambda: files.info(path))
+    info = retried(lambda: files.info(path))
     return RemoteInfo(int(info["size"]), next((str(info[key]) for key in STAMP_KEYS if info.get(key)), ""))
 
 
@@ -162,7 +152,7 @@ class RemoteFile(io.RawIOBase):
                 raise UrlError(f"{len(data)} of {end - start} bytes from byte {start} were received")
             return data
 
-        return _retried(fetch)
+        return retried(fetch)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -191,37 +181,6 @@ def _http_range(url: str, start: int, end: int) -> tuple[bytes, RemoteInfo]:
 
 def _http_stamp(headers: Any) -> str:
     return str(headers.get("ETag") or headers.get("Last-Modified") or "")
-
-
-def _retried(request: Callable[[], T]) -> T:
-    """Return the result of `request`, repeated after transient errors. Raises: UrlError."""
-    for wait in (*WAITS, None):
-        try:
-            return request()
-        except FsdpTuneError:  # a signal that ends the command may arrive here
-            raise
-        except Exception as error:
-            if not _is_transient(error):
-                raise UrlError(_reason(error)) from error
-            if wait is None:
-                raise UrlError(f"{_reason(error)} ({len(WAITS) + 1} attempts)") from error
-            time.sleep(wait)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _is_transient(error: Exception) -> bool:
-    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int):
-        return status in (408, 429) or status >= 500
-    return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ImportError | TypeError | ValueError)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "it does not exist"
-    if isinstance(error, urllib.error.HTTPError):
-        return f"the server responds with {error.code} {error.reason}"
-    return str(error.reason) if isinstance(error, urllib.error.URLError) else first_line(error)
 
 
 DIGESTS = "digests"

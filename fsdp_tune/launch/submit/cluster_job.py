@@ -25,6 +25,8 @@ STOP_STEPS = 3
 MEASURED_LINES = 50
 """The last saves, evaluations and steps that are counted."""
 MARGIN = 2.0
+ENDED_BY_SLURM = "ended by Slurm"
+"""In the ledger: the job was cancelled, or Slurm starts it again by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,23 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrayTask:
+    """A run of a sweep."""
+
+    output_dir: Path
+    arguments: tuple[str, ...]
+    """What differs from those of the other runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterJob:
     """A run for an engine. `gpus_per_machine` 0: on CPUs."""
 
     name: str
-    command: tuple[str, ...]
-    """Trains, continuing from the newest complete checkpoint; the same on each machine, which has one task."""
+    program: tuple[str, ...]
+    """The words that start `fsdp-tune` on this machine."""
+    arguments: tuple[str, ...]
+    """Train, continuing from the newest complete checkpoint; the same on each machine, which has one task."""
     output_dir: Path
     """The run directory, absolute. All machines see it."""
     working_directory: Path
@@ -53,6 +66,10 @@ class ClusterJob:
     time_limit: str | None = None
     """As the engine writes it."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    chooses_port: bool = False
+    """Whether the first machine's port is left to the engine: jobs that share a node must differ."""
+    tasks: tuple[ArrayTask, ...] = ()
+    """Runs of a sweep, each in a job of its own; `output_dir` is then the directory that they are in."""
     max_stalled_starts: int = 3
     """Starts in a row without a new checkpoint after which the job is not started again."""
 
@@ -93,9 +110,12 @@ class JobFiles:
         """Return the output of a job and of all its tasks, of all its starts."""
         return self.folder / f"slurm-{job}.out"
 
-    def recipe(self, name: str) -> Path:
-        """Return the copy of the recipe that the job trains by, so that a change of the file is not picked up by a later start."""
-        return self.folder / "recipe" / name
+    def recipe(self, name: str, text: str) -> Path:
+        """Return the copy of the recipe that the job trains by, so that a change of the file is not picked up by a later start.
+
+        A copy is never changed: an earlier job may still be in the queue.
+        """
+        return self.folder / "recipe" / hashlib.blake2b(text.encode(), digest_size=4).hexdigest() / name
 
     @property
     def mark(self) -> str:
@@ -121,7 +141,7 @@ class JobStart(JsonAnswer):
     last_step: int | None
     """The same at its end."""
     then: str | None
-    """What the job did at its end: finished, requeued, stopped …"""
+    """What the job did at its end: finished, requeued, not requeued, stopped, or `ended by Slurm`."""
 
 
 def read_attempts(output_dir: Path) -> list[JobStart]:

@@ -19,6 +19,7 @@ BLOCK_END = "# <<< yours"
 EMPTY_BLOCK = """\
 #   module load cuda
 #   srun_options=(--container-image=image.sqsh --container-mounts=/shared)    # of the `srun` below
+#   program=(fsdp-tune)                                                       # in the container, in place of that of the host
 #   train_options=(--ignore-plan)                                             # of `fsdp-tune train`
 """
 LONGEST_LEAD_SECONDS = 65_535
@@ -83,6 +84,7 @@ def _directives(job: ClusterJob, site: Mapping[str, str]) -> list[str]:
         "signal": f"TERM@{min(job.lead.seconds, LONGEST_LEAD_SECONDS)}",
         "chdir": str(job.working_directory),
         "output": f"{job.files.folder}/slurm-%j.out",
+        "array": f"0-{len(job.tasks) - 1}" if job.tasks else None,
         "open-mode": "append",
         "comment": job.files.mark,
     }
@@ -108,17 +110,30 @@ def _quoted(value: str) -> str:
 
 
 def _body_values(job: ClusterJob) -> dict[str, str]:
-    words = [shlex.quote(word) for word in job.command]
-    if job.machines > 1:
+    words = [shlex.quote(word) for word in job.arguments]
+    words += ['"${own[@]}"'] if job.tasks else []
+    if job.chooses_port:
         words += ["--set", f"launch.main_process_port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"]
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items())
     return {
-        "RUN": shlex.quote(str(job.output_dir)),
-        "FOLDER": shlex.quote(str(job.files.folder)),
+        "RUN": _run(job),
+        "LEAD": str(job.lead.seconds),
         "STALLED": str(job.max_stalled_starts),
         "VARIABLES": variables,
-        "COMMAND": _wrapped(words),
+        "PROGRAM": shlex.join(job.program),
+        "ARGUMENTS": _wrapped(words),
     }
+
+
+def _run(job: ClusterJob) -> str:
+    """Return the lines that set `run`, and `own` for the arguments of one run of a sweep."""
+    if not job.tasks:
+        return f"run={shlex.quote(str(job.output_dir))}"
+    cases = [
+        f"    {number}) run={shlex.quote(str(task.output_dir))} own=({shlex.join(task.arguments)}) ;;"
+        for number, task in enumerate(job.tasks)
+    ]
+    return "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
 
 
 def _wrapped(words: Sequence[str]) -> str:
@@ -137,11 +152,12 @@ _ABOUT = """\
 """
 
 _BODY = """\
-run=@RUN@
-ledger=@FOLDER@/attempts.jsonl
-mkdir -p @FOLDER@
-@VARIABLES@command=(
-    @COMMAND@
+@RUN@
+ledger=$run.submit/attempts.jsonl
+mkdir -p "$run.submit"
+@VARIABLES@[[ ${program[0]} ]] || program=(@PROGRAM@)
+arguments=(
+    @ARGUMENTS@
 )
 
 newest_step() {  # of a complete checkpoint; 0 without one
@@ -157,6 +173,18 @@ record() {  # EVENT STEP FIELDS: a line of the ledger
     printf '{"event": "%s", "job": "%s", "start": %d, "time": %d, "step": %d, %s}\\n' \\
         "$1" "$SLURM_JOB_ID" "$start" "$(date +%s)" "$2" "$3" >>"$ledger"
 }
+
+fact() {  # NAME: a field of the job as Slurm shows it
+    scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n "s/.* $1=\\([^ ]*\\).*/\\1/p"
+}
+
+# A limit that the signal uses up, such as a short one of the cluster, would start the job for a few steps each time.
+IFS=:- read -r -a limit <<<"$(fact TimeLimit)"  # D-HH:MM:SS, HH:MM:SS or UNLIMITED
+((${#limit[@]} != 3)) || limit=(0 "${limit[@]}")
+if ((${#limit[@]} == 4)) && ((((10#${limit[0]} * 24 + 10#${limit[1]}) * 60 + 10#${limit[2]}) * 60 + 10#${limit[3]} < 2 * @LEAD@)); then
+    echo "stopped: the time limit is less than twice the @LEAD@ s that are kept for saving; submit with a longer --time" >&2
+    exit 2
+fi
 
 # Count the starts of this job without a new checkpoint, and stop after @STALLED@ of them.
 start=${SLURM_RESTART_COUNT:-0}
@@ -180,26 +208,32 @@ for _ in {1..36}; do
     sleep 10
 done
 
-trap : TERM CONT  # the tasks get the signal from Slurm, and save; this script waits for them
+requeue() {
+    next="not requeued"
+    scontrol requeue "$SLURM_JOB_ID" && next=requeued
+}
+
+# The tasks get signals from Slurm, and save; this script waits for them. At the time limit itself it has seconds left.
+next=
+trap '[[ $next || $(fact Reason) != TimeLimit ]] || requeue' TERM
+trap : CONT
 srun --kill-on-bad-exit=0 --wait=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} \\
-    "${srun_options[@]}" "${command[@]}" "${train_options[@]}" &
+    "${srun_options[@]}" "${program[@]}" "${arguments[@]}" "${train_options[@]}" &
 task=$!
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done
 wait "$task"
 code=$?
 
-# 143: saved and stopped before the end. 5: a rank or a machine was lost. A job that was cancelled stays so.
-state=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
-next=stopped
+# 143: saved and stopped before the end. 5: a rank or a machine was lost. 137: killed, with its node or for its memory.
+# A job that is not running any more was cancelled, or Slurm itself starts it again: that is not undone.
 if ((code == 0)); then
     next=finished
-elif [[ $state == CANCELLED ]]; then
-    next=cancelled
-elif [[ $state == PENDING || $state == REQUEUED ]]; then
-    next="requeued by Slurm"
-elif ((code == 143 || code == 5)) || [[ $state == TIMEOUT || $state == PREEMPTED || $state == NODE_FAIL ]]; then
-    next=requeued
-    scontrol requeue "$SLURM_JOB_ID" || next="not requeued"
+elif [[ $(fact JobState) != RUNNING ]]; then
+    next=${next:-ended by Slurm}
+elif ((code == 143 || code == 5 || code == 137)); then
+    requeue
+else
+    next=stopped
 fi
 record ended "$(newest_step)" "\\"exit_code\\": $code, \\"then\\": \\"$next\\""
 exit "$code"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.units import parse_seconds
@@ -21,7 +22,7 @@ from fsdp_tune.launch.coordination import Machines, WorkCounter
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
 from fsdp_tune.run.metrics_file import RESTARTED, append_event
 
@@ -103,9 +104,23 @@ class Attempts:
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         with WorkCounter(self._plan.run, self._recipe.launch.num_machines) as work:
             checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=work.advance)
+            start = self._start_elsewhere() if checkpoint is None else None
+            found = None if start is None else inspect_checkpoint(start, digests=digests, progress=work.advance)
+        if isinstance(found, Rejected):
+            message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
+            return replace(ended.problem, message=message), None
+        checkpoint = checkpoint or found
         checkpoint_step = checkpoint.step if checkpoint else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
         return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
+
+    def _start_elsewhere(self) -> Path | None:
+        """Return the checkpoint of another directory that the run continues; None if it started at step 0 or from one of its own."""
+        request = ResumeRequest.read(self._plan.run.resume_json)
+        if request is None or request.resume_from is None:
+            return None
+        path = Path(request.resume_from)
+        return path if path.resolve().parent != self._plan.run.path.resolve() else None
 
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
@@ -127,7 +142,9 @@ class Attempts:
             code=failure.problem.code,
             message=failure.problem.message,
         )
-        source = checkpoint.path.name if checkpoint else "step 0 (there is no complete checkpoint yet)"
+        source = "step 0 (there is no complete checkpoint yet)"
+        if checkpoint is not None:
+            source = checkpoint.path.name if checkpoint.path.parent == run.path else str(checkpoint.path)
         again = max(0, failure.step - start_step)
         lost = f"; {again} {'steps' if again > 1 else 'step'} will be repeated" if again else ""
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"

@@ -31,7 +31,7 @@ from fsdp_tune.model.internals.transformers_internals import (
     attention_of,
 )
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, is_flash_kernel
+from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, TORCH_VARLEN, is_flash_kernel
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _AMPERE = (8, 0)
@@ -157,11 +157,12 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     Each is chosen only if it suits the model. Raises: usage error if the recipe sets torch's variable-length attention and it does not.
     """
     requested = recipe.model.attn_implementation
-    if requested not in ("auto", TORCH_VARLEN):
+    if requested not in ("auto", TORCH_VARLEN, SDPA_OR_EAGER):
         return KernelChoice(requested, WRITTEN)
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     model_class: Any = found[0] if isinstance(found, tuple) else found
-    against = _against_flash(recipe, config, model_class)
+    is_old = requested == SDPA_OR_EAGER
+    against = f"`{_KEY}: {SDPA_OR_EAGER}` excludes FlashAttention" if is_old else _against_flash(recipe, config, model_class)
     if requested == TORCH_VARLEN:
         if reason := against or against_torch_varlen(config, model_class):
             hint = "`auto` chooses a kernel that the model supports"

@@ -23,7 +23,7 @@ from fsdp_tune.core.version import shipped
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
-from fsdp_tune.recipe.read.tools import foreign_tool
+from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
 from fsdp_tune.recipe.read.yaml_text import check_characters, read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, Node, ScalarNode, compose, entries_of, plain_value
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
@@ -104,6 +104,8 @@ def load_recipe(
     of problems that do not matter to the caller (`rules.INPUTS` for a plan). Raises: FsdpTuneError with all problems, by line.
     """
     path = find_recipe(str(source))
+    if path.suffix in SCRIPTS:
+        raise _not_a_recipe("a Python script", path)
     return parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
 
 
@@ -161,10 +163,13 @@ def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
     """Raises: usage error for the configuration of another trainer, instead of one for each of its keys."""
     tool = foreign_tool(cast("dict[str, Any]", plain_value(tree)))
     if tool is not None:
-        message = f"this is a configuration of {tool}, and not a recipe"
-        target = "imported.yaml" if path.name == "recipe.yaml" else "recipe.yaml"
-        hint = f"fsdp-tune import {shlex.quote(printable(str(path)))} --output {target}"
-        raise usage_error("foreign-configuration", message, hint=hint, where=Where(str(path)))
+        raise _not_a_recipe(f"a configuration of {tool}", path)
+
+
+def _not_a_recipe(what: str, path: Path) -> FsdpTuneError:
+    target = "imported.yaml" if path.name == "recipe.yaml" else "recipe.yaml"
+    hint = f"fsdp-tune import {shlex.quote(printable(str(path)))} --output {target}"
+    return usage_error("foreign-configuration", f"this is {what}, and not a recipe", hint=hint, where=Where(str(path)))
 
 
 def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:

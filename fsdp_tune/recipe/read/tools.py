@@ -7,8 +7,25 @@ from typing import Any, Literal, cast
 
 AXOLOTL, TRL, LLAMA_FACTORY, SWIFT = "axolotl", "TRL", "LLaMA-Factory", "ms-swift"
 TORCHTUNE, ACCELERATE, DEEPSPEED, EXAMPLES = "torchtune", "Accelerate", "DeepSpeed", "transformers examples"
+UNSLOTH, AUTOMODEL, SOUP, FMS = "unsloth", "NeMo Automodel", "Soup", "fms-hf-tuning"
 
-OptionName = Literal["axolotl", "trl", "llama-factory", "ms-swift", "torchtune", "accelerate", "deepspeed", "transformers"]
+SCRIPTS = (".py", ".ipynb")
+"""Names of scripts and notebooks, which are read for the calls of a trainer."""
+
+OptionName = Literal[
+    "axolotl",
+    "trl",
+    "llama-factory",
+    "ms-swift",
+    "torchtune",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "unsloth",
+    "automodel",
+    "soup",
+    "fms-hf-tuning",
+]
 OPTION_NAMES: dict[OptionName, str] = {
     "axolotl": AXOLOTL,
     "trl": TRL,
@@ -18,6 +35,10 @@ OPTION_NAMES: dict[OptionName, str] = {
     "accelerate": ACCELERATE,
     "deepspeed": DEEPSPEED,
     "transformers": EXAMPLES,
+    "unsloth": UNSLOTH,
+    "automodel": AUTOMODEL,
+    "soup": SOUP,
+    "fms-hf-tuning": FMS,
 }
 """`--from NAME` → the tool."""
 
@@ -60,18 +81,38 @@ _TELLING: dict[str, frozenset[str]] = {
             "dataset_config_name train_file validation_file block_size validation_split_percentage config_name tokenizer_name "
             "do_train do_eval use_fast_tokenizer max_train_samples max_eval_samples overwrite_cache"
         ),
+        FMS: (
+            "training_data_path validation_data_path dataset_text_field response_template instruction_template data_formatter_template "
+            "data_config_path peft_method use_flash_attn tokenizer_name_or_path dataset_conversation_field save_model_dir trackers "
+            "embedding_size_multiple_of padding_free fast_kernels fused_lora auto_gptq fast_moe multipack"
+        ),
+        SOUP: "base task modality backend output experiment_name",
+        AUTOMODEL: "step_scheduler dist_env rng packed_sequence loss_fn validation_dataset validation_dataloader clip_grad_norm peft",
     }.items()
 }
 """Keys that tell a tool, some of them with one another."""
-_ALONE = {"zero_optimization": DEEPSPEED, "distributed_type": ACCELERATE, "compute_environment": ACCELERATE}
+_ALONE = {
+    "zero_optimization": DEEPSPEED,
+    "distributed_type": ACCELERATE,
+    "compute_environment": ACCELERATE,
+    "training_data_path": FMS,
+    "data_config_path": FMS,
+    "step_scheduler": AUTOMODEL,
+}
 """Keys that tell a tool alone."""
 _LEAST = 2
+_OBJECTS = {"_component_", "_target_"}
+"""Keys that name a Python object, whose arguments are the rest of its section."""
 
 
 def tool_of(values: Mapping[str, Any]) -> str | None:
     """Return the tool whose keys a file has; None if it is none, or if two fit equally well."""
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
+    if any(isinstance(value, dict) and "_target_" in value for value in values.values()):
+        return AUTOMODEL
+    if _is_soup(values):
+        return SOUP
     for name, tool in _ALONE.items():
         if name in values:
             return tool
@@ -82,10 +123,17 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
     return TRL if best <= 1 and {"model_name_or_path", "dataset_name"} <= values.keys() else None
 
 
+def _is_soup(values: Mapping[str, Any]) -> bool:
+    """Return whether a file has Soup's keys: its sections have the names of a recipe's."""
+    data = values.get("data")
+    return isinstance(values.get("base"), str) and (isinstance(data, dict) or "task" in values) and "recipe_version" not in values
+
+
 def foreign_tool(values: Mapping[str, Any]) -> str | None:
     """Return the tool of a file that is given as a recipe; None for a recipe, which may have a few keys of another tool."""
     sections = [cast("dict[str, Any]", values[name]) for name in ("data", "training", "model") if isinstance(values.get(name), dict)]
-    if "recipe_version" in values or any(section and "_component_" not in section for section in sections):
+    is_nested = _is_soup(values) or "step_scheduler" in values
+    if "recipe_version" in values or (not is_nested and any(section and not section.keys() & _OBJECTS for section in sections)):
         return None
     return tool_of(values)
 

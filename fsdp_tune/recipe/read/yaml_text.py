@@ -26,10 +26,10 @@ _KINDS = {
 }
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the decoded contents. Raises: FsdpTuneError if the path is not a readable text file."""
     where = Where(str(path))
-    raw = _read_bytes(path, where)
+    raw = _read_bytes(path, where, most_bytes)
     if raw.startswith(_UTF16_OR_32) or b"\0" in raw[:4]:
         raise _not_utf8("is UTF-16 or UTF-32", where)
     if raw.startswith(_UTF8_BOM):
@@ -59,7 +59,7 @@ def _position(before: str, where: Where) -> Where:
     return Where(where.source, len(lines), len(lines[-1]) + 1)
 
 
-def _read_bytes(path: Path, where: Where) -> bytes:
+def _read_bytes(path: Path, where: Where, most: int) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -77,17 +77,17 @@ def _read_bytes(path: Path, where: Where) -> bytes:
         if not stat.S_ISREG(facts.st_mode):
             kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
             raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
-        if facts.st_size > MAX_FILE_BYTES:
-            raise _too_large(facts.st_size, path, where)
+        if facts.st_size > most:
+            raise _too_large(facts.st_size, most, path, where)
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)  # the file may have grown since fstat
+            raw = file.read(most + 1)  # the file may have grown since fstat
     finally:
         os.close(descriptor)
-    if len(raw) > MAX_FILE_BYTES:
-        raise _too_large(len(raw), path, where)
+    if len(raw) > most:
+        raise _too_large(len(raw), most, path, where)
     return raw
 
 
-def _too_large(size_bytes: int, path: Path, where: Where) -> FsdpTuneError:
-    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(MAX_FILE_BYTES)}"
+def _too_large(size_bytes: int, most: int, path: Path, where: Where) -> FsdpTuneError:
+    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(most)}"
     return usage_error("recipe-too-large", message, where=where)

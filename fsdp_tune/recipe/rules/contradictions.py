@@ -18,7 +18,7 @@ from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, FP8_RULES, SEQUENCE_RUL
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, SCHEDULE_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema.keys import closest
-from fsdp_tune.recipe.schema.kinds import STRATEGIES, TORCH_VARLEN, needs_cuda
+from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, STRATEGIES, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -196,7 +196,8 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("contradiction", keys, message, "keep one of them")
 
 
-KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", TORCH_VARLEN)
+_OWN_KERNELS = (TORCH_VARLEN, SDPA_OR_EAGER)
+KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", *_OWN_KERNELS)
 
 
 def attention_kernel(recipe: Recipe) -> Iterator[Finding]:

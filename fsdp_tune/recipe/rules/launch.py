@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
@@ -124,6 +125,25 @@ def values_without_secrets(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("secret-in-recipe", (key,), message, hint)
 
 
+_MIRRORS = re.compile(r"(s3|gs|gcs|az|abfs|abfss)://[^/?#:]+(/[^?#]*)?|file:///[^?#]+")
+"""Protocols of `fsspec` that keep files, without `memory`, chains (`filecache::s3://…`) and options in the URL."""
+
+
+def mirror_url(recipe: Recipe) -> Iterator[Finding]:
+    url, keys = recipe.checkpoint.mirror, ("checkpoint.mirror",)
+    if url is None:
+        return
+    if not _MIRRORS.fullmatch(url) or ".." in url.split("/"):
+        message = f"`checkpoint.mirror: {shown(url)}` is not a URL of a directory at s3, gs, az or file"
+        hint = "for example `s3://bucket/runs`, or `file:///mnt/backup/runs` for a directory"
+        yield Finding("bad-mirror", keys, message, hint)
+    elif url.startswith("file://"):
+        mirror, run = Path(url.removeprefix("file://")).absolute(), Path(recipe.output_dir).absolute()
+        if mirror.is_relative_to(run) or mirror / run.name == run:
+            message = f"`checkpoint.mirror: {url}` is in the run directory that it is to outlive"
+            yield Finding("bad-mirror", keys, message, "name a directory on another disk")
+
+
 def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
@@ -135,7 +155,7 @@ def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
             yield from _texts(inner, f"{key}[{index}]")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets)
+ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url)
 
 
 @dataclass(frozen=True, slots=True)

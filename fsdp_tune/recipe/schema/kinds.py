@@ -75,6 +75,8 @@ class Description:
 
 TORCH_VARLEN = "torch_varlen"
 """This package's name of the kernel `torch.nn.attention.varlen`."""
+SDPA_OR_EAGER = "sdpa_or_eager"
+"""The kernel that `auto` chooses on a GPU without FlashAttention: SDPA, or eager for a model class without it (GPT-OSS has sinks)."""
 
 
 def is_flash_kernel(attn_implementation: str) -> bool:

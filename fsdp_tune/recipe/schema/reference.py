@@ -95,7 +95,6 @@ NOT_YET = (
         "context parallelism (Accelerate's discards the mask, so that packed examples see each other)",
         "write `sp_size`, which divides each row over as many ranks",
     ),
-    NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
     NotYet(
         "training.optim",
         tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),

@@ -134,7 +134,7 @@ class Model(Section):
     resize_embeddings: bool = False
     """true: grow the embedding to a larger tokenizer; false: a larger tokenizer is an error."""
     attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
-    """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …), or torch_varlen: torch's own for packed rows."""
+    """Attention kernel, by transformers' names (sdpa, eager, flash_attention_2 …), torch_varlen (for packed rows), or sdpa_or_eager."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -408,7 +408,7 @@ class CheckpointSection(Section):
     save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
     """Effect of a failed save: the run warns and continues, or stops."""
     mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
-    """Second directory that checkpoints are copied to."""
+    """URL (s3, gs, az, file) below which `RUN NAME/` gets copies of complete checkpoints and models, in the background."""
 
 
 class Launch(Section):

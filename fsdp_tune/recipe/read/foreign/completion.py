@@ -9,6 +9,7 @@ import math
 from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
+from fsdp_tune.recipe.read.foreign import fms_tuning, python_script, soup
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
@@ -25,7 +26,20 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.read.tools import (
+    ACCELERATE,
+    AUTOMODEL,
+    AXOLOTL,
+    DEEPSPEED,
+    EXAMPLES,
+    FMS,
+    LLAMA_FACTORY,
+    SOUP,
+    SWIFT,
+    TORCHTUNE,
+    TRL,
+    UNSLOTH,
+)
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MICRO: Path = ("training", "per_device_train_batch_size")
@@ -60,6 +74,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
     ACCELERATE: {},
     DEEPSPEED: {},
+    UNSLOTH: {
+        "training.per_device_train_batch_size": 4,
+        "training.gradient_accumulation_steps": 2,
+        "training.learning_rate": 5e-5,
+        "training.weight_decay": 0.001,
+        "training.warmup_steps": 0.1,
+        "training.optim": "adamw_torch_8bit",
+        "training.seed": 3407,
+        "data.max_length": 2048,
+        "fsdp.activation_checkpointing": "full",
+    },
+    AUTOMODEL: {"training.max_grad_norm": 1.0},
+    SOUP: {
+        "training.gradient_accumulation_steps": 4,
+        "training.warmup_steps": 0.03,
+        "training.weight_decay": 0.01,
+        "training.lr_scheduler_type": "cosine",
+        "training.save_steps": 100,
+        "data.eval.fraction": 0.1,
+    },
+    FMS: {**_TRAINER, "data.max_length": 4096, "training.save_strategy": "epoch"},
 }
 """What a tool does where its file says nothing and a recipe would do another thing: the defaults in its own code."""
 _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -72,7 +107,12 @@ _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
         "lora.target_modules": "all-linear",
         "training.learning_rate": 1e-4,
     },
+    UNSLOTH: {"lora.r": 16, "lora.lora_alpha": 16, "lora.lora_dropout": 0.0, "quantization.load": "nf4"},
+    AUTOMODEL: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.0},
+    SOUP: {"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
+    FMS: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
 }
+_OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: fms_tuning.has_adapter}
 
 
 def complete(ledger: Ledger, num_gpus: int | None) -> None:
@@ -84,7 +124,7 @@ def complete(ledger: Ledger, num_gpus: int | None) -> None:
     _set_defaults(ledger)
     _settle_ranks(ledger)
     _settle_batch(ledger, num_gpus)
-    _name_model_and_data(ledger)
+    name_model_and_data(ledger)
 
 
 # ---- Adapters
@@ -99,6 +139,8 @@ def has_adapter(ledger: Ledger) -> bool:
         return next((values[name] for name in ("tuner_type", "train_type", "sft_type") if name in values), "lora") == "lora"
     if ledger.tool == AXOLOTL:
         return values.get("adapter") in ("lora", "qlora")
+    if ledger.tool in _OWN_RULE:
+        return _OWN_RULE[ledger.tool](values)
     if ledger.tool in (TRL, EXAMPLES):
         return is_on(values.get("use_peft", False))
     return ("lora",) in ledger.settings
@@ -153,6 +195,10 @@ def _set_defaults(ledger: Ledger) -> None:
         if ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
             words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
             ledger.decide(("lora", "target_modules"), words)
+    if ledger.tool in (UNSLOTH, SOUP) and "quantization.load" in found and _is_unquantised(ledger):
+        del found["quantization.load"]
+    if ledger.tool == AUTOMODEL:
+        found |= _defaults_of_automodel(ledger)
     if ledger.tool == SWIFT and not has_adapter(ledger):
         found["training.learning_rate"] = 1e-5
     if ledger.tool in (SWIFT, TORCHTUNE) and ledger.get("data", "max_length") is None:
@@ -166,6 +212,32 @@ def _set_defaults(ledger: Ledger) -> None:
         _pack_texts(ledger)
     for key, value in found.items():
         ledger.set(tuple(key.split(".")), value, f"default of {ledger.tool}", Weight.DEFAULT)
+
+
+def _is_unquantised(ledger: Ledger) -> bool:
+    """Return whether a file says that the frozen weights are not quantised, which they are by default."""
+    if ledger.tool == SOUP:
+        return ledger.value("training", "quantization") is not None
+    names = ("load_in_4bit", "load_in_8bit", "load_in_16bit")
+    return any(ledger.value(python_script.MODEL, name) is not None for name in names)
+
+
+def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
+    """Return the schedule, and ask for the dtype of the weights. Without `lr_scheduler` the rate is constant, with it a cosine."""
+    if ledger.get("model", "dtype") is None and not has_adapter(ledger):
+        words = "Automodel trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
+        ledger.decide(("model", "dtype"), words)
+    if not isinstance(ledger.value("lr_scheduler"), dict):
+        return {"training.lr_scheduler_type": "constant"}
+    if ledger.get("training", "warmup_steps") is None:
+        words = "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here it starts at 0"
+        ledger.decide(("training", "warmup_steps"), words)
+    found: dict[str, Any] = {"training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
+    kind = ledger.get("training", "lr_scheduler_type")
+    rate = ledger.get("training", "learning_rate")
+    if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
+        found["training.lr_scheduler_kwargs.min_lr"] = rate * 0.01
+    return found
 
 
 def _pack_texts(ledger: Ledger) -> None:
@@ -226,7 +298,8 @@ def _is_number(value: object) -> bool:
 # ---- What a recipe cannot do without
 
 
-def _name_model_and_data(ledger: Ledger) -> None:
+def name_model_and_data(ledger: Ledger) -> None:
+    """Write placeholders for a model and rows that are missing, and ask for them."""
     if ledger.get("model", "name_or_path") is None and not any(target[:2] == ("model", "from_config") for target in ledger.settings):
         ledger.set(("model", "name_or_path"), _MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
         ledger.decide(("model", "name_or_path"), "the file names no model that can be read here: a hub id or a directory")

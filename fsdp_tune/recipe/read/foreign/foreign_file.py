@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,8 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
-from fsdp_tune.recipe.read.tools import EXAMPLES, LLAMA_FACTORY, OPTION_NAMES, SWIFT, TRL, tool_of, tried
+from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
+from fsdp_tune.recipe.read.tools import EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, compose
 from fsdp_tune.recipe.scalars import ScalarError, parse_plain
@@ -40,6 +41,8 @@ _PROGRAMS = {
     "sft.py": TRL,
     "run_clm.py": EXAMPLES,
     "run_clm_no_trainer.py": EXAMPLES,
+    "sft_trainer.py": FMS,
+    "tuning.sft_trainer": FMS,
 }
 _SWITCHES = frozenset({"multi_gpu", "standalone", "use_fsdp", "use_deepspeed", "no_python", "module", "m", "no_local_rank", "cpu"})
 """Options of launchers that take no value, before the name of a script."""
@@ -237,10 +240,20 @@ class ForeignFile:
     """Lines of comment before a key."""
     beside: Mapping[KeyPath, str] = field(default_factory=dict[KeyPath, str])
     """The comment on the line of a key."""
+    computed: Sequence[KeyPath] = ()
+    """Keys of a script whose value only running it would give."""
+    unread: Sequence[str] = ()
+    """Parts of a script that are not among the values, one sentence each."""
 
 
 def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or those of no tool."""
+    if path.suffix in SCRIPTS:
+        if tool not in (None, UNSLOTH):
+            hint = "name the file of its options, or the script with its command"
+            raise usage_error("unknown-foreign-file", f"a Python file is not a configuration of {tool}", hint=hint, where=Where(str(path)))
+        script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
+        return ForeignFile(path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread)
     text = read_text(path)
     command = None if path.suffix in (*_YAML, ".json") else command_in(text)
     if command is not None:

@@ -15,13 +15,37 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, completion, llama_factory, swift, torchtune
-from fsdp_tune.recipe.read.foreign.completion import complete
+from fsdp_tune.recipe.read.foreign import (
+    accelerate_config,
+    automodel,
+    axolotl,
+    completion,
+    fms_tuning,
+    llama_factory,
+    python_script,
+    soup,
+    swift,
+    torchtune,
+)
+from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting
 from fsdp_tune.recipe.read.loader import parse_recipe
-from fsdp_tune.recipe.read.tools import ACCELERATE, AXOLOTL, DEEPSPEED, EXAMPLES, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.read.tools import (
+    ACCELERATE,
+    AUTOMODEL,
+    AXOLOTL,
+    DEEPSPEED,
+    EXAMPLES,
+    FMS,
+    LLAMA_FACTORY,
+    SOUP,
+    SWIFT,
+    TORCHTUNE,
+    TRL,
+    UNSLOTH,
+)
 from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -57,7 +81,8 @@ def _questions(ledger: Ledger) -> dict[str, list[str]]:
             section = str(row.targets[0][0]) if row.targets else ""
             found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.value)}`: {printable(row.reason)}")
     for target, words in ledger.decisions:
-        found.setdefault(str(target[0]), []).append(f"`{dotted(target)}`: {printable(words)}")
+        near = f"`{dotted(target)}`: " if target else ""
+        found.setdefault(str(target[0]) if target else "", []).append(f"{near}{printable(words)}")
     return found
 
 
@@ -184,6 +209,10 @@ RULES: dict[str, Rules] = {
     TORCHTUNE: torchtune.RULES,
     ACCELERATE: accelerate_config.ACCELERATE_RULES,
     DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
+    UNSLOTH: python_script.RULES,
+    AUTOMODEL: automodel.RULES,
+    SOUP: soup.RULES,
+    FMS: fms_tuning.RULES,
 }
 _MOST_CORRECTIONS = 50
 
@@ -221,15 +250,27 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
         found.values = torchtune.resolve_references(found.values)
     _refuse_other_training(found)
     ledger = Ledger(found.values, found.lines, found.tool, templates)
+    python_script.settle_computed(ledger, found.computed)
     _include(ledger, found)
     rules = RULES[found.tool]
     settle_all(ledger, (), {**rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED})
     ask_each(ledger, ())
     complete(ledger, num_gpus)
+    for words in found.unread:
+        ledger.decide((), words)
     text, recipe = _accepted(ledger, found)
     ledger.close()
     decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
     return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
+
+
+_METHODS = (
+    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
+    (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
+    (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
+    (FMS, "peft_method", fms_tuning.METHODS, fms_tuning.UNSUPPORTED),
+)
+"""Tool, the key that names the method of a training, its values that are imported, and what the others are."""
 
 
 def _refuse_other_training(found: ForeignFile) -> None:
@@ -239,8 +280,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
         found.tool, {}
     )
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
-    if found.tool == LLAMA_FACTORY and values.get("stage") not in (None, *llama_factory.STAGES):
-        wrong = [("stage", llama_factory.UNSUPPORTED)]
+    wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
     for name, kind in wrong[:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
@@ -255,7 +295,7 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
     directory = found.path.parent
     named: list[Path] = [("config",), (LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
-    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",)]
+    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (fms_tuning.DATA_CONFIG,)]
     for key in named:
         name = ledger.value(*key)
         place = _existing(directory, name) if isinstance(name, str) else None
@@ -349,6 +389,7 @@ def _accepted(ledger: Ledger, found: ForeignFile) -> tuple[str, Recipe]:
             withdrawn = [target for problem in error.problems if (target := _setting_of(ledger, problem)) is not None]
             if not withdrawn:
                 raise
+            name_model_and_data(ledger)
     raise AssertionError("a recipe without settings loads")
 
 

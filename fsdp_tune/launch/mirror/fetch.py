@@ -1,0 +1,93 @@
+"""Download from a mirror: into a hidden stage that an interrupted download leaves for the next one, verified, then renamed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
+from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, run_folder
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file
+from fsdp_tune.run.remote_files import ContentError
+
+STREAMS = 4
+"""Files that are downloaded at the same time."""
+RUN_FILES_PRIVATE = frozenset({"recipe.yaml", "recipe.json", "environment.json"})
+Advance = Callable[[int], object]
+
+
+def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, advance: Advance) -> Path:
+    """Download a checkpoint into a run directory, which is created with the files of the run if there is none. Returns its path.
+
+    A damaged checkpoint of the same step is replaced. Raises: ContentError if the mirror's files are damaged; UrlError; OSError.
+    """
+    final = run.checkpoint(found.step)
+    if run.is_used:
+        stage = run.path / f".{final.name}{STAGE_MARK}mirror"
+        _fill(remote, found.name, found.manifest, stage, advance)
+        publish(stage, final, replace=final.exists())
+        return final
+    stage = _stage_of_run(run)
+    _fill(remote, found.name, found.manifest, stage / final.name, advance)
+    _fill(remote, run_folder(found.name), found.run_files, stage / run_folder(found.name), advance)
+    with staged_directory(run.path, last=run.recipe_json.name) as inside:
+        DISK.mkdir(RunDir(inside).logs)
+        _unpack(stage / run_folder(found.name), found.run_files, inside)
+        DISK.rename(stage / final.name, inside / final.name)
+    shutil.rmtree(stage, ignore_errors=True)
+    return final
+
+
+def _stage_of_run(run: RunDir) -> Path:
+    """Return where a run is downloaded: next to its directory, or in it if it is a mount point."""
+    folder = run.path if needs_filling(run.path) else run.path.parent
+    return folder / f".{run.name}{STAGE_MARK}mirror"
+
+
+def _unpack(folder: Path, manifest: Manifest, target: Path) -> None:
+    for name in manifest.files:
+        DISK.mkdir((target / name).parent)
+        write_file(target / name, (folder / name).read_bytes(), private=name in RUN_FILES_PRIVATE)
+
+
+def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advance: Advance) -> None:
+    """Download the files of a folder that the stage does not have yet, then the manifest."""
+    DISK.mkdir(stage)
+
+    def fetch(name: str) -> None:
+        entry, target = manifest.files[name], stage / name
+        if target.is_file() and not target.is_symlink() and target.stat().st_size == entry.size_bytes and digest_file(target) == entry:
+            advance(entry.size_bytes)
+            return
+        DISK.mkdir(target.parent)
+        for is_last in (False, True):
+            try:
+                remote.directory.fetch(f"{folder}/{name}", target, entry, advance)
+                return
+            except ContentError:  # once more: the connection may have damaged it
+                if is_last:
+                    raise
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        pending = [pool.submit(fetch, name) for name in sorted(manifest.files)]
+        try:
+            for each in pending:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    for path in [path for path in stage.rglob("*") if path.is_file() and path.relative_to(stage).as_posix() not in manifest.files]:
+        DISK.unlink(path)
+    if bad := damage(stage, manifest, digests=False):
+        raise ContentError(f"{stage}: {bad[0]}")
+    write_file(stage / MANIFEST_NAME, manifest.to_json())
+    fsync_tree(stage)
+
+
+def remove_stage(run: RunDir, step: int) -> None:
+    """Remove what a download of a damaged checkpoint has left."""
+    for stage in (run.path / f".checkpoint-{step}{STAGE_MARK}mirror", _stage_of_run(run)):
+        shutil.rmtree(stage, ignore_errors=True)

@@ -1,0 +1,398 @@
+"""Send the complete checkpoints and models of a run to its mirror, in a process of its own.
+
+    python -m fsdp_tune.launch.mirror.send RUN URL MACHINE MACHINES KEEP START
+
+follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
+One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
+have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.launch.mirror.remote_run import (
+    MISSING_NAME,
+    MODEL_KIND,
+    PENDING_NAME,
+    RUN_FILES,
+    RUN_FILES_KIND,
+    Listing,
+    RemoteRun,
+    is_there,
+    read_identity,
+    run_folder,
+)
+from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, checkpoint_step
+from fsdp_tune.run.manifest import MANIFEST_NAME, Digester, FileEntry, Manifest, digest_file, is_inside, list_files, read_manifest
+from fsdp_tune.run.metrics_file import MIRROR_FAILED, MIRRORED, EventKind, append_event
+from fsdp_tune.run.records import Document
+from fsdp_tune.run.remote_files import ContentError, UrlError
+
+POLL_SECONDS = 1.0
+REMOTE_POLL_SECONDS = 10.0
+"""Between two looks of another machine at what the first one misses."""
+OTHERS_SECONDS = 600.0
+"""Limit for the other machines to send the files that the first one misses."""
+RETRY_SECONDS = (5.0, 15.0, 30.0, 60.0)
+"""Pauses after a folder could not be sent; the last one repeats."""
+STREAMS = 4
+"""Files that are sent at the same time."""
+PINS = ".mirror"
+"""Folder of the run with hard links to the checkpoint that is being sent, so that a rotation does not remove its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorState(Document):
+    """logs/mirror-NN.json: what the process that sends has done, rewritten while it works."""
+
+    url: str
+    newest_step: int | None = None
+    """Of the complete checkpoints in the mirror."""
+    waiting: list[str] = field(default_factory=list[str])
+    """Folders that are complete on this disk and not in the mirror, the next one first."""
+    left_bytes: int = 0
+    """Of these folders."""
+    sent_bytes: int = 0
+    """Since the process started."""
+    error: str | None = None
+    """Why the last attempt failed; None after a success."""
+    failed_since: float | None = None
+    """Wall clock, seconds."""
+    pid: int = 0
+
+
+def state_path(run: RunDir, machine: int) -> Path:
+    return run.logs / f"mirror-{machine:02d}.json"
+
+
+class Ledger:
+    """Which files were sent: appended to a file of the run, so that a later command does not send them again.
+
+    A file counts as sent while the mirror has it with the size and stamp that it had after it was sent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._sent: dict[str, tuple[str, str]] = {}
+        with suppress(OSError, ValueError, TypeError):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                name, digest, stamp = json.loads(line)
+                self._sent[str(name)] = (str(digest), str(stamp))
+
+    def has(self, listing: Listing, name: str, entry: FileEntry) -> bool:
+        found = listing.get(name)
+        is_known = found is not None and found.stamp != "" and self._sent.get(name) == (entry.digest, found.stamp)
+        return is_known and is_there(listing, name, entry)
+
+    def add(self, name: str, entry: FileEntry, stamp: str) -> None:
+        with self._lock:
+            self._sent[name] = (entry.digest, stamp)
+            with suppress(OSError), DISK.open_private(self._path, "ab") as file:
+                DISK.write(file, (json.dumps([name, entry.digest, stamp]) + "\n").encode())
+
+
+class Sender:
+    """Sends the folders of one run from one machine."""
+
+    def __init__(self, run: RunDir, remote: RemoteRun, *, machine: int = 0, has_others: bool = False, keep: int | None = None) -> None:
+        self._has_others = has_others
+        self._run, self._remote, self._machine, self._keep = run, remote, machine, keep
+        self._ledger = Ledger(run.logs / f"mirror-{machine:02d}.sent.jsonl")
+        self._state = MirrorState(url=remote.url, pid=os.getpid())
+        self._lock = threading.Lock()
+        self._written_at = 0.0
+        self._done: dict[str, tuple[int, int] | None] = {}
+        """Identity of the file that completes a local folder, for those that the mirror has."""
+        self._note()
+
+    def open(self, start_step: int | None) -> None:
+        """Take back checkpoints of steps that the run trains again, and remove what a killed process left. Raises: UrlError."""
+        shutil.rmtree(self._run.path / PINS, ignore_errors=True)
+        own, there = read_identity(self._run), self._remote.identity()
+        if there is None and own is not None:
+            self._remote.claim(own)
+        elif there != own:
+            raise UrlError(f"{self._remote.url} has the checkpoints of another run", "other")
+        listing = self._remote.directory.list()
+        for step in self._remote.complete_steps(listing):
+            if start_step is not None and step > start_step and not self._run.checkpoint(step).is_dir():
+                self._remote.take_back(step, listing)
+        self._note(newest_step=next(iter(self._remote.complete_steps(self._remote.directory.list())), None))
+
+    def waiting(self) -> list[str]:
+        """Return the names of the local folders that the mirror does not have: the newest checkpoint first, models last."""
+        found: list[tuple[int, str]] = []
+        for path in self._run.path.glob(f"checkpoint-*/{MANIFEST_NAME}"):
+            if (step := checkpoint_step(path.parent)) is not None:
+                found.append((-step, path.parent.name))
+        models = [(1, folder.name) for folder in (self._run.merged, self._run.adapter) if (folder / MERGE_RECORD).is_file()]
+        return [name for _, name in sorted([*found, *models]) if self._done.get(name) != self._identity(name)]
+
+    def send(self, name: str) -> None:
+        """Send one folder. Raises: UrlError, OSError; ContentError for a local folder that is damaged."""
+        identity, started = self._identity(name), time.monotonic()
+        step = checkpoint_step(Path(name))
+        try:
+            with self._pinned(self._run.path / name) as folder:
+                size_bytes = self._send_model(name, folder) if step is None else self._send_checkpoint(step, folder)
+        except (ContentError, FileNotFoundError) as error:
+            if self._identity(name) != identity:  # replaced or rotated meanwhile
+                return
+            self._done[name] = identity
+            raise ContentError(f"{name} is not sent: {error}") from error
+        self._done[name] = identity
+        if size_bytes:
+            self._event(MIRRORED, step or 0, folder=name, seconds=time.monotonic() - started, size_bytes=size_bytes)
+
+    def _send_model(self, name: str, folder: Path) -> int:
+        return self._send_folder(name, Manifest(MODEL_KIND, {file: digest_file(folder / file) for file in list_files(folder)}), folder)
+
+    def _send_checkpoint(self, step: int, folder: Path) -> int:
+        """Send a checkpoint and the files of its run, and rotate. Returns the bytes sent now."""
+        name, sent = folder.name, 0
+        try:
+            manifest = read_manifest(folder)
+        except ValueError as error:
+            raise ContentError(str(error)) from error
+        if manifest is None or manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
+            raise ContentError("it is not a complete checkpoint")
+        there = self._remote.checkpoint(step)
+        if isinstance(there, str) or there.manifest != manifest:
+            sent = self._send_run_files(step) + self._send_folder(name, manifest, folder)
+        listing = self._remote.directory.list()
+        local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
+        self._remote.rotate(self._keep, kept=local | {step}, listing=listing)
+        self._note(newest_step=next(iter(self._remote.complete_steps(listing)), None))
+        return sent
+
+    def _send_run_files(self, step: int) -> int:
+        contents = _run_files(self._run)
+        manifest = Manifest(RUN_FILES_KIND, {file: _entry_of(data) for file, data in contents.items()}, {"step": step})
+        return self._send_contents(run_folder(f"checkpoint-{step}"), manifest, contents)
+
+    def _send_contents(self, folder: str, manifest: Manifest, contents: dict[str, bytes]) -> int:
+        self._remote.begin(folder, manifest, self._remote.directory.list(folder))
+        for name, data in contents.items():
+            self._remote.directory.write(f"{folder}/{name}", data)
+            self._advance(len(data))
+        self._remote.finish(folder, manifest)
+        return manifest.size_bytes
+
+    def _send_folder(self, name: str, manifest: Manifest, folder: Path) -> int:
+        """Send the files of a folder and complete it. Returns the bytes sent now."""
+        if self._remote.is_complete(name, manifest):
+            return 0
+        self._remote.begin(name, manifest, self._remote.directory.list(name))
+        listing = self._remote.directory.list(name)
+        left = {file: entry for file, entry in manifest.files.items() if not self._ledger.has(listing, f"{name}/{file}", entry)}
+        here = {file: entry for file, entry in left.items() if is_inside(file) and (folder / file).is_file()}
+        missing = sorted(left.keys() - here.keys())
+        if missing and not self._has_others:
+            raise ContentError(f"{missing[0]} is missing")
+        self._send_files(name, folder, here)
+        if missing:
+            self._wait_for_others(name, manifest, missing)
+        self._remote.finish(name, manifest)
+        return sum(entry.size_bytes for entry in here.values())
+
+    def _send_files(self, name: str, folder: Path, files: dict[str, FileEntry]) -> None:
+        def send(file: str) -> None:
+            remote = f"{name}/{file}"
+            self._remote.directory.send(folder / file, remote, files[file], self._advance)
+            if (found := self._remote.directory.entry(remote)) is not None:
+                self._ledger.add(remote, files[file], found.stamp)
+
+        with ThreadPoolExecutor(STREAMS) as pool:
+            pending = [pool.submit(send, file) for file in sorted(files)]
+            try:
+                for each in pending:
+                    each.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _wait_for_others(self, name: str, manifest: Manifest, missing: list[str]) -> None:
+        self._remote.directory.write(f"{name}/{MISSING_NAME}", json.dumps(missing).encode())
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while True:
+            listing = self._remote.directory.list(name)
+            if all(is_there(listing, f"{name}/{file}", manifest.files[file]) for file in missing):
+                return
+            if time.monotonic() > deadline:
+                raise UrlError(f"{len(missing)} files of {name} are on no machine that sends to the mirror, such as {missing[0]}")
+            time.sleep(POLL_SECONDS)
+
+    def send_missing(self) -> bool:
+        """Send the files that the first machine misses and this one has. Returns whether there was one. Raises: UrlError, OSError."""
+        listing, is_found = self._remote.directory.list(), False
+        for marker in [name for name in listing if name.endswith(f"/{MISSING_NAME}")]:
+            folder = marker.partition("/")[0]
+            manifest = self._remote.manifest(folder, CHECKPOINT_KIND, PENDING_NAME)
+            raw = self._remote.directory.read(marker)
+            if raw is None or not isinstance(manifest, Manifest):
+                continue
+            wanted = {str(file) for file in json.loads(raw)} & manifest.files.keys()
+            here = {file: manifest.files[file] for file in wanted if (self._run.path / folder / file).is_file()}
+            left = {file: entry for file, entry in here.items() if not is_there(listing, f"{folder}/{file}", entry)}
+            self._send_files(folder, self._run.path / folder, left)
+            is_found = is_found or bool(left)
+        return is_found
+
+    def _identity(self, name: str) -> tuple[int, int] | None:
+        marker = MERGE_RECORD if checkpoint_step(Path(name)) is None else MANIFEST_NAME
+        try:
+            status = (self._run.path / name / marker).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    @contextmanager
+    def _pinned(self, folder: Path) -> Iterator[Path]:
+        """Yield a copy of a folder made of hard links; the folder itself where the file system has none."""
+        pin = self._run.path / PINS / folder.name
+        try:
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    target = pin / path.relative_to(folder)
+                    DISK.mkdir(target.parent)
+                    DISK.link(path, target)
+            used = pin
+        except OSError:
+            shutil.rmtree(pin, ignore_errors=True)
+            used = folder
+        try:
+            yield used
+        finally:
+            shutil.rmtree(self._run.path / PINS, ignore_errors=True)
+
+    def failed(self, error: Exception) -> None:
+        """Note a failure; the first of a series is an event."""
+        text = mask_text(str(error))
+        if self._state.failed_since is None:
+            self._event(MIRROR_FAILED, self._state.newest_step or 0, message=f"{self._remote.url}: {text}")
+            self._note(failed_since=time.time())
+        self._note(error=text)
+
+    def note_progress(self, waiting: list[str]) -> None:
+        sizes = [sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file()) for name in waiting]
+        self._note(waiting=waiting, left_bytes=sum(sizes))
+
+    def succeeded(self) -> None:
+        self._note(error=None, failed_since=None)
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            sent = self._state.sent_bytes + count
+            self._state = replace(self._state, sent_bytes=sent)
+            is_due = time.monotonic() - self._written_at > POLL_SECONDS
+        if is_due:
+            self._note()
+
+    def _note(self, **changes: Any) -> None:
+        with self._lock:
+            self._state = replace(self._state, **changes)
+            self._written_at = time.monotonic()
+            with suppress(OSError):
+                self._state.write(state_path(self._run, self._machine))
+
+    def _event(self, kind: EventKind, step: int, **details: Any) -> None:
+        with suppress(OSError):
+            append_event(self._run, kind, step, **details)
+
+
+def _entry_of(data: bytes) -> FileEntry:
+    digester = Digester()
+    digester.update(data)
+    return digester.entry()
+
+
+def _run_files(run: RunDir) -> dict[str, bytes]:
+    """Return the small files of a run; lines of metrics.jsonl that are still being written are left out."""
+    contents: dict[str, bytes] = {}
+    names = [*RUN_FILES, *(f"model/{name}" for name in list_files(run.model))]
+    for name in names:
+        with suppress(FileNotFoundError):
+            data = (run.path / name).read_bytes()
+            contents[name] = data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data
+    return contents
+
+
+def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]) -> bool:
+    """Send folders as they are completed, until `is_ending` and nothing is left. Returns whether everything was sent."""
+    failures, is_open = 0, False
+    while True:
+        is_last = is_ending()  # before looking: what was complete then is sent
+        waiting = sender.waiting()
+        try:
+            if not is_open:
+                sender.open(start_step)
+                is_open = True
+            sender.note_progress(waiting)
+            if waiting:
+                sender.send(waiting[0])
+                waiting = sender.waiting()
+                sender.note_progress(waiting)
+            sender.succeeded()
+            failures = 0
+        except (UrlError, OSError, ContentError) as error:
+            sender.failed(error)
+            if is_last and failures:
+                return False
+            wait(0.0 if is_last else RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            failures += 1
+            continue
+        if not waiting:
+            if is_last:
+                return True
+            wait(POLL_SECONDS)
+
+
+def follow_first_machine(sender: Sender, run: RunDir, is_ending: Callable[[], bool], wait: Callable[[float], object]) -> None:
+    """Send what the first machine misses, until `is_ending`. Ends at once on a disk that the first machine shares."""
+    while not is_ending():
+        if state_path(run, 0).exists():
+            return
+        try:
+            sender.send_missing()
+            sender.succeeded()
+        except (UrlError, OSError, ContentError, ValueError) as error:
+            sender.failed(error)
+        wait(REMOTE_POLL_SECONDS)
+
+
+def main(arguments: list[str]) -> int:
+    path, url, machine, machines, keep, start = arguments
+    run, ending = RunDir(Path(path)), threading.Event()
+    with suppress(OSError):
+        os.nice(10)
+
+    def listen() -> None:
+        sys.stdin.read()
+        ending.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    remote = RemoteRun(url, run.name)
+    sender = Sender(run, remote, machine=int(machine), has_others=int(machines) > 1, keep=None if keep == "all" else int(keep))
+    if int(machine) > 0:
+        follow_first_machine(sender, run, ending.is_set, ending.wait)
+        return 0
+    return 0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,296 @@
+"""Files below a URL: listed, read, written and removed, with transient errors repeated after a wait.
+
+URLs are those of `fsspec`. An object store has no rename and shows a file only when it is complete; a local directory (`file://`) gets the
+same from a rename.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+
+from fsdp_tune.core.atomic import DISK, stage_path, write_file
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.hub import causes_of, first_line
+from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry, is_inside
+
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+"""Packages that `fsspec` needs for a protocol."""
+STAMP_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "mtime", "created")
+"""Keys of `fsspec`'s `info` that change when a file is written; each file system has one of them."""
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Seconds before a request is repeated."""
+PART_BYTES = 64 << 20
+"""Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
+
+T = TypeVar("T")
+Refusal = Literal["absent", "credentials", "clock", "package", "other"]
+
+_NO_CREDENTIALS = {
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError", "ProfileNotFound"),
+    *("DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "NoAuthTokenError", "UnauthorizedSSOTokenError"),
+}
+"""Names of exceptions of botocore, google-auth and azure."""
+_SKEWED = re.compile(r"RequestTimeTooSkewed|request time and the (current|server) time is too large", re.IGNORECASE)
+
+
+class UrlError(OSError):
+    """A file at a URL cannot be read or written; the message is the reason."""
+
+    def __init__(self, message: str, refusal: Refusal | None = None) -> None:
+        """`refusal`: why repeating does not help; None for an error that may pass."""
+        super().__init__(message)
+        self.refusal: Refusal | None = refusal
+
+
+class ContentError(Exception):
+    """Bytes are not those that were expected; the message is a sentence about the file."""
+
+
+def retried(request: Callable[[], T], waits: Sequence[float] | None = None) -> T:
+    """Return the result of `request`, repeated after transient errors. Raises: UrlError."""
+    pauses = WAITS if waits is None else waits
+    for wait in (*pauses, None):
+        try:
+            return request()
+        except (FsdpTuneError, ContentError):  # a signal that ends the command may arrive here
+            raise
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is not None:
+                raise UrlError(reason_of(error), refusal) from error
+            if wait is None:
+                raise UrlError(f"{reason_of(error)} ({len(pauses) + 1} attempts)") from error
+            time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def refusal_of(error: Exception) -> Refusal | None:
+    """Return why a request would fail again; None for an error that may pass."""
+    causes = causes_of(error)
+    if any(_SKEWED.search(str(cause)) or _code_of(cause) == "RequestTimeTooSkewed" for cause in causes):
+        return "clock"
+    if isinstance(error, UrlError):
+        return error.refusal
+    if {type(cause).__name__ for cause in causes} & _NO_CREDENTIALS or isinstance(error, PermissionError):
+        return "credentials"
+    if isinstance(error, FileNotFoundError):
+        return "absent"
+    if isinstance(error, ImportError):
+        return "package"
+    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return None if status in (408, 429) or status >= 500 else "other"
+    return "other" if isinstance(error, IsADirectoryError | TypeError | ValueError) else None
+
+
+def _code_of(error: BaseException) -> str | None:
+    """Return the error code of a response of botocore."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason of a failed request, for a message."""
+    if isinstance(error, UrlError):
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    if isinstance(error, HTTPError):
+        return f"the server responds with {error.code} {error.reason}"
+    return str(error.reason) if isinstance(error, URLError) else first_line(error)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntry:
+    """A file as a listing describes it."""
+
+    size_bytes: int
+    stamp: str
+    """Changes when the file is written; empty if the listing has nothing that does."""
+
+
+class RemoteDirectory:
+    """The files below a URL, by their POSIX paths relative to it. Every method raises `UrlError` if the store refuses or fails."""
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing. Raises: UrlError if a package is missing."""
+        self.url = url.rstrip("/")
+        self.protocol = urlsplit(url).scheme
+        self._is_local = self.protocol == "file"
+        # Each request of botocore is repeated by s3fs and by `retried`; a third layer would make an outage last a quarter of an hour.
+        options: dict[str, Any] = {"config_kwargs": {"retries": {"max_attempts": 1}}} if self.protocol == "s3" else {}
+        try:
+            self._files, self._root = import_module("fsspec.core").url_to_fs(self.url, **options)
+        except ImportError as error:
+            raise UrlError(first_line(error), "package") from error
+        except ValueError as error:
+            raise UrlError(first_line(error), "other") from error
+
+    def _path(self, name: str) -> str:
+        if not is_inside(name):
+            raise UrlError(f"`{name}` leads out of the directory", "other")
+        return f"{self._root}/{name}"
+
+    def list(self, folder: str = "") -> dict[str, RemoteEntry]:
+        """Return the files below `folder`, or all of them; {} if there are none."""
+        top = self._path(folder) if folder else self._root
+
+        def find() -> dict[str, RemoteEntry]:
+            self._files.invalidate_cache()
+            try:
+                found: dict[str, dict[str, Any]] = self._files.find(top, detail=True)
+            except FileNotFoundError:
+                return {}
+            prefix = f"{self._root}/".lstrip("/")
+            return {path.lstrip("/").removeprefix(prefix): _entry(info) for path, info in found.items()}
+
+        return retried(find)
+
+    def entry(self, name: str) -> RemoteEntry | None:
+        """Return one file as a listing would, or None."""
+        path = self._path(name)
+
+        def find() -> RemoteEntry:
+            self._files.invalidate_cache()
+            return _entry(self._files.info(path))
+
+        try:
+            return retried(find)
+        except UrlError as error:
+            if error.refusal == "absent":
+                return None
+            raise
+
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a small file, or None if there is none."""
+        path = self._path(name)
+        try:
+            return retried(lambda: bytes(self._files.cat_file(path)))
+        except UrlError as error:
+            if error.refusal == "absent":
+                return None
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a small file."""
+        path = self._path(name)
+
+        def put() -> None:
+            if self._is_local:
+                DISK.mkdir(Path(path).parent)
+                write_file(Path(path), data)
+            else:
+                self._files.pipe_file(path, data)
+
+        retried(put)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+        path = self._path(name)
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(path)
+
+        retried(remove)
+
+    def remove_empty_folders(self, folder: str) -> None:
+        """Remove `folder` with its folders if no file is left in them, which only a file system shows."""
+        if self._is_local:
+            top = Path(self._path(folder))
+            folders = sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True) if top.is_dir() else []
+            for path in (*folders, top):
+                with suppress(OSError):
+                    path.rmdir()
+
+    def send(self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object]) -> None:
+        """Write a file from a local one, hashed as it is sent. A file of other contents is not written.
+
+        `advance` gets the bytes sent, negative for those of an attempt that failed. Raises: ContentError if the local file differs
+        from `entry`, OSError if it cannot be read.
+        """
+        path = self._path(name)
+        with open(source, "rb") as file:
+
+            def attempt() -> None:
+                digester = Digester()
+                file.seek(0)
+                try:
+                    with self._target(path) as write:
+                        while chunk := file.read(DIGEST_CHUNK_BYTES):
+                            digester.update(chunk)
+                            write(chunk)
+                            advance(len(chunk))
+                        if digester.entry() != entry:
+                            raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
+                except BaseException:
+                    advance(-digester.size_bytes)
+                    raise
+
+            retried(attempt)
+
+    @contextmanager
+    def _target(self, path: str) -> Iterator[Callable[[bytes], object]]:
+        """Yield a function that writes to a new file, which exists when the block has succeeded."""
+        if self._is_local:
+            stage = stage_path(Path(path))
+            DISK.mkdir(stage.parent)
+            try:
+                with DISK.open(stage) as file:
+                    yield lambda data: DISK.write(file, data)
+                    DISK.fsync(file)
+                DISK.replace(stage, Path(path))
+            except BaseException:
+                stage.unlink(missing_ok=True)
+                raise
+            return
+        target: Any = self._files.open(path, "wb", block_size=PART_BYTES)
+        try:
+            yield target.write
+            target.close()
+        except BaseException:
+            target.closed = True  # else its finaliser completes the upload
+            with suppress(Exception):
+                target.discard()
+            raise
+
+    def fetch(self, name: str, target: Path, entry: FileEntry, advance: Callable[[int], object]) -> None:
+        """Write a local file from the remote one, hashed as it arrives. Raises: ContentError if it differs from `entry`; OSError."""
+        path = self._path(name)
+
+        def attempt() -> None:
+            digester = Digester()
+            try:
+                with DISK.open(target) as file:
+                    for start in range(0, entry.size_bytes, DIGEST_CHUNK_BYTES * 4):
+                        end = min(start + DIGEST_CHUNK_BYTES * 4, entry.size_bytes)
+                        data = bytes(retried(lambda start=start, end=end: self._files.cat_file(path, start=start, end=end)))
+                        digester.update(data)
+                        DISK.write(file, data)
+                        advance(len(data))
+                    DISK.fsync(file)
+                if digester.entry() != entry:
+                    raise ContentError(f"{self.url}/{name} is not what its manifest lists (its digest or size differs)")
+            except BaseException:
+                advance(-digester.size_bytes)
+                raise
+
+        attempt()
+
+
+def _entry(info: dict[str, Any]) -> RemoteEntry:
+    return RemoteEntry(int(info["size"] or 0), next((str(info[key]) for key in STAMP_KEYS if info.get(key)), ""))
+
+
+def url_folder(url: str) -> PurePosixPath:
+    """Return the path of a URL of a directory."""
+    return PurePosixPath(urlsplit(url).path)

@@ -1,0 +1,371 @@
+"""Copies of a run below a URL: complete or absent, verified, rotated, and downloaded again."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdp_tune.core.atomic import Disk
+from fsdp_tune.launch.mirror import send as sending
+from fsdp_tune.launch.mirror.fetch import fetch_checkpoint
+from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun
+from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
+from fsdp_tune.run import remote_files
+from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "WAITS", (0.0,))
+    monkeypatch.setattr(Disk, "fsync", lambda _, file: file.flush())
+    monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
+
+
+def make_run(path: Path, identity: str = "one") -> RunDir:
+    run = RunDir(path)
+    run.logs.mkdir(parents=True)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    run.recipe_json.write_text('{"name": "r"}')
+    run.metrics_jsonl.write_text('{"step": 1, "loss": 2.0}\n{"torn')
+    MirrorIdentity(identity).write(run.mirror_json)
+    return run
+
+
+def save(run: RunDir, step: int, *, seed: int = 0, ranks: int = 2) -> Path:
+    """Write a complete checkpoint, whose contents depend on step, seed and rank."""
+    folder = run.checkpoint(step)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "shards").mkdir(parents=True)
+    for rank in range(ranks):
+        (folder / "shards" / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, seed, rank]) * 700)
+    (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    entries = {name: digest_file(folder / name) for name in list_files(folder)}
+    (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, entries, {"step": step}).to_json())
+    return folder
+
+
+def send_all(run: RunDir, remote: RemoteRun, *, keep: int | None = 2, start: int | None = 0) -> bool:
+    return follow(Sender(run, remote, keep=keep), lambda: True, start, lambda _: None)
+
+
+def complete_and_verified(remote: RemoteRun, target: Path) -> list[int]:
+    """Download each checkpoint that a reader sees as complete, and check every byte. Returns their steps."""
+    steps = remote.complete_steps(remote.directory.list())
+    for step in steps:
+        found = remote.checkpoint(step)
+        assert isinstance(found, RemoteCheckpoint), found
+        path = fetch_checkpoint(remote, found, RunDir(target / f"{step}" / "run"), lambda _: None)
+        assert isinstance(inspect_checkpoint(path, digests=True), Checkpoint)
+    shutil.rmtree(target, ignore_errors=True)
+    return steps
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteRun:
+    return RemoteRun(f"file://{tmp_path}/mirror", "run")
+
+
+def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_directory(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    save(run, 10)
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
+    found = remote.checkpoint(10)
+    assert isinstance(found, RemoteCheckpoint)
+    back = RunDir(tmp_path / "elsewhere" / "run")
+    fetch_checkpoint(remote, found, back, lambda _: None)
+    assert back.recipe_json.read_text() == run.recipe_json.read_text()
+    assert back.metrics_jsonl.read_text() == '{"step": 1, "loss": 2.0}\n', "the line that is being written is left out"
+    assert (back.model / "config.json").read_text() == "{}"
+    assert sorted(path.name for path in back.path.iterdir()) == ["checkpoint-10", "logs", "metrics.jsonl", "model", "recipe.json"]
+    assert back.recipe_json.stat().st_mode & 0o077 == 0
+    assert [line["folder"] for line in read_metrics(run) if line.get("event") == "mirrored"] == ["checkpoint-10", "checkpoint-5"]
+
+
+def test_second_command_sends_nothing_again(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    monkeypatch.setattr(RemoteDirectory, "send", lambda *_: pytest.fail("a file was sent again"))
+    assert send_all(run, remote)
+    remote.take_back(5, remote.directory.list())
+    assert remote.complete_steps(remote.directory.list()) == []
+    assert send_all(run, remote, start=5), "the files are still there, and only the manifest is written"
+    assert remote.complete_steps(remote.directory.list()) == [5]
+
+
+def test_file_that_was_replaced_in_the_mirror_is_sent_again(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    shard = tmp_path / "mirror" / "run" / "checkpoint-5" / "shards" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    remote.take_back(5, remote.directory.list())
+    assert send_all(run, remote, start=5)
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+
+
+def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    for step in (1, 2, 3):
+        save(run, step)
+        assert send_all(run, remote)
+    assert remote.complete_steps(remote.directory.list()) == [3, 2, 1], "all are on the disk"
+    note = tmp_path / "mirror" / "run" / "checkpoint-1" / "note.txt"
+    note.write_text("mine")
+    shutil.rmtree(run.checkpoint(1))
+    shutil.rmtree(run.checkpoint(2))
+    save(run, 4)
+    assert send_all(run, remote, start=3)
+    assert remote.complete_steps(remote.directory.list()) == [4, 3]
+    assert [path.name for path in note.parent.iterdir()] == ["note.txt"], "what the tool did not write stays"
+    assert not (tmp_path / "mirror" / "run" / "checkpoint-2").exists()
+    assert not (tmp_path / "mirror" / "run" / "checkpoint-2.run").exists()
+
+
+def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    for step in (5, 10, 15):
+        save(run, step)
+    assert send_all(run, remote)
+    for step in (10, 15):
+        shutil.rmtree(run.checkpoint(step))
+    assert send_all(run, remote, start=5)
+    assert remote.complete_steps(remote.directory.list()) == [5], "the run trains the others again"
+    save(run, 10, seed=1, ranks=1)
+    assert send_all(run, remote, start=5)
+    assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
+    assert not (tmp_path / "mirror" / "run" / "checkpoint-10" / "shards" / "__1_0.distcp").exists(), "a file of the old one"
+    save(run, 20)
+    assert send_all(run, remote, start=5)
+    assert not (tmp_path / "mirror" / "run" / "checkpoint-15").exists(), "a newer one replaces it"
+
+
+def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    shard = save(run, 10) / "shards" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+    (event,) = [line for line in read_metrics(run) if line.get("event") == "mirror_failed"]
+    assert "checkpoint-10 is not sent" in event["message"]
+    assert "__0_0.distcp" in event["message"]
+
+
+def test_merged_model_is_mirrored_when_its_record_is_there(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    run.merged.mkdir()
+    (run.merged / "model.safetensors").write_bytes(b"x" * 100)
+    assert send_all(run, remote)
+    assert "merged/manifest.json" not in remote.directory.list()
+    (run.merged / MERGE_RECORD).write_text("{}")
+    assert send_all(run, remote)
+    assert {"merged/manifest.json", "merged/model.safetensors", "merged/merge.json"} <= remote.directory.list().keys()
+    assert "merged/pending.json" not in remote.directory.list()
+
+
+def test_mirror_of_another_run_is_left_alone(tmp_path: Path, remote: RemoteRun) -> None:
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", identity="two")
+    save(run, 5)
+    assert send_all(run, remote)
+    save(other, 6)
+    assert not send_all(other, remote)
+    assert remote.complete_steps(remote.directory.list()) == [5]
+    state = MirrorState.read(state_path(other, 0))
+    assert state is not None
+    assert "another run" in (state.error or "")
+    assert state.waiting == []
+
+
+def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    folder = tmp_path / "mirror" / "run"
+    for name, kind, where in (("../../evil", CHECKPOINT_KIND, "checkpoint-5"), ("run.lock", "fsdp-tune run files", "checkpoint-5.run")):
+        before = (folder / where / MANIFEST_NAME).read_bytes()
+        files = Manifest.from_json(before).files
+        forged = Manifest(kind, {**files, name: next(iter(files.values()))}, {"step": 5})
+        (folder / where / MANIFEST_NAME).write_text(forged.to_json())
+        refused = remote.checkpoint(5)
+        assert isinstance(refused, str)
+        assert name in refused
+        (folder / where / MANIFEST_NAME).write_bytes(before)
+    assert isinstance(remote.checkpoint(5), RemoteCheckpoint)
+
+
+def test_damaged_download_is_refused_and_leaves_no_checkpoint(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    shard = tmp_path / "mirror" / "run" / "checkpoint-5" / "shards" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    found = remote.checkpoint(5)
+    assert isinstance(found, RemoteCheckpoint)
+    back = RunDir(tmp_path / "back" / "run")
+    with pytest.raises(ContentError, match="__0_0"):
+        fetch_checkpoint(remote, found, back, lambda _: None)
+    assert not back.path.exists()
+
+
+def test_interrupted_download_continues_with_the_files_that_are_there(
+    tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5, ranks=6)
+    assert send_all(run, remote)
+    found = remote.checkpoint(5)
+    assert isinstance(found, RemoteCheckpoint)
+    back, fetched = RunDir(tmp_path / "back" / "run"), list[str]()
+    fetch = RemoteDirectory.fetch
+
+    def fetch_or_fail(self: RemoteDirectory, name: str, *rest: Any) -> None:
+        fetched.append(name)
+        if name.endswith("__3_0.distcp") and fetched.count(name) == 1:
+            raise UrlError("the connection was lost")
+        fetch(self, name, *rest)
+
+    monkeypatch.setattr(RemoteDirectory, "fetch", fetch_or_fail)
+    with pytest.raises(UrlError):
+        fetch_checkpoint(remote, found, back, lambda _: None)
+    before = len(fetched)
+    fetch_checkpoint(remote, found, back, lambda _: None)
+    again = [name for name in fetched[before:] if name in fetched[:before] and "__3_0" not in name]
+    assert len(again) < before - 1, "files that had arrived are not downloaded again"
+    assert isinstance(inspect_checkpoint(back.checkpoint(5), digests=True), Checkpoint)
+    assert [path.name for path in back.path.parent.iterdir()] == ["run"], "no stage is left"
+
+
+def test_machines_without_a_shared_disk_send_their_own_files(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "POLL_SECONDS", 0.02)
+    first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")
+    save(first, 5)
+    shutil.copytree(first.checkpoint(5), second.checkpoint(5))
+    (first.checkpoint(5) / "shards" / "__1_0.distcp").unlink()
+    (second.checkpoint(5) / "shards" / "__0_0.distcp").unlink()
+    (second.checkpoint(5) / MANIFEST_NAME).unlink()
+    ended, wrong = threading.Event(), list[BaseException]()
+    other = Sender(second, RemoteRun(remote.url.removesuffix("/run"), "run"), machine=1, has_others=True)
+
+    def send_missing() -> None:
+        try:
+            sending.follow_first_machine(other, second, ended.is_set, lambda _: ended.wait(0.02))
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+
+    thread = threading.Thread(target=send_missing)
+    thread.start()
+    try:
+        assert follow(Sender(first, remote, has_others=True), lambda: True, 0, lambda _: None)
+    finally:
+        ended.set()
+        thread.join()
+    assert not wrong
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+    assert "checkpoint-5/missing.json" not in remote.directory.list()
+
+
+def test_rotated_checkpoint_is_still_sent_from_its_links(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    send = RemoteDirectory.send
+
+    def rotate_then_send(self: RemoteDirectory, *rest: Any) -> None:
+        shutil.rmtree(run.checkpoint(5), ignore_errors=True)
+        send(self, *rest)
+
+    monkeypatch.setattr(RemoteDirectory, "send", rotate_then_send)
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+    assert not (run.path / sending.PINS).exists()
+
+
+class Crash(BaseException):
+    """The process that sends is killed here."""
+
+
+class Faults:
+    """Counts the operations of a remote directory; the planned ones fail before or after they happen, or kill the process."""
+
+    def __init__(self, plan: dict[int, str]) -> None:
+        self.plan, self.count, self.is_dead = plan, 0, False
+
+    def around(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if self.is_dead:
+                raise Crash
+            self.count += 1
+            fault = self.plan.get(self.count)
+            if fault == "crash":
+                self.is_dead = True
+                raise Crash
+            if fault == "fail":
+                raise OSError("the connection was lost")
+            result = operation(*arguments, **options)
+            if fault == "crash after":
+                self.is_dead = True
+                raise Crash
+            if fault == "fail after":
+                raise OSError("the answer was lost")
+            return result
+
+        return run
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[int, str]], Faults]]:
+    originals = {name: getattr(RemoteDirectory, name) for name in ("list", "read", "write", "remove", "send")}
+
+    def plant(plan: dict[int, str]) -> Faults:
+        faults = Faults(plan)
+        for name, operation in originals.items():
+            monkeypatch.setattr(RemoteDirectory, name, faults.around(operation))
+        return faults
+
+    yield plant
+    for name, operation in originals.items():
+        monkeypatch.setattr(RemoteDirectory, name, operation)
+
+
+FAULT = st.sampled_from(["crash", "crash after", "fail", "fail after"])
+LIVES = st.lists(st.dictionaries(st.integers(1, 70), FAULT, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lives=LIVES, steps=st.lists(st.sampled_from([5, 10, 15, 20]), min_size=1, max_size=4))
+def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
+    lives: list[dict[int, str]], steps: list[int], faulty: Callable[[dict[int, str]], Faults], tmp_path: Path
+) -> None:
+    for folder in ("run", "mirror", "check"):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
+    run, remote = make_run(tmp_path / "run"), RemoteRun(f"file://{tmp_path}/mirror", "run")
+    for life, plan in enumerate(lives):
+        step = steps[life % len(steps)]
+        save(run, step, seed=life, ranks=1 + life % 2)
+        for path in run.path.glob("checkpoint-*"):
+            if int(path.name.partition("-")[2]) > step:
+                shutil.rmtree(path)
+        faulty(plan)
+        with suppress(Crash):
+            send_all(run, remote, keep=1, start=step)
+        faulty({})
+        complete_and_verified(remote, tmp_path / "check")
+    assert send_all(run, remote, keep=1, start=steps[(len(lives) - 1) % len(steps)])
+    local = sorted((int(path.name.partition("-")[2]) for path in run.path.glob("checkpoint-*")), reverse=True)
+    assert complete_and_verified(remote, tmp_path / "check") == local
+    for name in remote.directory.list():
+        assert not name.endswith("pending.json") or int(name.partition("/")[0].removesuffix(".run").partition("-")[2]) > local[0]
