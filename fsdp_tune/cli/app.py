@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
+from fsdp_tune.cli.doctor import doctor
 from fsdp_tune.cli.env import cache, env
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.prepare import prepare
@@ -115,6 +116,7 @@ app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Write a page about runs: curves, events, samples, recipe.")(report)
 app.command(short_help="Explain a recipe key or the code of an error.")(explain)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
+app.command(short_help="Check the machines of a recipe before its run.")(doctor)
 app.add_typer(submit, no_args_is_help=False)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)

@@ -210,6 +210,57 @@ def lost_devices() -> list[str]:
         return [f"GPU {index} ({nvml.nvmlErrorString(code).decode()})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
 
 
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """What NVML reports of a GPU at a moment; None for what the driver does not report."""
+
+    used_bytes: int | None
+    """By all processes, with the driver's own."""
+    busy_percent: int | None
+    clock_mhz: int | None
+    uncorrected_errors: int | None
+    """Of the memory, since the driver was loaded."""
+    power_limit_watts: float | None
+    default_power_watts: float | None
+    slowed_by: tuple[str, ...]
+    """Why the clock is lower than requested: heat, power supply."""
+
+
+_SLOWED = {0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware", 0x80: "power brake of the machine"}
+"""nvmlClocksThrottleReason…, those that a healthy GPU does not have. The power cap (0x04) is reached by any large matrix product."""
+_SM_CLOCK, _UNCORRECTED, _VOLATILE = 1, 1, 0
+
+
+def gpu_states(environment: Mapping[str, str]) -> list[GpuState]:
+    """Return the state of each NVIDIA GPU visible to a rank, in its order; [] if there are none."""
+    with _nvml() as nvml:
+        return [] if nvml is None else [_gpu_state(nvml, each.uuid) for each in visible_devices(environment) if each.uuid]
+
+
+def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
+    handle, memory, busy = ctypes.c_void_p(), _NvmlMemory(), (ctypes.c_uint * 2)()
+    found = nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == NVML_SUCCESS
+
+    def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
+        value = kind()
+        done = found and getattr(nvml, function)(handle, *arguments, ctypes.byref(value)) == NVML_SUCCESS
+        return value.value if done else None
+
+    has_memory = found and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
+    has_use = found and nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(busy)) == NVML_SUCCESS
+    limit, default = number("nvmlDeviceGetPowerManagementLimit"), number("nvmlDeviceGetPowerManagementDefaultLimit")
+    reasons = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
+    return GpuState(
+        used_bytes=memory.used if has_memory else None,
+        busy_percent=busy[0] if has_use else None,
+        clock_mhz=number("nvmlDeviceGetClockInfo", _SM_CLOCK),
+        uncorrected_errors=number("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _VOLATILE, kind=ctypes.c_ulonglong),
+        power_limit_watts=None if limit is None else limit / 1000,
+        default_power_watts=None if default is None else default / 1000,
+        slowed_by=tuple(word for bit, word in _SLOWED.items() if reasons & bit),
+    )
+
+
 def nvidia_driver() -> str | None:
     """Return the version of the NVIDIA driver, such as 550.54.15; None if there is none."""
     with _nvml() as nvml:

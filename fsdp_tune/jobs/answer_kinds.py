@@ -31,6 +31,7 @@ from fsdp_tune.jobs.answers import (
     WrittenAnswer,
 )
 from fsdp_tune.jobs.compare_answers import CompareAnswer
+from fsdp_tune.jobs.doctor import DoctorAnswer
 from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
@@ -74,6 +75,7 @@ def answers() -> dict[str, tuple[type, ...]]:
         "submit skypilot": (ManifestAnswer,),
         "submit dstack": (ManifestAnswer,),
         "explain": (KeyExplanation, CodeExplanation),
+        "doctor": (DoctorAnswer,),
         "env": (EnvironmentAnswer,),
         "cache list": (CacheListAnswer,),
         "cache clean": (CacheCleanAnswer,),

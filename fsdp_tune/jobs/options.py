@@ -67,6 +67,14 @@ class ValidateOptions:
     allowed: Allowed = Allowed()
 
 
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    machine_rank: Annotated[
+        int | None, Option("Which machine this is, 0 being the first; inside `srun` taken from Slurm.", metavar="N")
+    ] = None
+    allowed: Allowed = Allowed()
+
+
 def _resume(typed: str) -> str | None:
     """Return None for `never`, which is the default."""
     return None if typed == "never" else typed

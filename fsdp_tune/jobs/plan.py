@@ -220,13 +220,19 @@ def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
         return decided, None, [*decided.notices, Notice("not-planned", why)]
 
 
-def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Return the size of a checkpoint of a resolved recipe, from a trace; None if the step cannot be traced here."""
+def trace_of(recipe: Recipe) -> Trace | None:
+    """Return the trace of a step of a resolved recipe; None if it cannot be traced here."""
     try:
         with traces.Tracing(_cache_of(recipe) / "traces") as tracing:
-            return disk(recipe, _one_trace(tracing)(recipe), None).checkpoint_bytes
+            return _one_trace(tracing)(recipe)
     except (FsdpTuneError, ValueError):
         return None
+
+
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """Return the size of a checkpoint of a resolved recipe, from a trace; None if the step cannot be traced here."""
+    trace = trace_of(recipe)
+    return None if trace is None else disk(recipe, trace, None).checkpoint_bytes
 
 
 def refuse_what_cannot_fit(plan: Plan | None) -> None:

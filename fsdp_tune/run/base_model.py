@@ -9,7 +9,7 @@ and vLLM have one tensor for each expert and the older names (`WeightConverter` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,8 +105,13 @@ def digest_of_weights(folder: Path) -> str:
 
     Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
     """
+    return digest_of_samples([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+
+
+def digest_of_samples(paths: Iterable[Path]) -> str:
+    """Return a digest of names, sizes and 64 evenly spaced blocks of 64 KiB of each file. Raises: OSError."""
     found = hashlib.blake2b(digest_size=32)
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in sorted(paths):
         size_bytes = path.stat().st_size
         found.update(f"{path.name} {size_bytes}\n".encode())
         with open(path, "rb") as file:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem, as_os_error
+from fsdp_tune.launch.health import differences
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 
@@ -125,14 +126,8 @@ def _version(package: str) -> str:
 
 def check_same(run: RunDir) -> None:
     """Check that all ranks are alike. Collective. Raises: FailedError on every rank, with each difference to rank 0."""
-    first, *others = gather(identity(run))
-    differences = [
-        f"rank {rank} has {name} {other[name]}, rank 0 has {first[name]}"
-        for rank, other in enumerate(others, start=1)
-        for name in first
-        if other[name] != first[name]
-    ]
-    if differences:
-        more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+    found = differences(gather(identity(run)))
+    if found:
+        more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
         hint = "install the same packages on every machine, and let all of them see the same run directory"
-        raise FailedError(Problem("ranks-differ", f"{differences[0]}{more}", hint=hint))
+        raise FailedError(Problem("ranks-differ", f"{found[0]}{more}", hint=hint))

@@ -114,11 +114,15 @@ def _write_to(log: int) -> None:
     os.close(log)
 
 
+def open_files_needed(topology: Topology) -> int:
+    groups = GLOO_GROUPS + GLOO_GROUPS_OF_ROWS * len(topology.row_keys())
+    return OPEN_FILES + groups * topology.world_size
+
+
 def raise_open_file_limit(topology: Topology) -> None:
     """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    groups = GLOO_GROUPS + GLOO_GROUPS_OF_ROWS * len(topology.row_keys())
-    wanted = OPEN_FILES + groups * topology.world_size
+    wanted = open_files_needed(topology)
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

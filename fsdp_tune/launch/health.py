@@ -1,0 +1,375 @@
+"""Facts that the ranks of `doctor` measure about their machines, and the checks that judge them.
+
+Pure: `worker/doctor.py` measures, `jobs/doctor.py` starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median_low
+from typing import Literal
+
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.devices import GpuState
+from fsdp_tune.core.units import GIB, format_bytes, format_seconds
+
+State = Literal["ok", "warn", "fail"]
+
+SLOW_SHARE, FAILING_SHARE = 1.10, 1.50
+"""Time of a rank's matrix product relative to the median of all ranks."""
+SLOW_LINK_SHARE = 1.5
+"""Time of a collective relative to the link table of the planner, whose figures are those of healthy machines."""
+SLOW_CHECKPOINT_SECONDS = 600.0
+CLOCK_SECONDS = 1.0
+IDLE_BYTES = GIB
+"""Memory in use on an idle GPU: the driver's own, and a display."""
+LOCKED_BYTES = 64 << 20
+"""A limit of locked memory below this fails InfiniBand's registration of buffers (`ibv_reg_mr`)."""
+MISSING = "error: "
+"""Before the message of an input that could not be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime(JsonAnswer):
+    kind: str
+    bytes: int
+    """Of the full buffer."""
+    seconds: float
+    """Shortest of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFacts(JsonAnswer):
+    directory: str
+    """The output directory, or the nearest directory above it that exists."""
+    error: str | None
+    """Why this rank cannot write there."""
+    visible_ranks: int
+    """Ranks whose files this rank sees."""
+    sees_rename: bool
+    lock: Literal["works", "not shared", "missing", "untested"]
+    """`not shared`: another machine's lock does not exclude this one."""
+    free_bytes: int | None
+    written_bytes: int
+    write_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts(JsonAnswer):
+    rank: int
+    machine: int
+    host: str
+    versions: dict[str, str | None]
+    open_files_limit: int | None
+    """The most that a process may request; null: no limit."""
+    open_files_needed: int
+    locked_memory_limit_bytes: int | None
+    shared_memory_bytes: int | None
+    """Free in /dev/shm; null: there is none."""
+    clock_seconds: float
+    """Ahead of rank 0."""
+    output: OutputFacts
+    inputs: dict[str, str]
+    """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
+    matmul_seconds: float
+    collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
+    gpu_before: GpuState | None = None
+    """Before the ranks started."""
+    gpu: GpuState | None = None
+    """During matrix products."""
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSize:
+    """A collective of the recipe that is to be measured. `bytes` is the full buffer."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRequest:
+    """What the command passes to the ranks of its machine, next to the recipe."""
+
+    messages: list[MessageSize]
+    checkpoint_bytes: int | None
+    gpus_before: list[GpuState]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFiles:
+    """The private directory of one command, which its ranks read and write. It has the names of a run directory for the launcher."""
+
+    path: Path
+
+    @property
+    def request(self) -> Path:
+        return self.path / "request.json"
+
+    @property
+    def facts(self) -> Path:
+        """Of all ranks of all machines; written by the first rank of this one."""
+        return self.path / "facts.json"
+
+    @property
+    def probe(self) -> Path:
+        """The path of what the ranks leave in the output directory while they measure."""
+        return self.path / "probe"
+
+    def phase(self, rank: int) -> Path:
+        """What a rank does now."""
+        return self.path / f"phase-{rank}"
+
+    def problem(self, rank: int) -> Path:
+        """Why a rank has failed."""
+        return self.path / f"problem-{rank}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class HealthNeeds:
+    """What a run of the recipe needs; None if it is unknown."""
+
+    checkpoint_bytes: int | None = None
+    most_checkpoints: int | None = None
+    """At one time; None: all are kept."""
+    shared_memory_bytes: int | None = None
+    """In /dev/shm of each machine; None on CPU ranks."""
+    collective_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Kind → predicted time of the measured collective."""
+    uses_infiniband: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck(JsonAnswer):
+    name: str
+    state: State
+    finding: str
+    fix: str | None = None
+    """What to do; null for `ok`."""
+
+
+def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
+    """Describe each value that differs from that of rank 0. `labels` name the owners, by default `rank N`."""
+    labels = labels or [f"rank {rank}" for rank in range(len(values))]
+    first = values[0]
+    return [
+        f"{label} has {name} {other.get(name)}, {labels[0]} has {first.get(name)}"
+        for label, other in zip(labels[1:], values[1:], strict=True)
+        for name in sorted({*first, *other}, key=[*first, *other].index)
+        if other.get(name) != first.get(name)
+    ]
+
+
+def judge_health(facts: Sequence[RankFacts], needs: HealthNeeds) -> list[HealthCheck]:
+    """Judge the facts of all ranks, in the order of ranks."""
+    judges: Sequence[Callable[[Sequence[RankFacts], HealthNeeds], HealthCheck | None]] = (
+        *(_versions, _clocks, _open_files, _shared_memory, _locked_memory, _gpus),
+        *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives),
+    )
+    return [check for judge in judges if (check := judge(facts, needs)) is not None]
+
+
+def _check(name: str, found: Sequence[str], good: str, fix: str, state: State = "fail") -> HealthCheck:
+    """Return ok with `good` if nothing was found, else the first finding and the number of others."""
+    if not found:
+        return HealthCheck(name, "ok", good)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return HealthCheck(name, state, f"{found[0]}{more}", fix)
+
+
+def _versions(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001  all judges have one signature
+    found = differences([each.versions for each in facts], [each.label for each in facts])
+    known = facts[0].versions
+    good = f"torch {known.get('torch')}, transformers {known.get('transformers')} on every rank"
+    return _check("versions", found, good, "install the same packages on every machine")
+
+
+def _machines(facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """Return the first rank of each machine."""
+    return list({each.machine: each for each in reversed(facts)}.values())[::-1]
+
+
+def _clocks(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+    found = [
+        f"the clock of {each.host} is {each.clock_seconds:+.1f} s from that of {facts[0].host}"
+        for each in _machines(facts)
+        if abs(each.clock_seconds) > CLOCK_SECONDS
+    ]
+    fix = "synchronise the clocks (chrony or NTP): heartbeats and locks of other machines are judged by time"
+    return _check("clocks", found, f"within {CLOCK_SECONDS:.0f} s of rank 0", fix, "warn")
+
+
+def _open_files(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+    found = [
+        f"{each.host} allows {each.open_files_limit} open files, a rank needs {each.open_files_needed}"
+        for each in _machines(facts)
+        if each.open_files_limit is not None and each.open_files_limit < each.open_files_needed
+    ]
+    return _check("open files", found, f"{facts[0].open_files_needed} allowed", "raise the hard limit (`ulimit -Hn`, LimitNOFILE=)")
+
+
+def _shared_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+    needed = needs.shared_memory_bytes
+    if needed is None:
+        return None
+    found = [
+        f"{each.host} has {format_bytes(each.shared_memory_bytes or 0)} free in /dev/shm, the ranks may need {format_bytes(needed)}"
+        for each in _machines(facts)
+        if (each.shared_memory_bytes or 0) < needed
+    ]
+    fix = f"`docker run --shm-size={max(1, needed // GIB)}g`, an emptyDir of medium Memory in Kubernetes, or remove stale files there"
+    return _check("/dev/shm", found, f"{format_bytes(needed)} free", fix, "warn")
+
+
+def _locked_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+    if not needs.uses_infiniband:
+        return None
+    limits = [(each.host, each.locked_memory_limit_bytes) for each in _machines(facts)]
+    found = [
+        f"{host} allows {format_bytes(limit)} of locked memory" for host, limit in limits if limit is not None and limit < LOCKED_BYTES
+    ]
+    return _check("locked memory", found, "enough for InfiniBand", "`ulimit -l unlimited`, or LimitMEMLOCK=infinity for the daemon")
+
+
+def _gpus(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    if all(each.gpu is None and each.gpu_before is None for each in facts):
+        return None
+    errors = [
+        f"the GPU of {each.label} has {each.gpu.uncorrected_errors} uncorrected memory errors"
+        for each in facts
+        if each.gpu is not None and each.gpu.uncorrected_errors
+    ]
+    if errors:
+        return _check("GPUs", errors, "", "reset the GPU, or leave its machine out; `nvidia-smi -q -d ECC` has the counts")
+    found = [f"the GPU of {each.label} {what}" for each in facts for what in _gpu_findings(each)]
+    fix = "`nvidia-smi` names the processes that use it, and `nvidia-smi -q -d PERFORMANCE,POWER` the causes of low clocks"
+    clocks = [each.gpu.clock_mhz for each in facts if each.gpu is not None and each.gpu.clock_mhz is not None]
+    return _check("GPUs", found, f"idle before, {min(clocks)} MHz or more under load" if clocks else "idle before", fix, "warn")
+
+
+def _gpu_findings(facts: RankFacts) -> Iterator[str]:
+    before, now = facts.gpu_before, facts.gpu
+    if before is not None and before.used_bytes is not None and before.used_bytes > IDLE_BYTES:
+        yield f"was not idle: {format_bytes(before.used_bytes)} of its memory in use"
+    elif before is not None and before.busy_percent:
+        yield f"was not idle: {before.busy_percent} % busy"
+    if now is None:
+        return
+    if now.slowed_by:
+        yield f"lowers its clock ({', '.join(now.slowed_by)})"
+    if now.power_limit_watts and now.default_power_watts and now.power_limit_watts < now.default_power_watts:
+        yield f"is limited to {now.power_limit_watts:.0f} W of {now.default_power_watts:.0f} W"
+
+
+def _output(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+    unwritable = [f"{each.label} cannot write in {each.output.directory}: {each.output.error}" for each in facts if each.output.error]
+    if unwritable:
+        return _check("output directory", unwritable, "", "change the permission or the mount, or `--set output_dir=DIR`")
+    hidden = [
+        f"{each.label} sees the files of {each.output.visible_ranks} of {len(facts)} ranks in {each.output.directory}"
+        for each in facts
+        if each.output.visible_ranks < len(facts)
+    ]
+    return _check(
+        "output directory", hidden, "writable and shared by all ranks", "`output_dir` must be on a file system that all machines see"
+    )
+
+
+def _rename(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    if any(each.output.error for each in facts):
+        return None
+    found = [f"{each.label} does not see that rank 0 has renamed a directory" for each in facts if not each.output.sees_rename]
+    fix = "checkpoints are completed by a rename: shorten the attribute cache of the mount (NFS: `actimeo`), or use another file system"
+    return _check("rename", found, "seen by all ranks", fix)
+
+
+def _locks(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    if any(each.output.error for each in facts):
+        return None
+    words = {"missing": "has no locks", "not shared": "does not share locks between machines"}
+    found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
+    fix = "nothing is lost: a killed command's run directory is free for another machine after 300 s; do not start a run twice"
+    return _check("locks", found, "exclude other commands", fix, "warn")
+
+
+def _space(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+    free = [(each.output.free_bytes, each) for each in facts if each.output.free_bytes is not None]
+    if not free or needs.checkpoint_bytes is None:
+        return None
+    least, rank = min(free, key=lambda pair: pair[0])
+    kept = needs.most_checkpoints or 2
+    one, wanted = needs.checkpoint_bytes, needs.checkpoint_bytes * kept
+    state: State = "ok" if least >= wanted else "warn" if least >= one else "fail"
+    count = f"{kept} checkpoints need {format_bytes(wanted)}"
+    finding = f"{format_bytes(least)} free in {rank.output.directory}; " + (
+        count if state != "fail" else f"one checkpoint needs {format_bytes(one)}"
+    )
+    return HealthCheck("space", state, finding, None if state == "ok" else "free space, or lower `training.save_total_limit`")
+
+
+def _write_rate(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+    rates = [each.output.written_bytes / each.output.write_seconds for each in facts if each.output.written_bytes]
+    if len(rates) < len(facts) or needs.checkpoint_bytes is None:
+        return None
+    seconds = needs.checkpoint_bytes / sum(rates)
+    finding = f"{format_bytes(sum(rates))}/s: {format_seconds(seconds)} for a checkpoint of {format_bytes(needs.checkpoint_bytes)}"
+    fix = "save less often (`training.save_steps`), or write to a faster file system"
+    return _check("write rate", [finding] if seconds > SLOW_CHECKPOINT_SECONDS else [], finding, fix, "warn")
+
+
+def _inputs(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+    machines = _machines(facts)
+    missing = [
+        f"{each.host}: {text.removeprefix(MISSING)}" for each in machines for text in each.inputs.values() if text.startswith(MISSING)
+    ]
+    if missing:
+        return _check("inputs", missing, "", "`fsdp-tune validate` on that machine checks the paths of model and data")
+    found = differences([each.inputs for each in machines], [each.host for each in machines])
+    return _check("inputs", found, "model, tokenizer and data are found, and equal on all machines", "copy the same files to every machine")
+
+
+def slow_ranks(seconds: Sequence[float]) -> list[int]:
+    """Return the ranks whose time exceeds the lower median by more than 10 %: of two ranks, that of the faster one."""
+    middle = median_low(seconds)
+    return [rank for rank, own in enumerate(seconds) if own > SLOW_SHARE * middle]
+
+
+def _matmul(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+    times = [each.matmul_seconds for each in facts]
+    middle, slow = median_low(times), sorted(slow_ranks(times), key=lambda rank: -times[rank])
+    found = [f"{facts[rank].label} takes {times[rank] / middle - 1:.0%} longer than the median for a matrix product" for rank in slow]
+    state: State = "fail" if any(times[rank] > FAILING_SHARE * middle for rank in slow) else "warn"
+    fix = "each step waits for it: leave its machine out, or look for heat, a power cap, or another process there"
+    return _check("matrix product", found, f"{middle * 1e3:.2f} ms, no rank more than {SLOW_SHARE - 1:.0%} slower", fix, state)
+
+
+def _collectives(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+    by_kind = {
+        each.kind: max(each, *(other for rank in facts for other in rank.collectives if other.kind == each.kind), key=_seconds)
+        for each in facts[0].collectives
+    }
+    if not by_kind:
+        return None
+    slow = [
+        f"{_kind(kind)} of {format_bytes(slowest.bytes)} takes {slowest.seconds * 1e3:.1f} ms, {predicted * 1e3:.1f} ms by the link table"
+        for kind, slowest in by_kind.items()
+        if (predicted := needs.collective_seconds.get(kind)) and slowest.seconds > SLOW_LINK_SHARE * predicted
+    ]
+    good = ", ".join(f"{_kind(kind)} of {format_bytes(each.bytes)} {each.seconds * 1e3:.1f} ms" for kind, each in by_kind.items())
+    fix = "`NCCL_DEBUG=INFO` names the transport in use; `fsdp-tune env` lists the interfaces and InfiniBand ports"
+    return _check("collectives", slow, good, fix, "warn")
+
+
+def _seconds(timed: CollectiveTime) -> float:
+    return timed.seconds
+
+
+def _kind(kind: str) -> str:
+    return kind.replace("_", "-")

@@ -1,0 +1,327 @@
+"""A rank of `fsdp-tune doctor`: measures its machine, its device and the links between ranks, and trains nothing.
+
+    accelerate launch … -m fsdp_tune.worker.doctor DIRECTORY
+
+Each step is bounded: files to 64 MiB and 2 s a rank, matrix products and collectives to about a second each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import secrets
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fsdp_tune.core.atomic import DISK, write_file, write_json
+from fsdp_tune.core.devices import gpu_states, host, versions
+from fsdp_tune.core.errors import PEER_LOST, FsdpTuneError, Problem
+from fsdp_tune.core.ownership import LOCKLESS
+from fsdp_tune.core.parent_death import die_with_launcher
+from fsdp_tune.core.processes import open_standard_streams
+from fsdp_tune.core.units import MIB
+from fsdp_tune.data.read.file_access import is_builtin
+from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.launch.health import MISSING, CollectiveTime, HealthFiles, HealthRequest, MessageSize, OutputFacts, RankFacts, slow_ranks
+from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import describe_base, digest_of_samples
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker import rank as ranks
+
+PROBE_PREFIX = ".fsdp-tune-doctor-"
+WRITTEN_BYTES, CHUNK_BYTES, WRITE_SECONDS = 64 * MIB, 4 * MIB, 2.0
+SEEN_SECONDS = 3.0
+"""A network file system may show a new file of another machine this late."""
+MATMUL_SIZES = {"cpu": 512}
+MATMUL_SIZE = 8192
+MATMUL_SECONDS, MATMUL_PASSES = 0.7, 4
+"""A rank counts as slow only if it is slow in each pass: another process may have used its core or device in one."""
+MESSAGE_SECONDS = 1.0
+CPU_MESSAGE_BYTES = 64 * MIB
+"""Larger messages are measured at this size over gloo."""
+TOKENIZER_FILES = ("tokenizer*.json", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*", "config.json")
+
+
+def main(arguments: list[str]) -> int:
+    die_with_launcher()
+    open_standard_streams()
+    files = HealthFiles(Path(arguments[0]))
+    run = RunDir(files.path)
+    recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+    request = TypeAdapter(HealthRequest).validate_json(files.request.read_bytes())
+    rank = ranks.read_rank(recipe, run)
+    try:
+        _measure(recipe, rank, request, files)
+    except Exception as error:  # noqa: BLE001  the command reports any error of a rank
+        traceback.print_exc()
+        write_json(files.problem(rank.index), _problem(error).as_dict())
+        return 1
+    return 0
+
+
+def _problem(error: Exception) -> Problem:
+    if isinstance(error, FsdpTuneError):
+        return error.problems[0]
+    if (lost := next((words for words in PEER_LOST if words in str(error)), None)) is not None:
+        return Problem("lost-rank", f"another rank is gone ({lost})")
+    line = str(error).splitlines()[0] if str(error) else "no message"
+    return Problem("doctor-failed", f"{type(error).__name__}: {line}")
+
+
+def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: HealthFiles) -> None:
+    def phase(name: str) -> None:
+        write_file(files.phase(rank.index), name)
+
+    phase("importing")
+    ranks.set_library_environment(recipe)
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.agreement import gather
+
+    phase("joining the process group")
+    device_type = ranks.start_process_group(recipe, rank)
+    machine, is_first_here = int(os.environ.get("GROUP_RANK", "0")), rank.local_index == 0
+    phase("comparing clocks")
+    clock_seconds = _clock_difference(rank)
+    phase("reading the inputs")
+    inputs = input_digests(recipe) if is_first_here else {}
+    phase("writing in the output directory")
+    output = probe_output(Path(recipe.output_dir), request.checkpoint_bytes, rank, files, is_first_here=is_first_here)
+    phase("multiplying matrices")
+    matmul_seconds, gpu = _matmul_seconds(device_type, rank)
+    phase("sending messages")
+    timed = [_collective(each, device_type, rank) for each in request.messages]
+    facts = host()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    own = RankFacts(
+        rank=rank.index,
+        machine=machine,
+        host=str(facts["name"]),
+        versions=versions(),
+        open_files_limit=None if limit == resource.RLIM_INFINITY else limit,
+        open_files_needed=ranks.open_files_needed(recipe.topology),
+        locked_memory_limit_bytes=facts["locked_memory_limit_bytes"],
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+        clock_seconds=clock_seconds,
+        output=output,
+        inputs=inputs,
+        matmul_seconds=matmul_seconds,
+        collectives=timed,
+        gpu_before=request.gpus_before[rank.local_index] if rank.local_index < len(request.gpus_before) else None,
+        gpu=gpu,
+    )
+    phase("gathering the results")
+    every = gather(own)
+    if is_first_here:
+        write_file(files.facts, TypeAdapter(list[RankFacts]).dump_json(every))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _clock_difference(rank: ranks.Rank) -> float:
+    """Return the seconds that this clock is ahead of rank 0's: the smallest of five, as ranks leave a barrier at different times."""
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.agreement import gather
+
+    found: list[float] = []
+    for _ in range(5):
+        dist.barrier()
+        now = time.time()
+        found.append(now - gather(now)[0])
+    return min(found, key=abs) if rank.index else 0.0
+
+
+def input_digests(recipe: Recipe) -> dict[str, str]:
+    """Return a digest of each input on this machine, by samples of its files, or the reason why it cannot be read.
+
+    What would be downloaded is not compared, nor are URLs.
+    """
+    found: dict[str, str] = {}
+    name = recipe.model.name_or_path
+    if name is not None:
+        base = _or_missing(lambda: describe_base(name, recipe.model.revision))
+        found["model"] = base if isinstance(base, str) else base.digest or base.revision or "not in the cache"
+    tokenizer = recipe.model.tokenizer or name
+    if tokenizer is not None and (folder := Path(tokenizer).expanduser()).is_dir():
+        digest = _or_missing(lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}))
+        found["tokenizer"] = str(digest)
+    for key, entry in recipe.data.sources:
+        path = Path(entry.path).expanduser()
+        if is_builtin(entry.path) or entry.loader is not None or not (path.exists() or can_only_be_a_path(entry.path)):
+            continue
+        found[key] = str(_or_missing(lambda entry=entry, key=key: digest_of_samples(find_source(entry, key).stored_in)))
+    return found
+
+
+def _or_missing(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except FsdpTuneError as error:
+        return MISSING + error.problems[0].message
+    except OSError as error:
+        return f"{MISSING}{error}"
+
+
+def probe_output(output: Path, checkpoint_bytes: int | None, rank: ranks.Rank, files: HealthFiles, *, is_first_here: bool) -> OutputFacts:
+    """Write, list, lock and rename in a directory next to the files of the run, which is removed at the end. Collective."""
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.agreement import gather
+
+    token = gather(secrets.token_hex(6))[0]
+    parent = next(each for each in (output, *output.parents) if each.is_dir())
+    probe = parent / f"{PROBE_PREFIX}{token}"
+    if is_first_here:
+        write_file(files.probe, str(probe))  # the command removes it if the ranks are killed
+    size = min(WRITTEN_BYTES, max(1, (checkpoint_bytes or 8 * MIB * rank.world_size) // rank.world_size))
+    error, written, seconds = None, 0, 0.0
+    try:
+        DISK.mkdir(probe)
+        written, seconds = _write(probe / f"rank-{rank.index}", size)
+        if rank.is_first:
+            DISK.mkdir(probe / "stage")
+    except OSError as failure:
+        error = failure.strerror or str(failure)
+    dist.barrier()
+    visible = _await(lambda: len(list(probe.glob("rank-*"))), rank.world_size)
+    lock = _lock(probe / "lock", rank, is_first_here=is_first_here)
+    if rank.is_first:
+        with contextlib.suppress(OSError):
+            DISK.rename(probe / "stage", probe / "final")
+    dist.barrier()
+    renamed = _await(lambda: int((probe / "final").is_dir() and not (probe / "stage").exists()), 1) == 1
+    free = shutil.disk_usage(parent).free
+    dist.barrier()
+    if rank.is_first or is_first_here:  # that of another machine is its own if they share no directory
+        shutil.rmtree(probe, ignore_errors=True)
+    return OutputFacts(str(parent), error, visible, renamed, lock, free, written, seconds)
+
+
+def _write(path: Path, size_bytes: int) -> tuple[int, float]:
+    """Write a file of at most `size_bytes` for about two seconds. Return its size and the seconds, with fsync. Raises: OSError."""
+    chunk = memoryview(os.urandom(min(CHUNK_BYTES, size_bytes)))  # compressing file systems would store zeros as nothing
+    written, began = 0, time.monotonic()
+    with DISK.open(path) as file:
+        while written < size_bytes and time.monotonic() - began < WRITE_SECONDS:
+            DISK.write(file, chunk[: size_bytes - written])
+            written += min(len(chunk), size_bytes - written)
+        DISK.fsync(file)
+    return written, max(time.monotonic() - began, 1e-6)
+
+
+def _await(count: Callable[[], int], wanted: int) -> int:
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        found = 0
+        with contextlib.suppress(OSError):
+            found = count()
+        if found >= wanted or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _lock(path: Path, rank: ranks.Rank, *, is_first_here: bool) -> Any:
+    """Lock a file on rank 0 and try to lock it on the first rank of each other machine. Return the word of `OutputFacts`. Collective."""
+    import torch.distributed as dist
+
+    answer, held = "untested", None
+    with contextlib.suppress(OSError):
+        if rank.is_first:
+            held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            answer = _try_lock(held, free="works", taken="untested")
+    dist.barrier()
+    with contextlib.suppress(OSError):
+        if is_first_here and not rank.is_first:
+            other = os.open(path, os.O_RDWR)
+            answer = _try_lock(other, free="not shared", taken="works")
+            os.close(other)
+    dist.barrier()
+    if held is not None:
+        os.close(held)
+    return answer
+
+
+def _try_lock(descriptor: int, *, free: str, taken: str) -> str:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return taken
+    except OSError as error:
+        return "missing" if error.errno in LOCKLESS else "untested"
+    return free
+
+
+def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, Any]:
+    """Return the shortest time of a matrix product on this rank, all ranks at work, and the state of its GPU meanwhile. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.agreement import gather
+
+    size = MATMUL_SIZES.get(device_type, MATMUL_SIZE)
+    dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
+    left, right = (torch.randn(size, size, device=device_type, dtype=dtype) for _ in range(2))
+    result, gpu = torch.empty_like(left), None
+    best = float("inf")
+    for _ in range(MATMUL_PASSES):
+        dist.barrier()
+        ends = time.monotonic() + MATMUL_SECONDS
+        while time.monotonic() < ends:
+            best = min(best, _timed(lambda: torch.mm(left, right, out=result), device_type))
+        if device_type == "cuda":
+            torch.mm(left, right, out=result)  # is running while the driver is queried
+            states = gpu_states(os.environ)
+            gpu = states[rank.local_index] if rank.local_index < len(states) else None
+        if not slow_ranks(gather(best)):
+            break
+    return best, gpu
+
+
+def _timed(act: Callable[[], Any], device_type: str) -> float:
+    import torch
+
+    began = time.perf_counter()
+    act()
+    if device_type != "cpu":
+        getattr(torch, device_type).synchronize()
+    return time.perf_counter() - began
+
+
+def _collective(message: MessageSize, device_type: str, rank: ranks.Rank) -> CollectiveTime:
+    """Time a collective over all ranks at the size of the recipe's. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.agreement import gather
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(message.dtype, torch.float32)
+    wanted = min(message.bytes, CPU_MESSAGE_BYTES) if device_type == "cpu" else message.bytes
+    world = rank.world_size
+    part = max(1, wanted // (dtype.itemsize * world))
+    full, shard = (torch.zeros(count, dtype=dtype, device=device_type) for count in (part * world, part))
+    act = {
+        "all_gather": lambda: dist.all_gather_into_tensor(full, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, full),
+        "all_reduce": lambda: dist.all_reduce(full),
+    }[message.kind]
+    act()  # connects the ranks
+    dist.barrier()
+    first = median_low(gather(_timed(act, device_type)))
+    times = [_timed(act, device_type) for _ in range(min(20, max(2, int(MESSAGE_SECONDS / max(first, 1e-4)))))]
+    return CollectiveTime(message.kind, part * world * dtype.itemsize, min(times))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""Facts of ranks → the checks that `doctor` prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_tune.core.devices import GpuState
+from fsdp_tune.core.units import GIB, MIB
+from fsdp_tune.launch.health import (
+    CollectiveTime,
+    HealthCheck,
+    HealthNeeds,
+    OutputFacts,
+    RankFacts,
+    differences,
+    judge_health,
+    slow_ranks,
+)
+
+OUTPUT = OutputFacts("/runs", None, 4, True, "works", 100 * GIB, 64 * MIB, 0.5)
+GPU = GpuState(300 * MIB, 0, 1980, 0, 700.0, 700.0, ())
+NEEDS = HealthNeeds(10 * GIB, 3, 2 * GIB, {"all_gather": 0.010}, uses_infiniband=True)
+
+
+def healthy(rank: int) -> RankFacts:
+    return RankFacts(
+        rank=rank,
+        machine=rank // 2,
+        host="ab"[rank // 2],
+        versions={"python": "3.12.1", "torch": "2.13.0", "transformers": "5.24.0"},
+        open_files_limit=65536,
+        open_files_needed=4116,
+        locked_memory_limit_bytes=None,
+        shared_memory_bytes=8 * GIB,
+        clock_seconds=0.01,
+        output=OUTPUT,
+        inputs={"model": "blake2b:1", "data.train[0]": "blake2b:2"} if rank % 2 == 0 else {},
+        matmul_seconds=0.010 + rank * 1e-5,
+        collectives=[CollectiveTime("all_gather", 400 * MIB, 0.011)],
+        gpu_before=GPU,
+        gpu=GPU,
+    )
+
+
+def judged(needs: HealthNeeds = NEEDS, **changes: RankFacts) -> list[HealthCheck]:
+    facts = [healthy(rank) for rank in range(4)]
+    for rank, changed in changes.items():
+        facts[int(rank.removeprefix("rank"))] = changed
+    return judge_health(facts, needs)
+
+
+def found(checks: list[HealthCheck]) -> tuple[str, str, str]:
+    """The only check that is not ok."""
+    (bad,) = [check for check in checks if check.state != "ok"]
+    assert bad.fix
+    return bad.name, bad.state, bad.finding
+
+
+def test_healthy_machines_pass_every_check() -> None:
+    checks = judged()
+    assert {check.state for check in checks} == {"ok"}
+    assert len(checks) == 14
+    assert {check.fix for check in checks} == {None}
+
+
+def output(rank: int, **changes: object) -> RankFacts:
+    return replace(healthy(rank), output=replace(OUTPUT, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rank", "changed", "name", "state", "words"),
+    [
+        (
+            2,
+            {"versions": {"python": "3.12.1", "torch": "2.12.0", "transformers": "5.24.0"}},
+            "versions",
+            "fail",
+            "rank 2 on b has torch 2.12.0",
+        ),
+        (2, {"clock_seconds": -40.0}, "clocks", "warn", "the clock of b is -40.0 s from that of a"),
+        (2, {"open_files_limit": 1024}, "open files", "fail", "b allows 1024 open files"),
+        (2, {"shared_memory_bytes": 64 * MIB}, "/dev/shm", "warn", "b has 64.00 MiB"),
+        (2, {"locked_memory_limit_bytes": 65536}, "locked memory", "fail", "b allows 64.00 KiB"),
+        (3, {"gpu": replace(GPU, uncorrected_errors=2)}, "GPUs", "fail", "rank 3 on b has 2 uncorrected"),
+        (3, {"gpu_before": replace(GPU, used_bytes=9 * GIB)}, "GPUs", "warn", "was not idle: 9.00 GiB"),
+        (3, {"gpu": replace(GPU, slowed_by=("heat",))}, "GPUs", "warn", "lowers its clock (heat)"),
+        (3, {"gpu": replace(GPU, power_limit_watts=400.0)}, "GPUs", "warn", "limited to 400 W of 700 W"),
+        (1, {"matmul_seconds": 0.0115}, "matrix product", "warn", "rank 1 on a takes 15% longer"),
+        (1, {"matmul_seconds": 0.020}, "matrix product", "fail", "rank 1 on a takes"),
+        (2, {"inputs": {"model": "blake2b:1"}}, "inputs", "fail", "b has data.train[0] None"),
+        (2, {"inputs": {"model": "error: `m` does not exist", "data.train[0]": "blake2b:2"}}, "inputs", "fail", "b: `m` does not exist"),
+        (1, {"collectives": [CollectiveTime("all_gather", 400 * MIB, 0.031)]}, "collectives", "warn", "31.0 ms, 10.0 ms by the link table"),
+    ],
+)
+def test_each_fault_is_named_and_nothing_else(rank: int, changed: dict[str, object], name: str, state: str, words: str) -> None:
+    bad = found(judged(**{f"rank{rank}": replace(healthy(rank), **changed)}))  # type: ignore[arg-type]
+    assert bad[:2] == (name, state)
+    assert words in bad[2]
+
+
+def test_read_only_directory_of_one_rank_is_named_and_hides_its_consequences() -> None:
+    assert found(judged(rank3=output(3, error="Read-only file system", written_bytes=0, visible_ranks=3, sees_rename=False))) == (
+        "output directory",
+        "fail",
+        "rank 3 on b cannot write in /runs: Read-only file system",
+    )
+
+
+def test_directory_that_machines_do_not_share_fails() -> None:
+    name, state, finding = found(judged(rank2=output(2, visible_ranks=2)))
+    assert (name, state) == ("output directory", "fail")
+    assert "sees the files of 2 of 4 ranks" in finding
+
+
+def test_unseen_rename_fails_and_unshared_locks_warn() -> None:
+    assert found(judged(rank2=output(2, sees_rename=False)))[:2] == ("rename", "fail")
+    assert found(judged(rank2=output(2, lock="not shared")))[:2] == ("locks", "warn")
+
+
+@pytest.mark.parametrize(("free_gib", "state"), [(9, "fail"), (29, "warn"), (30, "ok")])
+def test_space_is_compared_with_one_checkpoint_and_with_all_kept(free_gib: int, state: str) -> None:
+    (space,) = [check for check in judged(rank1=output(1, free_bytes=free_gib * GIB)) if check.name == "space"]
+    assert space.state == state
+
+
+def test_slow_disk_is_reported_by_the_time_of_a_checkpoint() -> None:
+    slow = {f"rank{rank}": output(rank, written_bytes=MIB, write_seconds=1.0) for rank in range(4)}
+    name, state, finding = found(judged(NEEDS, **slow))
+    assert (name, state) == ("write rate", "warn")
+    assert finding.startswith("4.00 MiB/s: 42m")
+
+
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    assert slow_ranks([0.010, 0.0112]) == [1]
+    assert slow_ranks([0.010, 0.0109]) == []
+
+
+def test_cpu_ranks_without_a_trace_are_judged_by_what_is_known() -> None:
+    facts = [replace(healthy(rank), gpu=None, gpu_before=None, collectives=[]) for rank in range(4)]
+    names = [check.name for check in judge_health(facts, HealthNeeds())]
+    assert names == ["versions", "clocks", "open files", "output directory", "rename", "locks", "inputs", "matrix product"]
+
+
+def test_differences_name_values_that_only_one_has() -> None:
+    assert differences([{"a": "1"}, {"a": "1", "b": "2"}]) == ["rank 1 has b 2, rank 0 has None"]
