@@ -398,7 +398,7 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
 
 
 def append_event(run: RunDir, kind: EventKind, step: int, **details: Any) -> None:
-    """Append an event of the launcher while no rank runs. Rank 0 keeps it when it truncates the file."""
+    """Append an event of the launcher. Rank 0, which appends to the same file, keeps it when it truncates the file."""
     line = {"event": kind.name, "step": step, "time": time.time(), **details}
     with open(run.metrics_jsonl, "a+b") as file:
         if file.tell() > 0 and not _ends_a_line(run):

@@ -21,9 +21,12 @@ def calls(repository: Path) -> Iterator[tuple[str, set[str], bool]]:
     for path in (repository / "fsdp_tune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = getattr(node, "func", None)
-            if isinstance(node, ast.Call) and (getattr(called, "attr", "") == "event" or getattr(called, "id", "") == "append_event"):
+            is_call = isinstance(node, ast.Call)
+            if is_call and (getattr(called, "attr", "") in ("event", "_event") or getattr(called, "id", "") == "append_event"):
                 kind = node.args[getattr(called, "id", "") == "append_event"]
                 name = ast.unparse(kind)
+                if name != "kind" and not name.isupper():
+                    continue  # another method of this name
                 yield name, {each.arg for each in node.keywords if each.arg}, any(each.arg is None for each in node.keywords)
 
 
@@ -97,6 +100,8 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "stopping": ({"reason": "interrupted"}, ["step 7: stopping (interrupted)"]),
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
+    "mirrored": ({"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20}, ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s"]),
+    "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
     "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
     "recipe_changed": ({"changes": []}, []),
 }
