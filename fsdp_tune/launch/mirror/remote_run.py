@@ -13,11 +13,11 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, Where
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
 from fsdp_tune.run.records import Document
-from fsdp_tune.run.remote_files import PACKAGES, Refusal, RemoteDirectory, RemoteEntry, UrlError, retried
+from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError, retried
 
 PENDING_NAME = "pending.json"
 """Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to write."""
@@ -219,26 +219,27 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
     return found is not None and found.size_bytes == entry.size_bytes
 
 
-_HINTS: dict[Refusal | None, tuple[str, str]] = {
-    "absent": ("mirror-missing", "create the bucket or container, or correct `checkpoint.mirror`"),
-    "credentials": (
-        "mirror-refused",
-        "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
-        "with the rights to list, read, write and delete",
-    ),
-    "clock": ("mirror-clock", "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"),
-    "other": ("mirror-refused", "correct `checkpoint.mirror`"),
-    None: ("mirror-unreachable", "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"),
-}
-
-
 def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
     """Return the usage error (exit 2) for a store that cannot be used at the start of a command."""
-    where = Where(key="checkpoint.mirror")
-    if error.refusal == "package":
-        protocol = url.partition("://")[0]
-        extra = {"gcs": "gs", "abfs": "az", "abfss": "az"}.get(protocol, protocol)
-        hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
-        return FsdpTuneError(Problem("mirror-package", f"`{url}`: {error}", where, hint), exit_code=ExitCode.USAGE)
-    code, hint = _HINTS[error.refusal]
-    return FsdpTuneError(Problem(code, f"the mirror {url} cannot be used: {error}", where, hint), exit_code=ExitCode.USAGE)
+    where, message = Where(key="checkpoint.mirror"), f"the mirror {url} cannot be used: {error}"
+    match error.refusal:
+        case "package":
+            protocol = url.partition("://")[0]
+            extra = {"gcs": "gs", "abfs": "az", "abfss": "az"}.get(protocol, protocol)
+            hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
+            return usage_error("mirror-package", message, where=where, hint=hint)
+        case "absent":
+            hint = "create the bucket or container, or correct `checkpoint.mirror`"
+            return usage_error("mirror-missing", message, where=where, hint=hint)
+        case "clock":
+            hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
+            return usage_error("mirror-clock", message, where=where, hint=hint)
+        case "credentials" | "other":
+            hint = (
+                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
+            )
+            hint += "with the rights to list, read, write and delete; or correct `checkpoint.mirror`"
+            return usage_error("mirror-refused", message, where=where, hint=hint)
+        case None:
+            hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"
+            return usage_error("mirror-unreachable", message, where=where, hint=hint)
