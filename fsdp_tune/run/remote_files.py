@@ -180,8 +180,8 @@ class RemoteDirectory:
                 return None
             raise
 
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a small file."""
+    def write(self, name: str, data: bytes, waits: Sequence[float] | None = None) -> None:
+        """Replace a small file. `waits`: those of `retried`."""
         path = self._path(name)
 
         def put() -> None:
@@ -191,7 +191,7 @@ class RemoteDirectory:
             else:
                 self._files.pipe_file(path, data)
 
-        retried(put)
+        retried(put, waits)
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if there is none."""

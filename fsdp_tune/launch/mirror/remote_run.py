@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
 from fsdp_tune.run.records import Document
-from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError, retried
+from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError
 
 PENDING_NAME = "pending.json"
 """Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to write."""
@@ -82,7 +82,7 @@ class RemoteRun:
     def probe(self) -> None:
         """Write, read and remove a small file. Raises: UrlError."""
         name, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(64)
-        retried(lambda: self.directory.write(name, data), PROBE_WAITS)
+        self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
             raise UrlError("a file that was just written does not read back", "other")
         self.directory.remove(name)
