@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -180,8 +180,8 @@ class RemoteDirectory:
                 return None
             raise
 
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a small file."""
+    def write(self, name: str, data: bytes, waits: Sequence[float] | None = None) -> None:
+        """Replace a small file. `waits`: those of `retried`."""
         path = self._path(name)
 
         def put() -> None:
@@ -191,7 +191,7 @@ class RemoteDirectory:
             else:
                 self._files.pipe_file(path, data)
 
-        retried(put)
+        retried(put, waits)
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if there is none."""
@@ -289,8 +289,3 @@ class RemoteDirectory:
 
 def _entry(info: dict[str, Any]) -> RemoteEntry:
     return RemoteEntry(int(info["size"] or 0), next((str(info[key]) for key in STAMP_KEYS if info.get(key)), ""))
-
-
-def url_folder(url: str) -> PurePosixPath:
-    """Return the path of a URL of a directory."""
-    return PurePosixPath(urlsplit(url).path)

@@ -19,6 +19,8 @@ from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, TRAINING_FIELDS
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [
+    ("checkpoint:\n  mirror: memory://runs", 4, "not a URL"),
+    ("checkpoint:\n  mirror: file:///runs/one/copy\noutput_dir: /runs/one", 4, "is to outlive"),
     ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", 4, "line 5"),

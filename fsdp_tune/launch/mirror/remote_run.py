@@ -13,11 +13,11 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, Where
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
 from fsdp_tune.run.records import Document
-from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError, retried
+from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError
 
 PENDING_NAME = "pending.json"
 """Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to write."""
@@ -82,7 +82,7 @@ class RemoteRun:
     def probe(self) -> None:
         """Write, read and remove a small file. Raises: UrlError."""
         name, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(64)
-        retried(lambda: self.directory.write(name, data), PROBE_WAITS)
+        self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
             raise UrlError("a file that was just written does not read back", "other")
         self.directory.remove(name)
@@ -221,28 +221,25 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
 
 def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
     """Return the usage error (exit 2) for a store that cannot be used at the start of a command."""
-    where = Where(key="checkpoint.mirror")
-    if error.refusal == "package":
-        protocol = url.partition("://")[0]
-        extra = {"gcs": "gs", "abfs": "az", "abfss": "az"}.get(protocol, protocol)
-        hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
-        return FsdpTuneError(Problem("mirror-package", f"`{url}`: {error}", where, hint), exit_code=ExitCode.USAGE)
-    message = f"the mirror {url} cannot be used: {error}"
+    where, message = Where(key="checkpoint.mirror"), f"the mirror {url} cannot be used: {error}"
     match error.refusal:
+        case "package":
+            protocol = url.partition("://")[0]
+            extra = {"gcs": "gs", "abfs": "az", "abfss": "az"}.get(protocol, protocol)
+            hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
+            return usage_error("mirror-package", message, where=where, hint=hint)
         case "absent":
-            problem = Problem("mirror-missing", message, where, "create the bucket or container, or correct `checkpoint.mirror`")
-        case "credentials":
-            hint = (
-                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
-                "with the rights to list, read, write and delete"
-            )
-            problem = Problem("mirror-refused", message, where, hint)
+            hint = "create the bucket or container, or correct `checkpoint.mirror`"
+            return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
-            problem = Problem("mirror-clock", message, where, hint)
-        case "other":
-            problem = Problem("mirror-refused", message, where, "correct `checkpoint.mirror`")
+            return usage_error("mirror-clock", message, where=where, hint=hint)
+        case "credentials" | "other":
+            hint = (
+                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
+            )
+            hint += "with the rights to list, read, write and delete; or correct `checkpoint.mirror`"
+            return usage_error("mirror-refused", message, where=where, hint=hint)
         case None:
             hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"
-            problem = Problem("mirror-unreachable", message, where, hint)
-    return FsdpTuneError(problem, exit_code=ExitCode.USAGE)
+            return usage_error("mirror-unreachable", message, where=where, hint=hint)

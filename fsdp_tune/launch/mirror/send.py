@@ -79,7 +79,7 @@ def state_path(run: RunDir, machine: int) -> Path:
     return run.logs / f"mirror-{machine:02d}.json"
 
 
-class Ledger:
+class SentFiles:
     """Which files were sent: appended to a file of the run, so that a later command does not send them again.
 
     A file counts as sent while the mirror has it with the size and stamp that it had after it was sent.
@@ -112,7 +112,7 @@ class Sender:
     def __init__(self, run: RunDir, remote: RemoteRun, *, machine: int = 0, has_others: bool = False, keep: int | None = None) -> None:
         self._has_others = has_others
         self._run, self._remote, self._machine, self._keep = run, remote, machine, keep
-        self._ledger = Ledger(run.logs / f"mirror-{machine:02d}.sent.jsonl")
+        self._ledger = SentFiles(run.logs / f"mirror-{machine:02d}.sent.jsonl")
         self._state = MirrorState(url=remote.url, pid=os.getpid())
         self._lock = threading.Lock()
         self._written_at = 0.0
