@@ -28,7 +28,7 @@ from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
-from fsdp_tune.launch.health import HealthCheck, HealthFiles, HealthNeeds, HealthRequest, MessageSize, RankFacts, State, judge_health
+from fsdp_tune.launch.health import HealthCheck, HealthFiles, HealthNeeds, HealthRequest, MessageSize, RankHealth, State, judge_health
 from fsdp_tune.launch.submit.container_job import shared_memory
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.planner.predict.memory import disk
@@ -55,7 +55,7 @@ class DoctorAnswer(JsonAnswer):
     world_size: int
     machines: int
     checks: list[HealthCheck]
-    ranks: list[RankFacts]
+    ranks: list[RankHealth]
     """What each rank measured; empty if the ranks have not come that far."""
 
 
@@ -82,9 +82,9 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
             request = _request(resolved, trace)
             observer.phase(f"measuring on {len(plan.ranks)} ranks")
             failed = _run_ranks(plan, resolved, request, files)
-            facts: list[RankFacts] = []
+            facts: list[RankHealth] = []
             if failed is None:
-                facts = TypeAdapter(list[RankFacts]).validate_json(files.facts.read_bytes())
+                facts = TypeAdapter(list[RankHealth]).validate_json(files.facts.read_bytes())
         checks = [_host_name(resolved), *_traced(trace)]
         checks += [failed] if failed is not None else [
             HealthCheck("ranks", "ok", f"{len(facts)} ranks started and found each other"),

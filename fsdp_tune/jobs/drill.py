@@ -22,7 +22,7 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
 from fsdp_tune.jobs.results import merge_checkpoint
-from fsdp_tune.jobs.submit import ENDED, QueuedJob, Submission, call_slurm, job_now, submission
+from fsdp_tune.jobs.submit import ENDED, QueuedJob, Submission, already_queued, call_slurm, job_now, queued_jobs, submission
 from fsdp_tune.launch.command.resume import move_aside
 from fsdp_tune.launch.run_status import last_lines
 from fsdp_tune.launch.submit.cluster_job import JobFiles, JobStart, read_attempts
@@ -179,6 +179,8 @@ class _Watched:
     looked_at: float = field(default=float("-inf"))
 
     def __post_init__(self) -> None:
+        if queued := queued_jobs(self.files):
+            raise already_queued(queued)  # before its run is moved away
         if RunDir(self.files.output_dir).is_used:
             self.observer.message(f"the run of an earlier drill is now {move_aside(RunDir(self.files.output_dir))}")
         self.job = str(self.submitted.submit().job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
@@ -21,13 +19,13 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.resume import AUTO, Start
 from fsdp_tune.launch.mirror.fetch import fetch_checkpoint, remove_stage
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, mirror_error, read_identity
+from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, best_step, mirror_error, read_identity
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
-STALL_SECONDS = 180.0
+STALL_SECONDS = 900
 """The command waits for the mirror at its end while bytes are sent, and this long without any."""
 WAIT_SECONDS = 3600.0
 """The longest that it waits."""
@@ -47,6 +45,8 @@ class Mirroring:
     _child: subprocess.Popen[str] | None = None
     _started: int = 0
     _start_step: int | None = None
+    _was_read: bool = False
+    """Whether the start was decided with the mirror's checkpoints in view: only then may newer ones of it be taken back."""
     _adopted: str | None = field(default=None)
     """Id of the run in the mirror that this command continues."""
 
@@ -71,7 +71,11 @@ class Mirroring:
         try:
             self.remote.probe()
             self._identify(start, resume, overwrite=overwrite)
-            return resume == AUTO and self._download(start)
+            if resume not in (None, AUTO):
+                self._refuse_later(start)
+            downloaded = resume == AUTO and self._download(start)
+            self._was_read = True
+            return downloaded
         except UrlError as error:
             if error.refusal is None and start.checkpoint is not None:
                 message = f"the mirror {self.remote.url} cannot be reached: {error}; the run continues from this disk"
@@ -107,6 +111,15 @@ class Mirroring:
             ways_out=(*continues, "--set checkpoint.mirror=… or --set output_dir=… names another place", "remove what is there"),
         )
 
+    def _refuse_later(self, start: Start) -> None:
+        steps = self.remote.complete_steps(self.remote.directory.list())
+        if later := [f"checkpoint-{step}" for step in reversed(steps) if step > start.step]:
+            raise usage_error(
+                "later-checkpoints",
+                f"{self.remote.url} has checkpoints after step {start.step} ({', '.join(later)}), which the run would replace",
+                ways_out=("--resume auto continues from the newest", "--set output_dir=… continues in a new directory", "remove them"),
+            )
+
     def _download(self, start: Start) -> bool:
         """Download the newest checkpoint that is complete and newer than this disk's, and the best one. Returns whether there was one."""
         steps = self.remote.complete_steps(self.remote.directory.list())
@@ -115,13 +128,17 @@ class Mirroring:
             reason = self._fetch(found) if isinstance(found, RemoteCheckpoint) else found
             if isinstance(found, RemoteCheckpoint) and reason is None:
                 self._fetch_best(found)
-                if self._adopted is not None:
-                    MirrorIdentity(self._adopted).write(self.run.mirror_json)
                 return True
             self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {reason}")])
+        if start.checkpoint is None and steps:  # from step 0, the run would replace them
+            raise usage_error(
+                "mirror-rejected",
+                f"{self.remote.url} has checkpoints, and none that can be used",
+                where=Where(key="checkpoint.mirror"),
+                hint="--set checkpoint.mirror=… starts another copy, and the run at step 0",
+            )
         if start.checkpoint is None:
-            kind = "no complete checkpoint" if not steps else "no checkpoint that can be used"
-            self.observer.notices([Notice("mirror-empty", f"{self.remote.url} has {kind}: training starts at step 0")])
+            self.observer.notices([Notice("mirror-empty", f"{self.remote.url} has no complete checkpoint: training starts at step 0")])
         return False
 
     def _fetch(self, found: RemoteCheckpoint) -> str | None:
@@ -129,7 +146,7 @@ class Mirroring:
         self.observer.message(f"downloading {found.name} ({format_bytes(found.size_bytes)}) from {self.remote.url}")
         try:
             with self.observer.progress("downloading", found.size_bytes, "bytes") as bar:
-                fetch_checkpoint(self.remote, found, self.run, bar.advance)
+                fetch_checkpoint(self.remote, found, self.run, bar.advance, identity=self._adopted)
         except ContentError as error:
             remove_stage(self.run, found.step)
             return str(error)
@@ -137,14 +154,16 @@ class Mirroring:
 
     def _fetch_best(self, newest: RemoteCheckpoint) -> None:
         """Download the best checkpoint so far, from which a merge may be made, if the newest is another."""
-        with suppress(OSError, ValueError):
-            state: Any = json.loads((self.run.checkpoint(newest.step) / "trainer_state.json").read_bytes())
-            best = state.get("best_global_step")
-            if isinstance(best, int) and not self.run.checkpoint(best).exists():
-                found = self.remote.checkpoint(best)
-                if isinstance(found, RemoteCheckpoint) and (reason := self._fetch(found)) is not None:
-                    message = f"checkpoint-{best}, the best, is not used: {reason}"
-                    self.observer.notices([Notice("checkpoint-rejected", message)])
+        best = best_step(self.run.checkpoint(newest.step))
+        if best is None or self.run.checkpoint(best).exists():
+            return
+        try:
+            found = self.remote.checkpoint(best)
+            reason = self._fetch(found) if isinstance(found, RemoteCheckpoint) else found
+        except OSError as error:
+            reason = str(error)
+        if reason is not None:
+            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{best}, the best, is not on this disk: {reason}")])
 
     @contextmanager
     def sending(self, start_step: int | None) -> Iterator[None]:
@@ -154,7 +173,7 @@ class Mirroring:
         """
         if self.machine == 0 and read_identity(self.run) is None:
             MirrorIdentity(self._adopted or secrets.token_hex(8)).write(self.run.mirror_json)
-        self._start_step = start_step
+        self._start_step = start_step if self._was_read else None
         self._start()
         try:
             try:

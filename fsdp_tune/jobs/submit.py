@@ -199,7 +199,7 @@ class Submission:
             if queued and finds and not self.options.again:
                 return self._found(queued[0])
             if queued and not self.options.again:
-                raise _already(queued)
+                raise already_queued(queued)
             copy = files.recipe(self.loaded.path.name, self.loaded.text)
             answer = self._script(str(copy))
             if answer.state == "finished":
@@ -298,7 +298,8 @@ def _alone(files: JobFiles) -> Iterator[None]:
         time.sleep(0.2)
 
 
-def _already(queued: Sequence[QueuedJob]) -> Exception:
+def already_queued(queued: Sequence[QueuedJob]) -> Exception:
+    """Return the usage error for a run that has jobs in the queue."""
     return usage_error(
         "job-queued",
         f"nothing is submitted: {queued[0]}, and trains this run" + (f"; so do {len(queued) - 1} more" if queued[1:] else ""),
@@ -395,7 +396,7 @@ def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
 
 def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
     last = next((start for start in reversed(read_attempts(files.output_dir)) if start.job == job), None)
-    if last is None or last.exit_code is None:
+    if last is None or last.exit_code is None or last.then == "requeued":  # what came after it is not in the ledger
         return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
     return state if last.then == ENDED_BY_SLURM else str(last.then), last.exit_code
 

@@ -196,7 +196,11 @@ class _Job:
         assert self.connected is not None, "`train` connects the machines first"
         if start.is_finished:
             self.connected.conclude(Verdict(ExitCode.OK, ExitReason.FINISHED, start.step))
-            return self.finished(start)
+            if self.mirror is None:
+                return self.finished(start)
+            with locked(self.plan.run) as notices, self.sending(None):  # what an earlier command could not send
+                self.observer.notices(notices)
+                return self.finished(start)
         with self.written(start, starts_ranks=True) as job, self.sending(start.step):
             ended = job.run_ranks()
             self.connected.close()  # the others need not wait for the merge

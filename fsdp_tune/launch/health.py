@@ -29,6 +29,8 @@ LOCKED_BYTES = 64 << 20
 """A limit of locked memory below this fails InfiniBand's registration of buffers (`ibv_reg_mr`)."""
 MISSING = "error: "
 """Before the message of an input that could not be found."""
+NOT_COMPARED = "not compared"
+"""An input that a machine would download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class OutputFacts(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts(JsonAnswer):
+class RankHealth(JsonAnswer):
     rank: int
     machine: int
     host: str
@@ -167,9 +169,9 @@ def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str
     ]
 
 
-def judge_health(facts: Sequence[RankFacts], needs: HealthNeeds) -> list[HealthCheck]:
+def judge_health(facts: Sequence[RankHealth], needs: HealthNeeds) -> list[HealthCheck]:
     """Judge the facts of all ranks, in the order of ranks."""
-    judges: Sequence[Callable[[Sequence[RankFacts], HealthNeeds], HealthCheck | None]] = (
+    judges: Sequence[Callable[[Sequence[RankHealth], HealthNeeds], HealthCheck | None]] = (
         *(_versions, _clocks, _open_files, _shared_memory, _locked_memory, _gpus),
         *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives),
     )
@@ -184,19 +186,19 @@ def _check(name: str, found: Sequence[str], good: str, fix: str, state: State = 
     return HealthCheck(name, state, f"{found[0]}{more}", fix)
 
 
-def _versions(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001  all judges have one signature
+def _versions(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001  all judges have one signature
     found = differences([each.versions for each in facts], [each.label for each in facts])
     known = facts[0].versions
     good = f"torch {known.get('torch')}, transformers {known.get('transformers')} on every rank"
     return _check("versions", found, good, "install the same packages on every machine")
 
 
-def _machines(facts: Sequence[RankFacts]) -> list[RankFacts]:
+def _machines(facts: Sequence[RankHealth]) -> list[RankHealth]:
     """Return the first rank of each machine."""
     return list({each.machine: each for each in reversed(facts)}.values())[::-1]
 
 
-def _clocks(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _clocks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     found = [
         f"the clock of {each.host} is {each.clock_seconds:+.1f} s from that of {facts[0].host}"
         for each in _machines(facts)
@@ -206,7 +208,7 @@ def _clocks(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # n
     return _check("clocks", found, f"within {CLOCK_SECONDS:.0f} s of rank 0", fix, "warn")
 
 
-def _open_files(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _open_files(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     found = [
         f"{each.host} allows {each.open_files_limit} open files, a rank needs {each.open_files_needed}"
         for each in _machines(facts)
@@ -215,7 +217,7 @@ def _open_files(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck: 
     return _check("open files", found, f"{facts[0].open_files_needed} allowed", "raise the hard limit (`ulimit -Hn`, LimitNOFILE=)")
 
 
-def _shared_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+def _shared_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     needed = needs.shared_memory_bytes
     if needed is None:
         return None
@@ -228,7 +230,7 @@ def _shared_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthChec
     return _check("/dev/shm", found, f"{format_bytes(needed)} free", fix, "warn")
 
 
-def _locked_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+def _locked_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     if not needs.uses_infiniband:
         return None
     limits = [(each.host, each.locked_memory_limit_bytes) for each in _machines(facts)]
@@ -238,7 +240,7 @@ def _locked_memory(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthChec
     return _check("locked memory", found, "enough for InfiniBand", "`ulimit -l unlimited`, or LimitMEMLOCK=infinity for the daemon")
 
 
-def _gpus(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+def _gpus(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
     if all(each.gpu is None and each.gpu_before is None for each in facts):
         return None
     errors = [
@@ -254,7 +256,7 @@ def _gpus(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
     return _check("GPUs", found, f"idle before, {min(clocks)} MHz or more under load" if clocks else "idle before", fix, "warn")
 
 
-def _gpu_findings(facts: RankFacts) -> Iterator[str]:
+def _gpu_findings(facts: RankHealth) -> Iterator[str]:
     before, now = facts.gpu_before, facts.gpu
     if before is not None and before.used_bytes is not None and before.used_bytes > IDLE_BYTES:
         yield f"was not idle: {format_bytes(before.used_bytes)} of its memory in use"
@@ -268,7 +270,7 @@ def _gpu_findings(facts: RankFacts) -> Iterator[str]:
         yield f"is limited to {now.power_limit_watts:.0f} W of {now.default_power_watts:.0f} W"
 
 
-def _output(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     unwritable = [f"{each.label} cannot write in {each.output.directory}: {each.output.error}" for each in facts if each.output.error]
     if unwritable:
         return _check("output directory", unwritable, "", "change the permission or the mount, or `--set output_dir=DIR`")
@@ -282,7 +284,7 @@ def _output(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # n
     )
 
 
-def _rename(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
     if any(each.output.error for each in facts):
         return None
     found = [f"{each.label} does not see that rank 0 has renamed a directory" for each in facts if not each.output.sees_rename]
@@ -290,16 +292,20 @@ def _rename(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | Non
     return _check("rename", found, "seen by all ranks", fix)
 
 
-def _locks(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
     if any(each.output.error for each in facts):
         return None
     words = {"missing": "has no locks", "not shared": "does not share locks between machines"}
     found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
+    if not found and all(each.output.lock == "untested" for each in facts):
+        return HealthCheck(
+            "locks", "warn", f"could not be tested in {facts[0].output.directory}", "start a run once: a second command may not be excluded"
+        )
     fix = "nothing is lost: a killed command's run directory is free for another machine after 300 s; do not start a run twice"
     return _check("locks", found, "exclude other commands", fix, "warn")
 
 
-def _space(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+def _space(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     free = [(each.output.free_bytes, each) for each in facts if each.output.free_bytes is not None]
     if not free or needs.checkpoint_bytes is None:
         return None
@@ -314,7 +320,7 @@ def _space(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None
     return HealthCheck("space", state, finding, None if state == "ok" else "free space, or lower `training.save_total_limit`")
 
 
-def _write_rate(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+def _write_rate(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     rates = [each.output.written_bytes / each.output.write_seconds for each in facts if each.output.written_bytes]
     if len(rates) < len(facts) or needs.checkpoint_bytes is None:
         return None
@@ -324,7 +330,7 @@ def _write_rate(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck |
     return _check("write rate", [finding] if seconds > SLOW_CHECKPOINT_SECONDS else [], finding, fix, "warn")
 
 
-def _inputs(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _inputs(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     machines = _machines(facts)
     missing = [
         f"{each.host}: {text.removeprefix(MISSING)}" for each in machines for text in each.inputs.values() if text.startswith(MISSING)
@@ -332,7 +338,12 @@ def _inputs(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # n
     if missing:
         return _check("inputs", missing, "", "`fsdp-tune validate` on that machine checks the paths of model and data")
     found = differences([each.inputs for each in machines], [each.host for each in machines])
-    return _check("inputs", found, "model, tokenizer and data are found, and equal on all machines", "copy the same files to every machine")
+    if found:
+        return _check("inputs", found, "", "copy the same files to every machine")
+    unseen = sorted({key for each in machines for key, text in each.inputs.items() if text == NOT_COMPARED})
+    named = "what is on this disk of model, tokenizer and data is found, and equal on all machines"
+    unseen_too = [f"{named}; not compared, as it would be downloaded: {', '.join(unseen)}"] if unseen else []
+    return _check("inputs", unseen_too, named, "download before the run, or see that every machine can", "warn")
 
 
 def slow_ranks(seconds: Sequence[float]) -> list[int]:
@@ -341,7 +352,7 @@ def slow_ranks(seconds: Sequence[float]) -> list[int]:
     return [rank for rank, own in enumerate(seconds) if own > SLOW_SHARE * middle]
 
 
-def _matmul(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _matmul(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     times = [each.matmul_seconds for each in facts]
     middle, slow = median_low(times), sorted(slow_ranks(times), key=lambda rank: -times[rank])
     found = [f"{facts[rank].label} takes {times[rank] / middle - 1:.0%} longer than the median for a matrix product" for rank in slow]
@@ -350,7 +361,7 @@ def _matmul(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck:  # n
     return _check("matrix product", found, f"{middle * 1e3:.2f} ms, no rank more than {SLOW_SHARE - 1:.0%} slower", fix, state)
 
 
-def _collectives(facts: Sequence[RankFacts], needs: HealthNeeds) -> HealthCheck | None:
+def _collectives(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     by_kind = {
         each.kind: max(each, *(other for rank in facts for other in rank.collectives if other.kind == each.kind), key=_seconds)
         for each in facts[0].collectives

@@ -193,6 +193,10 @@ class RemoteDirectory:
 
         retried(put, waits)
 
+    def has_place(self) -> bool:
+        """Return whether the directory above this one is there, which on a disk may be one that is not mounted."""
+        return not self._is_local or Path(self._root).parent.is_dir()
+
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if there is none."""
         path = self._path(name)

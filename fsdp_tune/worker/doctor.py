@@ -32,7 +32,17 @@ from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.launch.health import MISSING, CollectiveTime, HealthFiles, HealthRequest, MessageSize, OutputFacts, RankFacts, slow_ranks
+from fsdp_tune.launch.health import (
+    MISSING,
+    NOT_COMPARED,
+    CollectiveTime,
+    HealthFiles,
+    HealthRequest,
+    MessageSize,
+    OutputFacts,
+    RankHealth,
+    slow_ranks,
+)
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import describe_base, digest_of_samples
@@ -104,7 +114,7 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
     timed = [_collective(each, device_type, rank) for each in request.messages]
     facts = host()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    own = RankFacts(
+    own = RankHealth(
         rank=rank.index,
         machine=machine,
         host=str(facts["name"]),
@@ -124,7 +134,7 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
     phase("gathering the results")
     every = gather(own)
     if is_first_here:
-        write_file(files.facts, TypeAdapter(list[RankFacts]).dump_json(every))
+        write_file(files.facts, TypeAdapter(list[RankHealth]).dump_json(every))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -152,14 +162,17 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
     name = recipe.model.name_or_path
     if name is not None:
         base = _or_missing(lambda: describe_base(name, recipe.model.revision))
-        found["model"] = base if isinstance(base, str) else base.digest or base.revision or "not in the cache"
+        found["model"] = base if isinstance(base, str) else base.digest or NOT_COMPARED
     tokenizer = recipe.model.tokenizer or name
     if tokenizer is not None and (folder := Path(tokenizer).expanduser()).is_dir():
         digest = _or_missing(lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}))
         found["tokenizer"] = str(digest)
     for key, entry in recipe.data.sources:
         path = Path(entry.path).expanduser()
-        if is_builtin(entry.path) or entry.loader is not None or not (path.exists() or can_only_be_a_path(entry.path)):
+        if is_builtin(entry.path):
+            continue
+        if entry.loader is not None or not (path.exists() or can_only_be_a_path(entry.path)):
+            found[key] = NOT_COMPARED
             continue
         found[key] = str(_or_missing(lambda entry=entry, key=key: digest_of_samples(find_source(entry, key).stored_in)))
     return found

@@ -40,6 +40,7 @@ def words(folder: Path, name: str, mirror: str | None, **more: object) -> list[s
 @pytest.mark.ranks
 def test_killed_run_whose_disk_is_gone_ends_bitwise_the_same_from_the_mirror(tmp_path: Path, cli: Callable[..., Done]) -> None:
     mirror = f"file://{tmp_path}/mirror"
+    (tmp_path / "mirror").mkdir()
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = cli(*words(tmp_path, "whole", None))
     assert done.returncode == 0, done.stderr

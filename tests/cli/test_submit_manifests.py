@@ -180,7 +180,7 @@ class Pods:
         container = spec["template"]["spec"]["containers"][0]
         variables = {each["name"]: each["value"] for each in container["env"]}
         variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # no DNS of a cluster here, and no network of a pod
-        script = container["command"][-1].replace("$$(", "$(")
+        script = container["command"][-1].replace("$$", "$")  # as the kubelet does
         return [
             self.start(script, variables | more | {"JOB_COMPLETION_INDEX": str(index)}, kubernetes.RECIPE_DIRECTORY)
             for index in range(spec["completions"])

@@ -226,7 +226,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("existing output replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    plant("differing ranks accepted", "worker.agreement:check_same", never("first"), rows="F032"),
+    plant("differing ranks accepted", "launch.health:differences", never("first"), rows="F032"),
     plant("loader processes handle stop signals", "worker.rows.training_rows:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
@@ -353,7 +353,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("hanging tracker blocks the run", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),
     # adapters
     plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
-    plant("contents of the base not in its digest", "run.base_model:digest_of_weights", drop("file.read"), rows="F128"),
+    plant("contents of the base not in its digest", "run.base_model:digest_of_samples", drop("file.read"), rows="F128"),
     plant("method of an adapter not checked", "model.loading.adapter_files:_refuse_other_kinds", never("peft_type"), rows="F129"),
     plant("target that hits nothing ignored", "model.adapters.lora:_chosen", never("found"), rows="F130"),
     plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),

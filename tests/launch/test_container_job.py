@@ -171,7 +171,7 @@ def test_machines_find_the_first_one_by_its_name_in_the_headless_service(kind: K
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert variables["MASTER_ADDR"] == first
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert '--machine-rank "$JOB_COMPLETION_INDEX"' in container["command"][-1]
+    assert '--machine-rank "$$JOB_COMPLETION_INDEX"' in container["command"][-1]
     if kind == "job":
         assert pod_spec(found, kind)["subdomain"] == found["Service"]["metadata"]["name"] == "my-recipe"
         assert found["Service"]["spec"]["clusterIP"] == "None"

@@ -13,7 +13,7 @@ from fsdp_tune.launch.health import (
     HealthCheck,
     HealthNeeds,
     OutputFacts,
-    RankFacts,
+    RankHealth,
     differences,
     judge_health,
     slow_ranks,
@@ -24,8 +24,8 @@ GPU = GpuState(300 * MIB, 0, 1980, 0, 700.0, 700.0, ())
 NEEDS = HealthNeeds(10 * GIB, 3, 2 * GIB, {"all_gather": 0.010}, uses_infiniband=True)
 
 
-def healthy(rank: int) -> RankFacts:
-    return RankFacts(
+def healthy(rank: int) -> RankHealth:
+    return RankHealth(
         rank=rank,
         machine=rank // 2,
         host="ab"[rank // 2],
@@ -44,7 +44,7 @@ def healthy(rank: int) -> RankFacts:
     )
 
 
-def judged(needs: HealthNeeds = NEEDS, **changes: RankFacts) -> list[HealthCheck]:
+def judged(needs: HealthNeeds = NEEDS, **changes: RankHealth) -> list[HealthCheck]:
     facts = [healthy(rank) for rank in range(4)]
     for rank, changed in changes.items():
         facts[int(rank.removeprefix("rank"))] = changed
@@ -65,7 +65,7 @@ def test_healthy_machines_pass_every_check() -> None:
     assert {check.fix for check in checks} == {None}
 
 
-def output(rank: int, **changes: object) -> RankFacts:
+def output(rank: int, **changes: object) -> RankHealth:
     return replace(healthy(rank), output=replace(OUTPUT, **changes))  # type: ignore[arg-type]
 
 

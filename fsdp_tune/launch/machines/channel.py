@@ -158,12 +158,19 @@ class Channel:
     def _read(self) -> None:
         """Start exchanges and read their lines until the channel is closed."""
         while True:
-            link = self._start()
+            try:
+                link = self._start()
+            except OSError:  # no memory or no process for it now
+                with self._state:
+                    if self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS):
+                        return
+                continue
             with self._state:
                 self._link = link
                 self._state.notify_all()
             for line in link.lines():
-                self._receive(_EXCHANGED.validate_json(line))
+                with contextlib.suppress(ValueError):  # what a machine wrote; without this thread, nothing would be read any more
+                    self._receive(_EXCHANGED.validate_json(line))
             link.kill()
             with self._state:
                 self._link = None

@@ -91,7 +91,7 @@ class _Peer:
     seen: int = -1
 
 
-class Exchange:
+class StoreExchange:
     """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
 
     def __init__(self, machine: int, machines: int, connect: Callable[[], KeyValueStore]) -> None:
@@ -202,7 +202,7 @@ def exchange(
     machine: int, machines: int, connect: Callable[[], KeyValueStore], lines: Iterable[str], write: Callable[[str], object]
 ) -> None:
     """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one."""
-    inbox, own = _Inbox(lines), Exchange(machine, machines, connect)
+    inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect)
     deadline: float | None = None
     while True:
         ended = inbox.has_ended  # before reading the document: the last one is published

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
-from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, run_folder
+from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, run_folder
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file
 from fsdp_tune.run.remote_files import ContentError
@@ -19,10 +20,11 @@ RUN_FILES_PRIVATE = frozenset({"recipe.yaml", "recipe.json", "environment.json"}
 Advance = Callable[[int], object]
 
 
-def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, advance: Advance) -> Path:
+def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, advance: Advance, *, identity: str | None = None) -> Path:
     """Download a checkpoint into a run directory, which is created with the files of the run if there is none. Returns its path.
 
-    A damaged checkpoint of the same step is replaced. Raises: ContentError if the mirror's files are damaged; UrlError; OSError.
+    A damaged checkpoint of the same step is replaced. `identity`: of the run, for a directory
+    that is created. Raises: ContentError if the mirror's files are damaged; UrlError; OSError.
     """
     final = run.checkpoint(found.step)
     if run.is_used:
@@ -35,6 +37,8 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
     _fill(remote, run_folder(found.name), found.run_files, stage / run_folder(found.name), advance)
     with staged_directory(run.path, last=run.recipe_json.name) as inside:
         DISK.mkdir(RunDir(inside).logs)
+        if identity is not None:
+            MirrorIdentity(identity).write(RunDir(inside).mirror_json)
         _unpack(stage / run_folder(found.name), found.run_files, inside)
         DISK.rename(stage / final.name, inside / final.name)
     shutil.rmtree(stage, ignore_errors=True)
@@ -56,6 +60,8 @@ def _unpack(folder: Path, manifest: Manifest, target: Path) -> None:
 def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advance: Advance) -> None:
     """Download the files of a folder that the stage does not have yet, then the manifest."""
     DISK.mkdir(stage)
+    if stage.is_symlink() or stage.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{stage} is not a directory of this user")
 
     def fetch(name: str) -> None:
         entry, target = manifest.files[name], stage / name
@@ -63,6 +69,8 @@ def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advan
             advance(entry.size_bytes)
             return
         DISK.mkdir(target.parent)
+        if target.is_symlink():
+            DISK.unlink(target)
         for is_last in (False, True):
             try:
                 remote.directory.fetch(f"{folder}/{name}", target, entry, advance)

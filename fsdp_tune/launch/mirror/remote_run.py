@@ -12,6 +12,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
@@ -68,6 +69,15 @@ class RemoteCheckpoint:
 Listing = Mapping[str, RemoteEntry]
 
 
+def best_step(checkpoint: Path) -> int | None:
+    """Return the step of the best checkpoint at the time of this one, from which a merge may be made."""
+    try:
+        best = json.loads((checkpoint / "trainer_state.json").read_bytes()).get("best_global_step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return best if isinstance(best, int) else None
+
+
 class RemoteRun:
     """The copy of one run: the directory `name` below the URL of the recipe. One machine writes manifests; all may send files."""
 
@@ -81,6 +91,8 @@ class RemoteRun:
 
     def probe(self) -> None:
         """Write, read and remove a small file. Raises: UrlError."""
+        if not self.directory.has_place():
+            raise UrlError(f"there is no directory {self.directory.url.rpartition('/')[0]}: is it mounted?", "absent")
         name, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(64)
         self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
@@ -229,7 +241,7 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
             hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
             return usage_error("mirror-package", message, where=where, hint=hint)
         case "absent":
-            hint = "create the bucket or container, or correct `checkpoint.mirror`"
+            hint = "create the bucket, container or directory, or correct `checkpoint.mirror`"
             return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"

@@ -32,6 +32,7 @@ from fsdp_tune.launch.mirror.remote_run import (
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
+    best_step,
     is_there,
     read_identity,
     run_folder,
@@ -176,7 +177,8 @@ class Sender:
             sent = self._send_run_files(step) + self._send_folder(name, manifest, folder)
         listing = self._remote.directory.list()
         local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
-        self._remote.rotate(self._keep, kept=local | {step}, listing=listing)
+        best = best_step(folder)
+        self._remote.rotate(self._keep, kept=local | {step} | ({best} if best is not None else set()), listing=listing)
         self._note(newest_step=next(iter(self._remote.complete_steps(listing)), None))
         return sent
 

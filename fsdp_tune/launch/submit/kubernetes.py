@@ -268,8 +268,8 @@ def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volum
     return {
         "name": GROUP,
         "image": pod.image,
-        # Kubernetes replaces `$(NAME)`, and `$$(NAME)` is `$(NAME)`.
-        "command": ["sh", "-c", command.replace("$(", "$$(")],
+        # Kubernetes replaces `$(NAME)`, and each `$$` is `$`.
+        "command": ["sh", "-c", command.replace("$", "$$")],
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),
             *({"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}} for each in pod.secrets),

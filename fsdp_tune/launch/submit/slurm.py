@@ -96,7 +96,7 @@ def _directives(job: ClusterJob, site: Mapping[str, str]) -> list[str]:
 
 def _unwritable(name: str, value: str) -> Problem | None:
     plain = value.removesuffix("/slurm-%j.out") if name == "output" else value
-    if _QUOTABLE.fullmatch(plain) and len(value) <= 1000:
+    if _QUOTABLE.fullmatch(re.sub(r"[|*!]", "&", plain) if name == "constraint" else plain) and len(value) <= 1000:
         return None
     what = {"output": "the run directory", "chdir": "the working directory"}.get(name, f"`--{name}`")
     way = {"output": "`--set output_dir=DIR`", "chdir": "another directory"}.get(name, f"`--{name} NAME`")
@@ -153,8 +153,15 @@ _ABOUT = """\
 
 _BODY = """\
 @RUN@
+# Slurm's name of this job: of an element of an array, not of all of it.
+id=$SLURM_JOB_ID
+[[ ${SLURM_ARRAY_JOB_ID:-} ]] && id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 ledger=$run.submit/attempts.jsonl
 mkdir -p "$run.submit"
+# Variables of this name that the submitting shell exported are not the block's.
+for name in program srun_options train_options; do
+    [[ $(declare -p "$name" 2>/dev/null) != "declare -x"* ]] || unset "$name"
+done
 @VARIABLES@[[ ${program[0]} ]] || program=(@PROGRAM@)
 arguments=(
     @ARGUMENTS@
@@ -175,7 +182,7 @@ record() {  # EVENT STEP FIELDS: a line of the ledger
 }
 
 fact() {  # NAME: a field of the job as Slurm shows it
-    scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n "s/.* $1=\\([^ ]*\\).*/\\1/p"
+    scontrol show job --oneliner "$id" | sed -n "s/.* $1=\\([^ ]*\\).*/\\1/p"
 }
 
 # A limit that the signal uses up, such as a short one of the cluster, would start the job for a few steps each time.
@@ -183,6 +190,8 @@ IFS=:- read -r -a limit <<<"$(fact TimeLimit)"  # D-HH:MM:SS, HH:MM:SS or UNLIMI
 ((${#limit[@]} != 3)) || limit=(0 "${limit[@]}")
 if ((${#limit[@]} == 4)) && ((((10#${limit[0]} * 24 + 10#${limit[1]}) * 60 + 10#${limit[2]}) * 60 + 10#${limit[3]} < 2 * @LEAD@)); then
     echo "stopped: the time limit is less than twice the @LEAD@ s that are kept for saving; submit with a longer --time" >&2
+    start=${SLURM_RESTART_COUNT:-0}
+    record ended "$(newest_step)" '"exit_code": 2, "then": "stopped"'
     exit 2
 fi
 
@@ -210,7 +219,7 @@ done
 
 requeue() {
     next="not requeued"
-    scontrol requeue "$SLURM_JOB_ID" && next=requeued
+    scontrol requeue "$id" && next=requeued
 }
 
 # The tasks get signals from Slurm, and save; this script waits for them. At the time limit itself it has seconds left.
