@@ -1,7 +1,7 @@
 """Load a model directory with transformers. Run as a child process, the only part of a merge that imports torch.
 
-`python -m fsdp_tune.merge.verify.loaded names DIR` prints the model's own parameter list, from its config alone.
-`python -m fsdp_tune.merge.verify.loaded forward DIR` loads the weights and runs a few tokens through them.
+`python -m fsdp_tune.merge.loaded names DIR` prints the model's own parameter list, from its config alone.
+`python -m fsdp_tune.merge.loaded forward DIR` loads the weights and runs a few tokens through them.
 Either prints one JSON object as the last line of stdout.
 """
 

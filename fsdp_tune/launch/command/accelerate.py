@@ -332,7 +332,7 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
         "--main_process_ip": address.ip,
         "--main_process_port": address.port,
         "--rdzv_backend": "c10d" if recipe.launch.num_machines == 1 else "static",
-        "--max_restarts": 0,  # `launch.supervise.attempts` restarts the complete launch; `launch.supervise.restart` explains why
+        "--max_restarts": 0,  # `launch.supervise.attempts` restarts the complete launch
         "--mixed_precision": "no",
         "--dynamo_backend": "no",
         "--num_cpu_threads_per_process": threads,

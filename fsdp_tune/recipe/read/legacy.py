@@ -1,4 +1,4 @@
-"""Move and change keys on the tree of a recipe, and collect the notices and problems. Used by `legacy`.
+"""Move and change keys on the tree of a recipe, and collect the notices and problems.
 
 Translate old spellings on the tree, with one notice each: TrainingArguments 4.x, Accelerate's
 `fsdp_config` files, the `fsdp: "full_shard auto_wrap offload"` strings. It is an error if an old and a new spelling have

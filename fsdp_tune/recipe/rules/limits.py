@@ -2,7 +2,8 @@
 
 Where fp8 and bf16 work. `FP8_RULES` are part of `rules.contradictions.RULES`; the limits of the model itself are in `model.kernels.float8`.
 
-Where `parallelism.sp_size` works. Part of `rules.contradictions.RULES`; `recipe.world` checks the ranks, `model.sequence_limits` the model.
+Where `parallelism.sp_size` works. Part of `rules.contradictions.RULES`; `recipe.world` checks the ranks,
+`model.sequence_parallel` the model.
 
 Rules of `data.streaming`. Part of `rules.contradictions.RULES`.
 

@@ -1,7 +1,7 @@
 """Read wrapping, dtypes and mesh from the live objects of every rank and compare them with the recipe.
 
-`fsdp.expected` returns the live state that the recipe requires, independently of the code that makes the settings. Any difference from it,
-or between ranks, stops the run before step 1.
+`recipe.fsdp_arguments.expected` returns the live state that the recipe requires, independently of the code that makes the settings.
+Any difference from it, or between ranks, stops the run before step 1.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Checks of sources and of the output."""
