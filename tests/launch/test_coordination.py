@@ -459,7 +459,7 @@ def test_machine_that_died_with_its_ranks_is_named_instead_of_a_lost_connection(
 def test_command_that_was_started_again_joins_the_next_launch(play: Play) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
-    play.network.link(1).finish()
+    second.close()
     again = play.machine(1)
     until(first.failure_elsewhere)
     lost = first.failure_elsewhere()
@@ -490,7 +490,7 @@ def test_first_machine_that_was_started_again_is_another_life(play: Play) -> Non
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     second.end(ECHO)
-    play.network.link(0).finish()
+    first.close()
     play.machine(0)
     assert second.next_launch() is None
     lost = second.lost_first()
