@@ -33,7 +33,7 @@ from fsdp_tune.check.evaluation.examples import (
     wilson,
 )
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
@@ -101,8 +101,8 @@ def evaluate(
     with session(recipe):
         started = time.monotonic()
         device = device_of(options.device)
-        if options.out is not None and not options.out.absolute().parent.is_dir():
-            raise usage_error("no-directory", f"`--out {options.out}`: there is no directory {options.out.parent}", hint="create it")
+        if options.out is not None:
+            check_output_file(options.out, replaces=True)
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, NoReturn, Self
 
 from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, find_model, run_of_model
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import NOWHERE, ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.data.preparation import Prepared
@@ -275,7 +275,7 @@ def generate(
     with session():
         started = time.monotonic()
         if output is not None:
-            _check_output(output)
+            check_output_file(output, replaces=True)
         found = read_prompts(str(prompts))
         with open_model(model, options, observer=observer) as opened:
             total = len(found) * len(opened.names)
@@ -289,16 +289,6 @@ def generate(
         if output is not None:
             write_file(output, "".join(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers))
         return made
-
-
-def _check_output(output: Path) -> None:
-    """Refuse a file that could not be written once the answers are there. Raises: usage error."""
-    if not output.absolute().parent.is_dir():
-        raise usage_error("no-directory", f"`--output {output}`: there is no directory {output.parent}", hint="create it")
-    if output.is_dir():
-        raise usage_error("output-exists", f"`--output {output}` is a directory", hint="give the name of a file in it")
-    if not os.access(output.absolute().parent, os.W_OK):
-        raise usage_error("no-directory", f"`--output {output}`: {output.parent} cannot be written", hint="give another directory")
 
 
 def generation(opened: AnsweringModel, answers: Sequence[GeneratedAnswer], seconds: float) -> Generation:
