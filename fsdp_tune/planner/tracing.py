@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.hub import cached_model_file
@@ -45,7 +45,7 @@ def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, 
     for name in _UNSEEN:
         data.pop(name)
     parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace, state_of(_OWN)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return digest(*parts, size=16)
 
 
 def state_of(folder: Path) -> str:
@@ -187,7 +187,7 @@ def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
     """Return the name of a trace: a digest of everything that it depends on."""
     values = {key: value for key, value in values_by_key(recipe).items() if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)}
     parts = [json.dumps(values, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), *installed_code()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return digest(*parts, size=16)
 
 
 def _configuration(recipe: Recipe) -> str:
@@ -207,7 +207,7 @@ def _configuration(recipe: Recipe) -> str:
             return "not cached"
         path = cached.parent
     files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    digests = [digest(file.read_bytes(), size=16) for file in files if file.is_file()]
     # Weights decide whether head and embedding are tied (`model.loading.stored_tensors`).
     states = [file.stat() for pattern in WEIGHTS for file in sorted(path.glob(pattern))] if path.is_dir() else []
     return " ".join([path.name, *digests, *(f"{state.st_size} {state.st_mtime_ns}" for state in states)])
