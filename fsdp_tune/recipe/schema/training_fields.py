@@ -13,13 +13,13 @@ for AdamW without torchao, `bf16_stochastic_round` (torchao's name).
 from __future__ import annotations
 
 import fnmatch
-import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.recipe import ParameterGroup, Training
@@ -219,10 +219,7 @@ def version_gap(name: str, installed: str | None) -> str | None:
 
 
 def installed_transformers() -> str | None:
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_versions(["transformers"])["transformers"]
 
 
 def training_value(training: Training, name: str) -> Any:
