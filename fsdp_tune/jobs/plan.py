@@ -56,8 +56,8 @@ from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import value_of
 from fsdp_tune.recipe.world import World
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Prediction

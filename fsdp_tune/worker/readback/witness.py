@@ -27,7 +27,7 @@ from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import gathered_units, units_of
-from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
+from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.metrics_file import WITNESS_COST, WITNESSED
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
