@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.terminal import trend
-from fsdp_tune.cli.verbs import Overrides, given, verb
+from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds

@@ -26,9 +26,8 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.planner import tracing as traces
-from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.memory import disk
-from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.predict import Plan, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.search.candidates import (

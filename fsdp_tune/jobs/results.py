@@ -25,9 +25,9 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
-from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
+from fsdp_tune.merge.output_directory import RECORD_NAME
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
 from fsdp_tune.pages.report_page import Differences, differences_of, report_page
