@@ -1,7 +1,4 @@
-"""Show a plan: on the terminal, and as one HTML page.
-
-Write a plan as one HTML page: memory of a step over time by component, and the ranked recipes. No scripts or external files.
-"""
+"""Show a plan: on the terminal, and as one HTML page without scripts or external files."""
 
 from __future__ import annotations
 

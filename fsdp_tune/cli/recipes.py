@@ -1,7 +1,4 @@
-"""The commands about recipes: the catalogue, `import`, `explain`, and the chat templates of the package.
-
-`recipes list|show|copy|new|schema`: the catalogue in the package, a recipe for a model and GPUs, and the JSON Schema for editors.
-"""
+"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, `explain`, and the chat templates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`.
-
-`status`: the status of a run, from its files alone.
-"""
+"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`."""
 
 from __future__ import annotations
 

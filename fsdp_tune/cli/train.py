@@ -1,7 +1,4 @@
-"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`.
-
-`validate`: check a recipe without GPUs.
-"""
+"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Steps that jobs plan with: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
+"""Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
 
-Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
+Other jobs use the steps: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
 """
 
 from __future__ import annotations

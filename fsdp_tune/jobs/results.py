@@ -1,13 +1,4 @@
-"""What is made of a run: a merged model, its upload, and a report.
-
-Merge a sharded checkpoint into a model directory, and upload the model of a run.
-
-Merge a sharded checkpoint into a model directory.
-
-Push the model of a finished run, or another merged directory, to the Hugging Face hub.
-
-Report on runs: their curves, events, data, recipes and environments, and how they differ, from their files alone.
-"""
+"""What is made of runs: a merged model directory, its upload to the hub, and a report about one or several runs from their files alone."""
 
 from __future__ import annotations
 

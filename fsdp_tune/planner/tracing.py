@@ -1,6 +1,6 @@
-"""Cache of plans: replaying the step of a hundred layers takes longer than reading a stored plan.
+"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
 
-Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
+Plans are cached too: replaying the step of a hundred layers takes longer than reading a stored plan.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
 (`recipe.schema.kinds`), the model's configuration, this package's sources, and the installed packages with their versions.

@@ -1,6 +1,6 @@
 """The base of callbacks that need the trainer.
 
-Records in the heartbeat which part of a step a rank is in, and in metrics.jsonl which rank the others wait for.
+One of them records in the heartbeat which part of a step a rank is in, and in metrics.jsonl which rank the others wait for.
 """
 
 from __future__ import annotations
