@@ -22,6 +22,7 @@ from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+from fsdp_tune.jobs.doctor import check_space, notices_of_machine
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring
 from fsdp_tune.jobs.observer import Observer
@@ -192,6 +193,7 @@ class _Job:
 
     def lead(self) -> TrainResult:
         """Train on the only machine, or the first: refuse bad input before anything is written, then write, run and merge."""
+        self.observer.notices(notices_of_machine(self.recipe, self.plan))
         start = self.decide_start()
         assert self.connected is not None, "`train` connects the machines first"
         if start.is_finished:
@@ -336,6 +338,8 @@ class _Job:
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
+            facts = model.model
+            observer.notices(check_space(recipe, parameters=facts.parameters, trained_parameters=facts.trained_parameters))
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
         return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)
@@ -448,6 +452,7 @@ class _Job:
         assert self.plan.first_machine is not None, "there are several"
         shape = f"{self.recipe.world_size} ranks, {self.recipe.local_world_size} on each machine"
         where = f"{self.plan.first_machine.ip}:{self.plan.first_machine.control_port}"
+        self.observer.notices(notices_of_machine(self.recipe, self.plan))
         self.observer.message(f"machine {rank}: waiting for the first machine ({where}) to prepare {run.path} for {shape}")
         ended = self.connected.join()
         if ended is None:
