@@ -19,10 +19,10 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.resume import AUTO, Start
 from fsdp_tune.launch.mirror.fetch import fetch_checkpoint, remove_stage
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, best_step, mirror_error, read_identity
+from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, mirror_error, read_identity
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
 STALL_SECONDS = 900
@@ -154,11 +154,11 @@ class Mirroring:
 
     def _fetch_best(self, newest: RemoteCheckpoint) -> None:
         """Download the best checkpoint so far, from which a merge may be made, if the newest is another."""
-        best = best_step(self.run.checkpoint(newest.step))
-        if best is None or self.run.checkpoint(best).exists():
+        best = best_so_far(self.run.checkpoint(newest.step))
+        if best is None or self.run.checkpoint(best.step).exists():
             return
         try:
-            found = self.remote.checkpoint(best)
+            found = self.remote.checkpoint(best.step)
             reason = self._fetch(found) if isinstance(found, RemoteCheckpoint) else found
         except OSError as error:
             reason = str(error)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_tune.core.atomic import json_safe, write_file
+from fsdp_tune.core.atomic import check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
 from fsdp_tune.jobs.observer import Observer
@@ -162,10 +162,12 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
+    page = Path(output) if output is not None else None
+    if page is not None:
+        check_output_file(page, replaces=True)
     found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
     records = [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
     html = report_page(records, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
-    page = Path(output) if output is not None else None
     if page is not None:
         write_file(page, html, private=True)
     return RunReport(records, differences_of(records), html, page)

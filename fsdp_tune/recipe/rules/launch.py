@@ -9,7 +9,6 @@ What each tracker of `training.report_to` needs, as the callback of transformers
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import shlex
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.scalars import shown
@@ -230,10 +230,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_recent(package: str, least: str) -> bool:
-    try:
-        return _numbers(importlib.metadata.version(package)) >= _numbers(least)
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    found = installed_versions([package])[package]
+    return found is not None and _numbers(found) >= _numbers(least)
 
 
 def _numbers(version: str) -> list[int]:
