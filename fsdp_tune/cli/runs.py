@@ -167,6 +167,8 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
+    for reason in mirror.damaged:
+        screen.message(f"not mirrored: {reason}")
 
 
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,12 +16,12 @@ from fsdp_tune.launch.mirror.send import Sender
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from fsdp_tune.run.remote_files import UrlError
+from tests.launch.test_accelerate import resolved
 from tests.launch.test_mirror import make_run, save, send_all
 
 
-def mirroring(run: RunDir, remote: RemoteRun) -> Mirroring:
-    recipe = SimpleNamespace(training=SimpleNamespace(save_total_limit=1), checkpoint=SimpleNamespace(mirror="-"), launch=SimpleNamespace())
-    return Mirroring(run, cast("Any", recipe), remote, Observer())
+def mirroring(run: RunDir, remote: RemoteRun, *overrides: str) -> Mirroring:
+    return Mirroring(run, resolved(run.path.parent, *overrides), RemoteRun(*remote.url.rsplit("/", 1)), Observer())
 
 
 def start(step: int, *, is_new: bool = False) -> Any:
@@ -33,6 +33,7 @@ def mirrored(tmp_path: Path) -> tuple[RunDir, RemoteRun]:
     """A run with checkpoint-100 on its disk, and a mirror that has checkpoint-500 too."""
     (tmp_path / "mirror").mkdir()
     run, remote = make_run(tmp_path / "run"), RemoteRun(f"file://{tmp_path}/mirror", "run")
+    run.recipe_json.write_text(resolved(tmp_path).model_dump_json(by_alias=True))
     for step in (100, 500):
         save(run, step)
     assert send_all(run, remote)
