@@ -313,8 +313,12 @@ def _span(estimate: Any) -> str:
 def merge_checkpoint(
     screen: Screen,
     source: Annotated[
-        Path,
-        Argument("A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.", metavar="SRC"),
+        str,
+        Argument(
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. Of a mirror, "
+            "the URL of a run or of its checkpoint.",
+            metavar="SRC",
+        ),
     ],
     options: MergeOptions,
     push_to_hub: Annotated[
@@ -329,6 +333,7 @@ def merge_checkpoint(
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
+        fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
     from fsdp_tune.jobs.answers import PushedMergeAnswer

@@ -57,6 +57,10 @@ class ContentError(Exception):
     """Bytes are not those that were expected; the message is a sentence about the file."""
 
 
+class NoConditionalWritesError(Exception):
+    """A store does not know the condition that there is no such file."""
+
+
 def retried(request: Callable[[], T], waits: Sequence[float] | None = None) -> T:
     """Return the result of `request`, repeated after transient errors. Raises: UrlError."""
     pauses = WAITS if waits is None else waits
@@ -210,7 +214,7 @@ class RemoteDirectory:
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file unless there is one, which the store decides. Returns whether it was written; False also after a lost answer.
 
-        Raises: NotImplementedError if the store has no conditional writes; UrlError.
+        Raises: NoConditionalWritesError, UrlError.
         """
         path = self._path(name)
 
@@ -229,7 +233,7 @@ class RemoteDirectory:
             return True
 
         if (is_written := retried(put)) is None:
-            raise NotImplementedError(f"{self.url} has no conditional writes")
+            raise NoConditionalWritesError(f"{self.url} has no conditional writes")
         return is_written
 
     def modified(self, name: str) -> float | None:

@@ -18,7 +18,7 @@ from fsdp_tune.launch.mirror.remote_run import RemoteRun
 from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.manifest import digest
-from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
 from tests.launch.test_mirror import complete_and_verified, make_run, save, send_all
 
 
@@ -148,7 +148,7 @@ def test_of_several_at_once_one_succeeds(directory: RemoteDirectory) -> None:
 
 def test_store_without_conditional_writes_shows_the_loser_that_it_lost(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def create(*_: object) -> bool:
-        raise NotImplementedError
+        raise NoConditionalWritesError
 
     monkeypatch.setattr(RemoteDirectory, "create", create)
     first, second = Elsewhere(directory), Elsewhere(directory, "node8")

@@ -249,9 +249,12 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
     return found is not None and found.size_bytes == entry.size_bytes
 
 
-def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
-    """Return the usage error (exit 2) for a store that cannot be used at the start of a command."""
-    where, message = Where(key="checkpoint.mirror"), f"the mirror {url} cannot be used: {error}"
+def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpTuneError:
+    """Return the usage error (exit 2) for a store that cannot be used at the start of a command. `where`: None for `checkpoint.mirror`."""
+    message, named = (
+        (f"it cannot be read: {error}", "the URL") if where else (f"the mirror {url} cannot be used: {error}", "`checkpoint.mirror`")
+    )
+    where = where or Where(key="checkpoint.mirror")
     match error.refusal:
         case "package":
             protocol = url.partition("://")[0]
@@ -261,7 +264,7 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
         case "absent":
             parent = url.removeprefix("file://").rpartition("/")[0]
             hint = f"`mkdir -p {shlex.quote(parent)}`, mount it" if url.startswith("file://") else "create the bucket or container"
-            hint += ", or correct `checkpoint.mirror`"
+            hint += f", or correct {named}"
             return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
@@ -270,7 +273,7 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
             hint = (
                 "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
             )
-            hint += "with the rights to list, read, write and delete; or correct `checkpoint.mirror`"
+            hint += f"with the rights to list, read, write and delete; or correct {named}"
             return usage_error("mirror-refused", message, where=where, hint=hint)
         case None:
             hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"

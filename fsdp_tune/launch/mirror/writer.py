@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdp_tune.core.ownership import Owner, is_running, parse_owner, this_owner
-from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
 
 WRITERS = "writers"
 BEAT_SECONDS = 10.0
@@ -195,7 +195,7 @@ class Writer:
         try:
             if self._directory.create(_name(number), data) or self._is_mine(number):  # its answer was lost
                 return True
-        except NotImplementedError:
+        except NoConditionalWritesError:
             self._directory.write(_name(number), data)
             return False
         raise MirrorInUseError(None, is_certain=False)
@@ -208,7 +208,7 @@ class Writer:
     def _require_dead(self, number: int, raw: bytes | None, other: WriterRecord | None) -> None:
         """Raises: MirrorInUseError unless the owner of a claim has ended."""
         runs = is_running(other.owner) if other is not None else None
-        if other is not None and other.owner.pid == self._record.owner.pid and runs:
+        if other is not None and replace(other.owner, claim="", since=0.0) == replace(self._record.owner, claim="", since=0.0):
             return  # an earlier command of this process
         if runs:
             raise MirrorInUseError(other, is_certain=True)
