@@ -168,6 +168,8 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
+    for reason in mirror.damaged:
+        screen.message(f"not mirrored: {reason}")
 
 
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
@@ -340,8 +342,12 @@ def _span(estimate: Any) -> str:
 def merge_checkpoint(
     screen: Screen,
     source: Annotated[
-        Path,
-        Argument("A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.", metavar="SRC"),
+        str,
+        Argument(
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. Of a mirror, "
+            "the URL of a run or of its checkpoint.",
+            metavar="SRC",
+        ),
     ],
     options: MergeOptions,
     push_to_hub: Annotated[
@@ -356,6 +362,7 @@ def merge_checkpoint(
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
+        fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
     from fsdp_tune.jobs.answers import PushedMergeAnswer

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from fsdp_tune.core.atomic import check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
+from fsdp_tune.jobs.mirrored_checkpoint import downloaded, is_mirror_url
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
@@ -41,13 +42,17 @@ from fsdp_tune.run.directory import RunDir, existing_run
 def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()) -> MergeResult:
     """Merge the checkpoint that `source` and `options` name into an ordinary Hugging Face model directory, completely or not at all.
 
-    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter. No code from it is run.
+    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter, or the URL of a run or
+    checkpoint in a mirror (`checkpoint.mirror`), which needs `options.output`. No code from it is run.
     Of a run with `lora:` its `merge.adapter` decides whether the adapter is written too, into RUN/adapter; the result is then that of
     the merged model.
     Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights that are not finite.
     """
-    path = Path(source)
     with session():
+        if isinstance(source, str) and is_mirror_url(source):
+            with downloaded(source, options, observer) as fetched:
+                return _merge(fetched.path, options, observer, origin=fetched.url)
+        path = Path(source)
         output = _output(path, options)
         if output == "both":
             adapter = _merge(path, replace(options, adapter=True), observer)
@@ -55,9 +60,9 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
         return _merge(path, replace(options, adapter=output == "adapter"), observer)
 
 
-def _merge(source: Path, options: MergeOptions, observer: Observer) -> MergeResult:
+def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: str | None = None) -> MergeResult:
     observer.phase("merging")
-    result = merging.merge_checkpoint(source, options, observer.progress)
+    result = merging.merge_checkpoint(source, options, observer.progress, origin=origin)
     observer.notices(result.notices)
     return result
 

@@ -24,7 +24,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
 from fsdp_tune.jobs.inspection import inspect_model
-from fsdp_tune.jobs.mirroring import Mirroring
+from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
@@ -82,7 +82,10 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
         job = _job(recipe, options, observer, starts_here=True)
         with job.machines() as machines:
             job = replace(job, connected=machines)
-            return job.lead() if job.plan.machine_rank == 0 else job.follow()
+            if job.plan.machine_rank > 0:
+                return job.follow()
+            with given_back(job.mirror):
+                return job.lead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,12 @@ def write_only(
     """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
     with session(recipe):
         job = _job(recipe, replace(options, machine_rank=0), observer)
-        start = job.decide_start()
-        if start.is_finished:
-            return job.finished(start)
-        with job.written(start) as written:
-            return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
+        with given_back(job.mirror):
+            start = job.decide_start()
+            if start.is_finished:
+                return job.finished(start)
+            with job.written(start) as written:
+                return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +398,10 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early, self.connected)
-        with observer.training(), closing(attempts.events()) as events:
+        rows = partial(rows_of_step, plan.run.data_json, self.recipe)
+        newer = self.mirror.newer_copy if self.mirror is not None else None
+        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer).events()
+        with observer.training(), closing(attempts) as events:
             for event in events:
                 if self.mirror is not None:
                     self.mirror.tend()
