@@ -27,6 +27,7 @@ from fsdp_tune.jobs.mirroring import Mirroring
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.resizing import Resizing
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -181,6 +182,7 @@ class _Job:
             plan.machine_rank,
             recipe.launch.num_machines,
             hang_seconds=parse_seconds(recipe.launch.hang_timeout),
+            replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
             channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port),
             identity=identity_of(recipe, plan.env, extensions),
         )
@@ -390,7 +392,8 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early, self.connected)
+        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer)
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early, self.connected, sizes)
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
                 if self.mirror is not None:

@@ -241,6 +241,15 @@ RESTARTED = EventKind(
     marks_curves=True,
     is_of_run=True,
 )
+MACHINES_CHANGED = EventKind(
+    "machines_changed",
+    ("machines", "ranks", "gradient_accumulation_steps", "message"),
+    "the run continues on other machines (`launch.min_machines`): their numbers, and the ranks and micro-batches of a step from here on",
+    "warning",
+    show=None,
+    marks_curves=True,
+    is_of_run=True,
+)
 RECIPE_CHANGED = EventKind(
     "recipe_changed",
     ("changes",),

@@ -16,7 +16,8 @@ from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.identity import Identity, difference, identity_of
-from fsdp_tune.launch.machines.launches import CountedBar, Machines, combined
+from fsdp_tune.launch.machines.launches import CountedBar, Machines
+from fsdp_tune.launch.machines.report import combined
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
@@ -60,10 +61,13 @@ class Play:
             path.write_text("{}")
         self.run, self.count, self.network = run, count, Network(count)
 
-    def machine(self, number: int, *, hang_seconds: float = 20.0, run: RunDir | None = None, **changes: object) -> Machines:
+    def machine(
+        self, number: int, *, hang_seconds: float = 20.0, replacement_seconds: float = 0.0, run: RunDir | None = None, **changes: object
+    ) -> Machines:
         channel = self.network.channel(number)
         there = identity(f"host-{number}", **changes)
-        machine = Machines(run or self.run, number, self.count, hang_seconds=hang_seconds, channel=channel, identity=there)
+        limits = {"hang_seconds": hang_seconds, "replacement_seconds": replacement_seconds}
+        machine = Machines(run or self.run, number, self.count, **limits, channel=channel, identity=there)
         return machine.__enter__()
 
 
