@@ -151,7 +151,8 @@ class Attempts:
         self._plan = resized.plan
         lost = [machine for machine in before if machine not in self._members]
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
-        message += f": {resized.ranks} ranks × {resized.accumulation} micro-batches a step; the global batch is the same"
+        message += f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+        message += "the global batch is the same"
         facts = {"machines": list(self._members), "ranks": resized.ranks, "gradient_accumulation_steps": resized.accumulation}
         append_event(self._plan.run, MACHINES_CHANGED, resized.step, **facts, message=message)
         yield Message(message)
@@ -242,6 +243,10 @@ def _named(numbers: Sequence[int], what: str = "machine") -> str:
         return f"{what} {numbers[0]}"
     is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{what}s {numbers[0]} to {numbers[-1]}" if is_range else f"{what}s {', '.join(map(str, numbers))}"
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -> Verdict:
