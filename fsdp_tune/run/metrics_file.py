@@ -193,8 +193,13 @@ COMPILE_FALLBACK = EventKind(
 )
 PROFILED = EventKind("profiled", ("trace", "steps", "seconds"), "the profile of `--profile` was written", "routine", _profile)
 SLOW_RANK = EventKind(
-    "slow_rank", ("rank", "ratio", "behind_seconds", "message"), "the others wait for this rank in each step", "alarm", _warning
+    "slow_rank",
+    ("rank", "part", "share", "behind_seconds", "message"),
+    "for a minute, the others have waited for this rank for more than 5 % of each step; `part`: for its `data`, `computing` or `saving`",
+    "alarm",
+    _warning,
 )
+RANK_RECOVERED = EventKind("rank_recovered", ("rank", "message"), "a rank that was slow is not any more")
 LOSS_SPIKE = EventKind(
     "loss_spike",
     ("message", "rows", "rows_total"),

@@ -21,10 +21,11 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.metrics_file import read_metrics
 from tests.launch.conftest import PlanOf
+from tests.launch.links import Answers, Play, start, until
 from tests.launch.test_accelerate import resolved
-from tests.launch.test_coordination import Answers, Play, play_of, quick, start, until  # noqa: F401  fixtures
 
 PATIENCE_SECONDS = 0.3
+pytestmark = pytest.mark.usefixtures("quick_machines")
 
 
 def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
@@ -36,7 +37,7 @@ def two_or_more(count: int) -> bool:
 
 
 @pytest.fixture
-def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tuple[Play, list[Machines]]:  # noqa: F811
+def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tuple[Play, list[Machines]]:
     monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
     played = play_of(3)
     every = [played.machine(number, replacement_seconds=PATIENCE_SECONDS) for number in range(3)]
@@ -203,7 +204,7 @@ class Command:
 
 @pytest.fixture
 def commands(
-    play_of: Callable[[int], Play],  # noqa: F811
+    play_of: Callable[[int], Play],
     plan_of: PlanOf,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -81,7 +81,14 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
             "profile: t.json.gz (open it in https://ui.perfetto.dev)",
         ],
     ),
-    "slow_rank": ({"rank": 1, "ratio": 2.0, "behind_seconds": 0.5, "message": "rank 1 is slow"}, ["warning: step 7: rank 1 is slow"]),
+    "slow_rank": (
+        {"rank": 1, "part": "data", "share": 0.2, "behind_seconds": 0.5, "message": "rank 1 is slow"},
+        ["warning: step 7: rank 1 is slow"],
+    ),
+    "rank_recovered": (
+        {"rank": 1, "message": "it is as fast as the others"},
+        ["step 7: rank recovered: it is as fast as the others (rank 1)"],
+    ),
     "loss_spike": (
         {"message": "high", "rows": SPIKE_ROWS, "rows_total": 90},
         [
