@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
@@ -28,6 +28,7 @@ from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.resizing import Resizing
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -61,7 +62,7 @@ from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.training import schedule_of_steps
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.base_model import BaseModel, describe_base
+from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
@@ -186,6 +187,7 @@ class _Job:
             plan.machine_rank,
             recipe.launch.num_machines,
             hang_seconds=parse_seconds(recipe.launch.hang_timeout),
+            replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
             channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port),
             identity=identity_of(recipe, plan.env, extensions),
         )
@@ -335,7 +337,7 @@ class _Job:
         data = self._without_skipped(start, data)
         base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
-            _check_base(RunDir(start.checkpoint.path.parent), base)
+            refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
         steps = self._steps(data)
         refuse_beyond_end(start, steps)
         if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
@@ -400,7 +402,8 @@ class _Job:
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
         rows = partial(rows_of_step, plan.run.data_json, self.recipe)
         newer = self.mirror.newer_copy if self.mirror is not None else None
-        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer).events()
+        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer)
+        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer, sizes).events()
         with observer.training(), closing(attempts) as events:
             for event in events:
                 if self.mirror is not None:
@@ -481,18 +484,6 @@ def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
     if recipe.quantization is None:
         return base
     return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.quantization.scales)
-
-
-def _check_base(trained: RunDir, now: BaseModel) -> None:
-    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises: usage error."""
-    before = BaseModel.read(trained.base_json)
-    if before is not None and before.differs_from(now):
-        raise usage_error(
-            "base-changed",
-            f"the weights of {now.name} are not those that the adapter was trained on so far",
-            where=Where(str(trained.base_json)),
-            ways_out=("restore the old weights", "--overwrite or --set output_dir=… starts a new run on the new weights"),
-        )
 
 
 def _unreachable(what: str) -> Problem:

@@ -80,7 +80,7 @@ def test_silent_writer_is_taken_over_and_finds_out(directory: RemoteDirectory, t
         first.check()
     (tmp_path / "shard").write_bytes(b"old")
     with pytest.raises(UrlError, match="taken it over"):
-        directory.send(tmp_path / "shard", "checkpoint-5/shard", digest(b"old"), lambda _: None, first.check)
+        directory.send(tmp_path / "shard", "checkpoint-5/shard", digest_data(b"old"), lambda _: None, first.check)
     assert directory.read("checkpoint-5/shard") is None, "what it was sending does not appear"
     second.release()
 

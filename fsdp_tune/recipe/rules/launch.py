@@ -155,7 +155,14 @@ def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
             yield from _texts(inner, f"{key}[{index}]")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url)
+def at_most_all_machines(recipe: Recipe) -> Iterator[Finding]:
+    fewest, machines = recipe.launch.min_machines, recipe.launch.num_machines
+    if fewest is not None and fewest > machines:
+        message = f"`launch.min_machines: {fewest}` is more than `launch.num_machines: {machines}`"
+        yield Finding("contradiction", ("launch.min_machines", "launch.num_machines"), message, f"write at most {machines}")
+
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url, at_most_all_machines)
 
 
 @dataclass(frozen=True, slots=True)
