@@ -360,6 +360,8 @@ class StepView:
         shares = _shares(line)
         wide = [", ".join(f"{name} {share:.0%}" for name, share in shares.items())] if shares else []
         short = [" ".join(f"{SHORT_SHARES[name]} {share:.0%}" for name, share in shares.items())] if shares else []
+        slow = [f"rank {line['slow_rank']} costs {line['slow_rank_share']:.0%} ({line['slow_rank_part']})"] if "slow_rank" in line else []
+        first += slow
         self._screen.fields(
             [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide)],
             narrow=[*first, f"{speed} tok/s", *short, *gib, *mfu, f"grad {norm}", rate],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from fsdp_tune.cli.completion import COMPLETERS
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from fsdp_tune.cli.train_view import StepView
     from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
-    from fsdp_tune.run.directory import RunDir
-if TYPE_CHECKING:
     from fsdp_tune.recipe.read.loader import LoadedRecipe
+    from fsdp_tune.run.directory import RunDir
 
 # ---- The observer and the error boundary
 
@@ -259,6 +259,7 @@ def _option(name: str, kind: Any, option: Option, default: Any) -> Made:
         help=option.help,
         metavar=option.metavar,
         min=option.minimum,
+        autocompletion=COMPLETERS.get(option.metavar or ""),
     )
 
     def make(typed: Typed) -> Any:

@@ -313,8 +313,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "fastest rank reported as slow",
-        "worker.observe.step_progress:slowest",
-        value("rank", "min(range(len(working_seconds)), key=working_seconds.__getitem__)"),
+        "worker.observe.stragglers:slowest",
+        value("rank", "min(range(len(ranks)), key=own.__getitem__)"),
         rows="F045",
     ),
     plant("unreadable row not named", "worker.rows.training_rows:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
