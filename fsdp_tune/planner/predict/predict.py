@@ -386,7 +386,13 @@ def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[st
 def _time(timed: StepTime | None) -> StepParts | None:
     if timed is None:
         return None
-    return StepParts(timed.phases, timed.compute_seconds, timed.communication_seconds, timed.exposed_seconds, timed.issue_seconds)
+    return StepParts(
+        phases=timed.phases,
+        compute_seconds=timed.compute_seconds,
+        communication_seconds=timed.communication_seconds,
+        exposed_seconds=timed.exposed_seconds,
+        waiting_for_host_seconds=timed.issue_seconds,
+    )
 
 
 def _communication(timed: StepTime | None) -> SentGib:
