@@ -153,6 +153,7 @@ class Sender:
         elif there != own:
             raise UrlError(f"{self._remote.url} has the checkpoints of another run", "other")
         listing = self._remote.directory.list()
+        self._remote.remove_stages(listing)
         steps = self._remote.complete_steps(listing)
         later = [] if start_step is None else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
         for step in later:

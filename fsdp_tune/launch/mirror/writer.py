@@ -170,7 +170,7 @@ class Writer:
         if self._beats is not None:
             self._beats.join(RELEASE_SECONDS)
             if not self._beats.is_alive() and not self._is_away:
-                with suppress(UrlError, MirrorInUseError):
+                with suppress(OSError, MirrorInUseError):
                     self._write(has_ended=True)
             self._beats = None
         self._number = None
@@ -180,7 +180,7 @@ class Writer:
             try:
                 self._write()
                 self._is_away = False
-            except (UrlError, MirrorInUseError):
+            except (OSError, MirrorInUseError):
                 self._is_away = True
 
     def _write(self, *, has_ended: bool = False) -> None:
