@@ -93,8 +93,8 @@ class Mirroring:
             self._was_read = True
             return downloaded
         except UrlError as error:
-            if error.refusal is None and start.checkpoint is not None:
-                message = f"the mirror {self.remote.url} cannot be reached: {error}; the run continues from this disk"
+            if error.refusal in (None, "full") and start.checkpoint is not None:
+                message = f"the mirror {self.remote.url} cannot be used: {error}; the run continues from this disk"
                 self.observer.notices([Notice("mirror-unreachable", message, Where(key="checkpoint.mirror"), "it is tried again")])
                 return False
             raise mirror_error(self.remote.url, error) from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -329,6 +330,32 @@ def test_rotated_checkpoint_is_still_sent_from_its_links(tmp_path: Path, remote:
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
     assert not (run.path / sending.PINS).exists()
+
+
+def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
+    tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write, capacity = make_run(tmp_path / "run"), Disk.write, 40_000
+
+    def limited(self: Disk, file: IO[bytes], data: bytes | memoryview) -> None:
+        used = sum(path.stat().st_size for path in (tmp_path / "mirror").rglob("*") if path.is_file() and path.suffix == ".distcp")
+        if "/mirror/" in file.name and "distcp" in file.name and used + len(data) > capacity:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, file, data)
+
+    monkeypatch.setattr(Disk, "write", limited)
+    save(run, 5, size=4)  # 16,800 bytes
+    assert send_all(run, remote)
+    save(run, 10, size=8)  # 33,600 bytes: one of two files fits
+    assert not send_all(run, remote)
+    state = MirrorState.read(state_path(run, 0))
+    assert state is not None
+    assert "No space left" in (state.error or "")
+    assert state.waiting == ["checkpoint-10"], "and not checkpoint-5, which is there"
+    shutil.rmtree(run.checkpoint(10))
+    save(run, 15, size=5)  # 21,000 bytes: fits without the half of checkpoint-10
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [15, 5]
 
 
 class Faults:

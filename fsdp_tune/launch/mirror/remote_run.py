@@ -230,6 +230,12 @@ class RemoteRun:
                 if folder:
                     self.directory.remove_empty_folders(folder)
 
+    def remove_incomplete(self, listing: Listing, *, but: int | None) -> None:
+        """Remove the checkpoints that are not complete, except that of step `but`."""
+        for step in self.pending_steps(listing):
+            if step != but:
+                self.remove(step, listing)
+
     def rotate(self, keep: int | None, *, kept: Collection[int], listing: Listing) -> list[int]:
         """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one replaces.
 
@@ -273,6 +279,8 @@ def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpT
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
             return usage_error("mirror-clock", message, where=where, hint=hint)
+        case "full":
+            return usage_error("mirror-full", message, where=where, hint=f"free space there, or correct {named}")
         case "credentials" | "other":
             hint = (
                 "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "

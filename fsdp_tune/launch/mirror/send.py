@@ -141,6 +141,8 @@ class Sender:
         self._done: dict[str, tuple[int, int] | None] = {}
         """Identity of the file that completes a local folder, for those that the mirror has or that are damaged."""
         self._refused: dict[str, str] = {}
+        self._there: set[str] = set()
+        """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are not reported as missing."""
         self._note()
 
     def open(self, start_step: int | None) -> None:
@@ -158,6 +160,7 @@ class Sender:
         later = [] if start_step is None else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
         for step in later:
             self._remote.take_back(step, listing)
+        self._there = {f"checkpoint-{step}" for step in steps if step not in later}
         self._note(newest_step=next((step for step in steps if step not in later), None))
 
     def _claim(self) -> None:
@@ -195,6 +198,10 @@ class Sender:
             self._done[name] = identity
             self._refused[name] = f"{name} is damaged on this disk and is not sent: {error}"
             raise ContentError(self._refused[name]) from error
+        except UrlError as error:
+            if error.refusal == "full":  # parts of older checkpoints would keep a newer one out
+                self._remote.remove_incomplete(self._remote.directory.list(), but=step)
+            raise
         self._done[name] = identity
         self._refused.pop(name, None)
         if size_bytes:
@@ -339,6 +346,7 @@ class Sender:
         self._note(error=text)
 
     def note_progress(self, waiting: list[str]) -> None:
+        waiting = [name for name in waiting if name not in self._there]
         sizes = [sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file()) for name in waiting]
         self._note(waiting=waiting, left_bytes=sum(sizes))
 
