@@ -25,7 +25,6 @@ from fsdp_tune.launch.mirror.remote_run import (
     MirrorIdentity,
     RemoteCheckpoint,
     RemoteRun,
-    best_step,
     mirror_error,
     read_identity,
     run_folder,
@@ -33,8 +32,8 @@ from fsdp_tune.launch.mirror.remote_run import (
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.manifest import digest
+from fsdp_tune.run.directory import RunDir, best_so_far
+from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
 STALL_SECONDS = 180.0
@@ -214,7 +213,7 @@ class Mirroring:
             return
         name = self.run.recipe_json.name
         raw = self.remote.directory.read(f"{run_folder(found.name)}/{name}")
-        if raw is not None and name in found.run_files.files and digest(raw) == found.run_files.files[name]:
+        if raw is not None and name in found.run_files.files and digest_data(raw) == found.run_files.files[name]:
             check(compare(parse_resolved(raw, f"{self.remote.url}/{run_folder(found.name)}/{name}"), self.recipe))
 
     def _fetch(self, found: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> str | None:
@@ -233,11 +232,11 @@ class Mirroring:
 
     def _fetch_best(self, newest: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> None:
         """Download the best checkpoint so far, from which a merge may be made, if the newest is another."""
-        best = best_step(self.run.checkpoint(newest.step))
-        if best is None or self.run.checkpoint(best).exists():
+        best = best_so_far(self.run.checkpoint(newest.step))
+        if best is None or self.run.checkpoint(best.step).exists():
             return
         try:
-            found = self.remote.checkpoint(best)
+            found = self.remote.checkpoint(best.step)
             reason = self._fetch(found, advance) if isinstance(found, RemoteCheckpoint) else found
         except OSError as error:
             reason = str(error)

@@ -91,7 +91,7 @@ class Digester:
         return FileEntry(self.size_bytes, self._hash.hexdigest())
 
 
-def digest(data: bytes) -> FileEntry:
+def digest_data(data: bytes) -> FileEntry:
     """Return the entry of a file with these contents."""
     digester = Digester()
     digester.update(data)

@@ -46,6 +46,7 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.step_progress import StepProgress
+from fsdp_tune.worker.observe.stragglers import Stragglers
 from fsdp_tune.worker.observe.trackers import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
@@ -91,15 +92,17 @@ def build_trainer(
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
+    shares = StepShares(loaded.wrapped, device)
     observers: list[StepObserver] = [
-        StepShares(loaded.wrapped, device),
+        shares,
         *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
         *([Profile(run, profiled, rank.index)] if profiled else []),
         *([CompileReport(say)] if recipe.kernels.compile else []),
         witness,
         callback,
         *([Samples(start)] if recipe.training.sample is not None else []),
-        StepProgress(heartbeat, parts.metrics),
+        StepProgress(heartbeat),
+        Stragglers(shares, parts.metrics),
     ]
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
@@ -114,6 +117,7 @@ def build_trainer(
         report=_reporter(trainer, recipe, say),
         heartbeat=heartbeat,
         last_step=resume.step if resume else None,
+        times=trainer.times,
     )
     return trainer, callback, resume
 

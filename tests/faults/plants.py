@@ -313,8 +313,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "fastest rank reported as slow",
-        "worker.observe.step_progress:slowest",
-        value("rank", "min(range(len(working_seconds)), key=working_seconds.__getitem__)"),
+        "worker.observe.stragglers:slowest",
+        value("rank", "min(range(len(ranks)), key=own.__getitem__)"),
         rows="F045",
     ),
     plant("unreadable row not named", "worker.rows.training_rows:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
@@ -342,7 +342,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F105",
     ),
     plant("buffer as large as a full tensor", "merge.copy.gather", value("BUFFER_BYTES", "512 << 20"), rows="F108"),
-    plant("source files opened on demand", "merge.formats.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
+    plant("source files opened on demand", "merge.read.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
     plant("adapter added without scaling", "merge.lora.targets:_add", value("scaling", "1.0 + 0.0 * _"), rows="F112"),
     plant(
         "digest of the manifest ignored",

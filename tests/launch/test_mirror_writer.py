@@ -17,7 +17,7 @@ from fsdp_tune.launch.mirror import writer as writing
 from fsdp_tune.launch.mirror.remote_run import RemoteRun
 from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
-from fsdp_tune.run.manifest import digest
+from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
 from tests.launch.test_mirror import complete_and_verified, make_run, save, send_all
 
@@ -80,7 +80,7 @@ def test_silent_writer_is_taken_over_and_finds_out(directory: RemoteDirectory, t
         first.check()
     (tmp_path / "shard").write_bytes(b"old")
     with pytest.raises(UrlError, match="taken it over"):
-        directory.send(tmp_path / "shard", "checkpoint-5/shard", digest(b"old"), lambda _: None, first.check)
+        directory.send(tmp_path / "shard", "checkpoint-5/shard", digest_data(b"old"), lambda _: None, first.check)
     assert directory.read("checkpoint-5/shard") is None, "what it was sending does not appear"
     second.release()
 

@@ -13,7 +13,6 @@ import secrets
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
@@ -71,15 +70,6 @@ class RemoteCheckpoint:
 
 
 Listing = Mapping[str, RemoteEntry]
-
-
-def best_step(checkpoint: Path) -> int | None:
-    """Return the step of the best checkpoint at the time of this one, from which a merge may be made."""
-    try:
-        best = json.loads((checkpoint / "trainer_state.json").read_bytes()).get("best_global_step")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return best if isinstance(best, int) else None
 
 
 class RemoteRun:

@@ -33,14 +33,13 @@ from fsdp_tune.launch.mirror.remote_run import (
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
-    best_step,
     is_there,
     read_identity,
     run_folder,
 )
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
-from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, checkpoint_step
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest, digest_file, is_inside, list_files, read_manifest
+from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
 from fsdp_tune.run.metrics_file import MIRROR_FAILED, MIRRORED, EventKind, append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError
@@ -225,14 +224,14 @@ class Sender:
             sent = self._send_run_files(step) + self._send_folder(name, manifest, folder)
         listing = self._remote.directory.list()
         local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
-        best = best_step(folder)
-        self._remote.rotate(self._keep, kept=local | {step} | ({best} if best is not None else set()), listing=listing)
+        best = best_so_far(folder)
+        self._remote.rotate(self._keep, kept=local | {step} | ({best.step} if best is not None else set()), listing=listing)
         self._note(newest_step=next(iter(self._remote.complete_steps(listing)), None))
         return sent
 
     def _send_run_files(self, step: int) -> int:
         contents, private = _run_files(self._run)
-        manifest = Manifest(RUN_FILES_KIND, {file: digest(data) for file, data in contents.items()}, {"step": step})
+        manifest = Manifest(RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step})
         folder = run_folder(f"checkpoint-{step}")
         self._remote.begin(folder, manifest, self._remote.directory.list(folder))
         for name, data in contents.items():

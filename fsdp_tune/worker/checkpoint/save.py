@@ -39,13 +39,14 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.wrap import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir, complete_checkpoints
+from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.step_observer import RankTimes
 
 
 def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
@@ -194,7 +195,6 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
 
 
-TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"
 
 
@@ -225,6 +225,7 @@ class Checkpointer:
     report: Callable[[Saved], None]
     heartbeat: HeartbeatWriter
     last_step: int | None = None
+    times: RankTimes = field(default_factory=RankTimes)
     longest_seconds: float = 0.0
     """Duration of the slowest save of this launch, including the probe."""
     _group: Any = field(default=None)
@@ -378,6 +379,12 @@ class Checkpointer:
         return manifest if dist.get_rank() == 0 else None
 
     def _write_files(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
+        started = time.perf_counter()
+        entries = self._write_own(snapshot, stage)
+        self.times.written += time.perf_counter() - started
+        return entries
+
+    def _write_own(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
         rank = dist.get_rank()
         entries: dict[str, FileEntry] = {}
         if self.live.full:
