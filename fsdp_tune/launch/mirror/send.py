@@ -5,7 +5,7 @@
 follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
 One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
 have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
-CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has none yet.
+CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Sender:
         keep: int | None = None,
         claim: str | None = None,
     ) -> None:
-        """`claim`: that of the command, `Writer.key`; None claims the mirror when it is opened. Machines other than the first have none."""
+        """`claim`: that of the command, `Writer.key`; None if it has not tried. Machines other than the first have none."""
         self._has_others = has_others
         self._writer = Writer(remote.directory, run.path)
         if claim is not None:
@@ -164,7 +164,7 @@ class Sender:
 
     def _claim(self) -> None:
         """Own the mirror from now on. Raises: UrlError while another command does."""
-        if self._writer.key is not None:
+        if self._writer.is_owner:
             return
         try:
             self._writer.claim()
