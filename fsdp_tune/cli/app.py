@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
+from fsdp_tune.cli.completion import split_words
 from fsdp_tune.cli.doctor import doctor
 from fsdp_tune.cli.env import cache, env
 from fsdp_tune.cli.output import Screen
@@ -129,7 +130,8 @@ def main() -> None:
     # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.unraisablehook = _interrupt_again
-    app()
+    with split_words(os.environ):
+        app()
 
 
 def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:

@@ -79,7 +79,7 @@ def copy_recipe(
 
     _, text = _read(name)
     target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
-    atomic.refuse_existing(target)
+    atomic.check_output_file(target)
     atomic.write_file(target, text)
     screen.document(RecipeFileAnswer(name, str(target)))
     screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import fsdp_tune
 from fsdp_tune.cli.output import Screen
@@ -169,6 +170,8 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
+    for reason in mirror.damaged:
+        screen.message(f"not mirrored: {reason}")
 
 
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
@@ -207,20 +210,32 @@ def _show_spike(screen: Screen, spike: Spike) -> None:
 def report(
     screen: Screen,
     runs: Annotated[list[Path], Argument("Run directories; several are drawn on the same axes.", metavar="RUN…")],
-    output: Annotated[Path, Option("The page; an existing one is replaced.", flags=("--output", "-o"), metavar="FILE")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path | None,
+        Option("The page; an existing one is replaced [default: report.html].", flags=("--output", "-o"), metavar="FILE"),
+    ] = None,
+    follow: Annotated[bool, Option("Serve the page on this machine instead; what the runs write appears in it. Ctrl-C ends.")] = False,
+    port: Annotated[int | None, Option("With --follow: the port [default: a free one].", metavar="N", minimum=1)] = None,
 ) -> None:
     """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, and how the runs differ.
 
     The page is a single file that opens from disk, without network. Reads files only; a run that is training is not affected.
+    Ctrl-C ends `--follow` with exit code 130.
 
     \b
     Examples:
         fsdp-tune report runs/gpt2_smoke
+        fsdp-tune report runs/gpt2_smoke --follow
         fsdp-tune report runs/one runs/two --output comparison.html
     """
-    done = fsdp_tune.report(runs, output=output)
+    if follow and output is not None:
+        raise usage_error("report-output", "`--follow` serves the page and writes no file", hint="give `--follow` or `--output`")
+    if not follow and port is not None:
+        raise usage_error("report-output", "`--port` is for `--follow`", hint="add `--follow`, or leave out `--port`")
+    if follow:
+        _follow(screen, runs, port or 0)
+        return
+    done = fsdp_tune.report(runs, output=output or Path("report.html"))
     screen.document(done.as_dict())
     show_report(screen, done)
 
@@ -235,7 +250,23 @@ def show_report(screen: Screen, done: RunReport) -> None:
         screen.table(
             "recipes", ["key", *(run.label for run in done.runs)], [[key, *(value or "" for value in row)] for key, row in changed.items()]
         )
-    screen.message(f"the page is {done.page}")
+    if done.page is not None:
+        screen.message(f"the page is {done.page}")
+
+
+def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
+    from fsdp_tune.jobs.results import follow_report
+    from fsdp_tune.pages.live_page import forwarding_command
+
+    def serving(found: RunReport, url: str) -> None:
+        screen.document(found.as_dict())
+        show_report(screen, found)
+        screen.message(f"the page is at {url}")
+        if "SSH_CONNECTION" in os.environ:
+            screen.message(f"to open it on your machine, run there: {forwarding_command(urlsplit(url).port or 0)}")
+        screen.message("Ctrl-C ends the command; the runs continue")
+
+    follow_report(runs, port=port, serving=serving)
 
 
 def _last(ends: dict[str, Any] | None) -> str:
@@ -313,8 +344,12 @@ def _span(estimate: Any) -> str:
 def merge_checkpoint(
     screen: Screen,
     source: Annotated[
-        Path,
-        Argument("A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.", metavar="SRC"),
+        str,
+        Argument(
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. Of a mirror, "
+            "the URL of a run or of its checkpoint.",
+            metavar="SRC",
+        ),
     ],
     options: MergeOptions,
     push_to_hub: Annotated[
@@ -329,6 +364,7 @@ def merge_checkpoint(
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
+        fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
     from fsdp_tune.jobs.answers import PushedMergeAnswer

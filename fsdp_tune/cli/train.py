@@ -102,9 +102,11 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
     from fsdp_tune.cli.plan_view import html_page, show_errors
-    from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.core.atomic import check_output_file, write_file
     from fsdp_tune.recipe.rules.contradictions import INPUTS
 
+    if html is not None:
+        check_output_file(html, replaces=True)
     made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)
     if html is not None:

@@ -31,7 +31,8 @@ from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schedule import rate_line
-from fsdp_tune.recipe.schema.reference import passed_defaults, value_of
+from fsdp_tune.recipe.schema.keys import value_of
+from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step

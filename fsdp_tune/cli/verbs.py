@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from fsdp_tune.cli.completion import COMPLETERS
 from fsdp_tune.cli.output import command
 from fsdp_tune.core.command import Argument, Only, Option
 from fsdp_tune.core.errors import usage_error
@@ -83,6 +84,7 @@ def _option(name: str, kind: Any, option: Option, default: Any) -> Made:
         help=option.help,
         metavar=option.metavar,
         min=option.minimum,
+        autocompletion=COMPLETERS.get(option.metavar or ""),
     )
 
     def make(typed: Typed) -> Any:

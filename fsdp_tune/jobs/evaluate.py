@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,11 @@ from fsdp_tune.check.evaluation.examples import (
     run_of_model,
     wilson,
 )
-from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
-from fsdp_tune.core.processes import default_cache_directory
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
@@ -101,8 +98,8 @@ def evaluate(
     with session(recipe):
         started = time.monotonic()
         device = device_of(options.device)
-        if options.out is not None and not options.out.absolute().parent.is_dir():
-            raise usage_error("no-directory", f"`--out {options.out}`: there is no directory {options.out.parent}", hint="create it")
+        if options.out is not None:
+            check_output_file(options.out, replaces=True)
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
@@ -353,23 +350,19 @@ def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer)
     """Run the models in a child process and add their scores. Raises: FsdpTuneError with the child's problems."""
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
     request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
-    with tempfile.TemporaryFile("w+") as errors, observer.progress("evaluating", total, "rows") as bar:
-        child = children.start(SCORE, os.environ | children.QUIET_LIBRARIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        try:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(request.as_json())
-            child.stdin.close()
-            for text in child.stdout:
-                line = json.loads(text)
-                if "problems" in line:
-                    raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
-                scored[line["set"]].add(line["model"], line["rows"])
-                bar.advance(len(line["rows"]))
-            code = child.wait()
-        finally:
-            children.end(child)
-        if code:
-            errors.seek(0)
-            how = children.describe_failure(code, errors.read())
-            raise failed_error("evaluation-failed", f"the model could not be run: {how}", hint="`fsdp-tune env` shows the installation")
+    with JsonChild(SCORE, os.environ | QUIET_LIBRARIES) as child, observer.progress("evaluating", total, "rows") as bar:
+        child.send(request.as_json(), is_last=True)
+        for line in lines_of(child):
+            scored[line["set"]].add(line["model"], line["rows"])
+            bar.advance(len(line["rows"]))
+        if child.wait():
+            message = f"the model could not be run: {child.failure()}"
+            raise failed_error("evaluation-failed", message, hint="`fsdp-tune env` shows the installation")
+
+
+def lines_of(child: JsonChild) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a child that runs models, until it ends. Raises: FsdpTuneError with the problems that it reports."""
+    while (line := child.receive()) is not None:
+        if "problems" in line:
+            raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
+        yield line

@@ -119,12 +119,7 @@ def nothing_to_check() -> FsdpTuneError:
 def _check_target(target: Path, source: Path, *, force: bool) -> None:
     if target.exists() and source.exists() and target.samefile(source):
         raise usage_error("output-exists", f"`{target}` is the file to be imported", hint="give another file name")
-    if (target.exists() or target.is_symlink()) and not force:
-        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or `--force`")
-    if target.is_dir():
-        raise usage_error("output-exists", f"`{target}` is a directory", hint="give the name of a file")
-    if not target.parent.is_dir():
-        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
+    atomic.check_output_file(target, replaces=force, otherwise="`--force`")
 
 
 def _unchecked(recipe: Recipe) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune.core.atomic import DISK, refuse_existing, write_file
+from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.jobs.observer import Observer
@@ -67,7 +67,7 @@ def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Obser
     Raises: FsdpTuneError for inputs that are not found, a file that exists, or if nothing fits.
     """
     target = options.output
-    refuse_existing(target)
+    check_output_file(target)
     if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not Path(data).expanduser().exists():
         raise usage_error("data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME")
     refused: dict[str, str] = {}

@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core import devices
-from fsdp_tune.core.atomic import DISK, write_file
+from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
@@ -56,8 +56,8 @@ from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import value_of
 from fsdp_tune.recipe.world import World
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Prediction
@@ -276,6 +276,8 @@ def plan(
     with session(recipe):
         if not search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
+        if write is not None:
+            check_output_file(write)
         planned = _planned(recipe, gpu, num_gpus, allowed, observer)
         if planned.hardware.name == CPU:
             if target or write:
@@ -365,8 +367,6 @@ def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, w
     if write is not None:
         if best is None:
             raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
-        if write.exists():
-            raise usage_error("output-exists", f"{write} already exists", ways_out=("another name for `--write`",))
         write_file(write, best_recipe_text(plans, write, planned.written, made, best))
         observer.message(f"the best recipe is {write}")
     return made

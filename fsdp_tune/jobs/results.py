@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_tune.core.atomic import json_safe, write_file
+from fsdp_tune.core.atomic import check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
+from fsdp_tune.jobs.mirrored_checkpoint import downloaded, is_mirror_url
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
@@ -30,6 +31,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
+from fsdp_tune.pages.live_page import LivePage
 from fsdp_tune.pages.report_page import Differences, differences_of, report_page
 from fsdp_tune.pages.run_record import RunRecord, labels_of, read_run
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -40,13 +42,17 @@ from fsdp_tune.run.directory import RunDir, existing_run
 def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()) -> MergeResult:
     """Merge the checkpoint that `source` and `options` name into an ordinary Hugging Face model directory, completely or not at all.
 
-    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter. No code from it is run.
+    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter, or the URL of a run or
+    checkpoint in a mirror (`checkpoint.mirror`), which needs `options.output`. No code from it is run.
     Of a run with `lora:` its `merge.adapter` decides whether the adapter is written too, into RUN/adapter; the result is then that of
     the merged model.
     Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights that are not finite.
     """
-    path = Path(source)
     with session():
+        if isinstance(source, str) and is_mirror_url(source):
+            with downloaded(source, options, observer) as fetched:
+                return _merge(fetched.path, options, observer, origin=fetched.url)
+        path = Path(source)
         output = _output(path, options)
         if output == "both":
             adapter = _merge(path, replace(options, adapter=True), observer)
@@ -54,9 +60,9 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
         return _merge(path, replace(options, adapter=output == "adapter"), observer)
 
 
-def _merge(source: Path, options: MergeOptions, observer: Observer) -> MergeResult:
+def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: str | None = None) -> MergeResult:
     observer.phase("merging")
-    result = merging.merge_checkpoint(source, options, observer.progress)
+    result = merging.merge_checkpoint(source, options, observer.progress, origin=origin)
     observer.notices(result.notices)
     return result
 
@@ -162,10 +168,32 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
-    found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
-    records = [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
-    html = report_page(records, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
     page = Path(output) if output is not None else None
+    if page is not None:
+        check_output_file(page, replaces=True)
+    records = _read(runs)
+    html = report_page(records, _now())
     if page is not None:
         write_file(page, html, private=True)
     return RunReport(records, differences_of(records), html, page)
+
+
+def follow_report(runs: Sequence[Path | str], *, port: int = 0, serving: Callable[[RunReport, str], None]) -> None:
+    """Serve the page of `report` on this machine until the process is interrupted; in a browser it shows what the runs write, as they do.
+
+    `serving` gets the runs as they are, and the URL, which contains a secret. `port` 0 is a free one. No file is written.
+    Raises: FsdpTuneError as `report` does, and `port-not-free`.
+    """
+    first = report(runs)  # before the port is taken, so that a mistake is reported at once
+    page = LivePage(lambda: report_page(_read(runs), _now(), is_live=True), port=port)
+    serving(first, page.url)
+    page.run()
+
+
+def _read(runs: Sequence[Path | str]) -> list[RunRecord]:
+    found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
+    return [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime())

@@ -100,6 +100,8 @@ class MirrorStatus(JsonAnswer):
     """Why the last attempt failed."""
     failing: str | None
     """For how long; null: it works."""
+    damaged: list[str]
+    """Checkpoints and models that are damaged on this disk and therefore not sent, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,7 @@ def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
     local = [each.path.name for each in complete_checkpoints(run)[0] if each.step > (state.newest_step or 0)]
     behind = [*local, *(name for name in state.waiting if name not in local and (run.path / name).is_dir())]
     failing = format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
-    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing)
+    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing, list(state.refused.values()))
 
 
 def newest_spike(path: Path) -> Spike | None:

@@ -45,6 +45,8 @@ class Facts:
     tied: Mapping[str, str]
     left_out: dict[str, str]
     adapter: Adapter | None = None
+    origin: str | None = None
+    """The URL that the checkpoint was downloaded from."""
 
     @property
     def steps(self) -> list[int]:
@@ -88,11 +90,11 @@ def _record(facts: Facts) -> dict[str, Any]:
     return {
         "kind": RECORD_KIND,
         "format_version": 1,
-        "source": [str(weights.checkpoint) for weights in facts.selection.weights],
+        "source": [facts.origin] if facts.origin else [str(weights.checkpoint) for weights in facts.selection.weights],
         "steps": facts.steps,
         "reason": facts.selection.reason,
         "recipe_digest": run.recipe_digest() if run is not None else None,
-        "companions": facts.companions.origin,
+        "companions": f"{facts.origin}.run/model" if facts.origin and facts.companions.is_of_run else facts.companions.origin,
         "dtype_option": facts.settings.dtype,
         "verified": facts.settings.verify,
         "tied": dict(facts.tied),

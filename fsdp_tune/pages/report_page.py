@@ -57,31 +57,37 @@ def differences_of(runs: Sequence[RunRecord]) -> Differences:
     )
 
 
-def report_page(runs: Sequence[RunRecord], written_at: str) -> str:
+def report_page(runs: Sequence[RunRecord], written_at: str, *, is_live: bool = False) -> str:
     """Return a complete document below `MAX_BYTES`; long curves, events and texts are shortened and say so.
+
+    If it `is_live`, its script fetches it again from where it was served, and takes over what is new.
 
     Text of runs is data of others: the template escapes it, and the page allows no script but its own two, by their digests.
     """
     charts, found = charts_of(runs), differences_of(runs)
     page = ""
     for share in SHARES:
-        page = _rendered(runs, charts, found, written_at, share)
+        page = _rendered(runs, charts, found, share, written_at=written_at, is_live=is_live)
         if len(page.encode()) < MAX_BYTES:
             break
     return page
 
 
-def _rendered(runs: Sequence[RunRecord], charts: Sequence[Chart], found: Differences, written_at: str, share: float) -> str:
+def _rendered(
+    runs: Sequence[RunRecord], charts: Sequence[Chart], found: Differences, share: float, *, written_at: str, is_live: bool
+) -> str:
     limit = max(6, int(share * points_each(charts)))
     count = len(runs)
     prompts = samples_of(runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40)
     facts = dict.fromkeys(key for run in runs for key in run.environment)
     scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]
+    connect = "connect-src 'self'; " if is_live else ""
     return _template().render(
         title=", ".join(run.label for run in runs),
         written_at=written_at,
         version=__version__,
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_digest, scripts))}",
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; {connect}script-src {' '.join(map(_digest, scripts))}",
+        is_live=is_live,
         styles=[_uplot("uPlot.min.css"), asset("page.css"), asset("report.css")],
         scripts=scripts,
         licence=_uplot("LICENSE"),

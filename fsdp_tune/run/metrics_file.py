@@ -246,6 +246,14 @@ RESTARTED = EventKind(
     marks_curves=True,
     is_of_run=True,
 )
+CHECKPOINT_REJECTED = EventKind(
+    "checkpoint_rejected",
+    ("checkpoint", "message"),
+    "an automatic restart passes over a newer checkpoint, which is damaged or not complete",
+    "warning",
+    show=None,
+    is_of_run=True,
+)
 MACHINES_CHANGED = EventKind(
     "machines_changed",
     ("machines", "ranks", "gradient_accumulation_steps", "message"),

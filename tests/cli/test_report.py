@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import stat
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
+
+import pytest
 
 import fsdp_tune
 from tests.cli.conftest import Cli, document
@@ -47,3 +55,37 @@ def test_python_api_returns_the_page_without_writing(tmp_path: Path) -> None:
     assert (found.page, found.differences.recipe) == (None, {})
     assert found.html.startswith("<!doctype html>")
     assert found.runs[0].summary()["steps"] == 10
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_followed_report_is_served_until_ctrl_c(tmp_path: Path, json_output: bool) -> None:
+    run = written(tmp_path / "one", [training_line(10)])
+    command = [sys.executable, "-m", "fsdp_tune", "report", "one", "--follow", *(["--json"] if json_output else [])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"SSH_CONNECTION": "10.0.0.1 22 10.0.0.2 22", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
+        talk = process.stderr if json_output else process.stdout
+        assert talk is not None
+        url = next(found[1] for line in talk if (found := re.match(r"the page is at (\S+)", line)))
+        port = url.split(":")[2].split("/")[0]
+        assert f": ssh -L {port}:127.0.0.1:{port} " in next(talk)
+        assert "<td>10</td>" in urllib.request.urlopen(url, timeout=30).read().decode()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "error: interrupted" in err
+    assert "Traceback" not in err
+    if json_output:
+        found = document(subprocess.CompletedProcess([], 130, out, err))
+        assert (found["page"], found["runs"][0]["steps"], found["errors"][0]["code"]) == (None, 10, "interrupted")
+    assert not (tmp_path / "report.html").exists()
+    assert run.path.exists()
+
+
+@pytest.mark.parametrize("options", [["--follow", "-o", "page.html"], ["--port", "8100"], ["--follow", "--port", "70000"]])
+def test_options_that_do_not_fit_exit_2(cli: Cli, tmp_path: Path, options: list[str]) -> None:
+    written(tmp_path / "one")
+    done = cli("report", "one", *options, "--json")
+    code = "port-not-free" if "70000" in options else "report-output"
+    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, code)
+    assert not (tmp_path / "report.html").exists()

@@ -342,7 +342,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F105",
     ),
     plant("buffer as large as a full tensor", "merge.copy.gather", value("BUFFER_BYTES", "512 << 20"), rows="F108"),
-    plant("source files opened on demand", "merge.formats.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
+    plant("source files opened on demand", "merge.read.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
     plant("adapter added without scaling", "merge.lora.targets:_add", value("scaling", "1.0 + 0.0 * _"), rows="F112"),
     plant(
         "digest of the manifest ignored",

@@ -178,7 +178,7 @@ class Command:
         self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, fits: bool = True, signal: bool = False
     ) -> None:
         self.sizes = Sizes(plan, fits=fits)
-        self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, self.sizes)
+        self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, sizes=self.sizes)
         self.attempts.script, self.attempts.has_signal = script, signal
         self.events: list[Event] = []
         self.thread = threading.Thread(target=self._run, args=(machine,), daemon=True)

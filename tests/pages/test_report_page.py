@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from fsdp_tune.pages.report_page import MAX_BYTES, report_page
 from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
+from tests.pages.browser import CHROMIUM, OPTIONS
 from tests.pages.written import training_line, written
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -154,14 +154,11 @@ def test_licence_of_the_chart_library_is_in_the_page(tmp_path: Path) -> None:
     assert 'THE SOFTWARE IS PROVIDED "AS IS"' in page
 
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-
-
 def drawn(page: str, folder: Path, width: int) -> str:
     """The document after its scripts have run in a window of that width. Fails if the browser reports an error."""
     file = folder / "page.html"
     file.write_text(page)
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
+    options = [*OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
     command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

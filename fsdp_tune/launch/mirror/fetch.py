@@ -34,6 +34,8 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
         return final
     stage = _stage_of_run(run)
     _fill(remote, found.name, found.manifest, stage / final.name, advance)
+    DISK.mkdir(stage / run_folder(found.name))
+    (stage / run_folder(found.name)).chmod(0o700)  # the recipe and the environment are private
     _fill(remote, run_folder(found.name), found.run_files, stage / run_folder(found.name), advance)
     with staged_directory(run.path, last=run.recipe_json.name) as inside:
         DISK.mkdir(RunDir(inside).logs)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
@@ -69,21 +70,15 @@ class RemoteCheckpoint:
 Listing = Mapping[str, RemoteEntry]
 
 
-def best_step(checkpoint: Path) -> int | None:
-    """Return the step of the best checkpoint at the time of this one, from which a merge may be made."""
-    try:
-        best = json.loads((checkpoint / "trainer_state.json").read_bytes()).get("best_global_step")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return best if isinstance(best, int) else None
-
-
 class RemoteRun:
     """The copy of one run: the directory `name` below the URL of the recipe. One machine writes manifests; all may send files."""
 
     def __init__(self, url: str, name: str) -> None:
         """Connects to nothing. Raises: UrlError if a package is missing."""
         self.directory = RemoteDirectory(f"{url.rstrip('/')}/{name}")
+        self.check: Callable[[], object] = lambda: None
+        """Called before a folder becomes complete or incomplete, and before anything is removed; raises UrlError if the mirror is another
+        command's (`Writer.check`)."""
 
     @property
     def url(self) -> str:
@@ -160,10 +155,12 @@ class RemoteRun:
         return self.manifest(folder, manifest.kind) == manifest
 
     def begin(self, folder: str, manifest: Manifest, listing: Listing) -> None:
-        """Make a folder incomplete and list what is going to be there. Files that only an earlier manifest lists are removed."""
-        earlier = self._take_back(folder, manifest.kind, listing)
-        for name in sorted(earlier - manifest.files.keys()):
-            self.directory.remove(f"{folder}/{name}")
+        """Make a folder incomplete and list what is going to be there. Files that an earlier manifest lists otherwise are removed."""
+        self.check()
+        for name, entries in sorted(self._take_back(folder, manifest.kind, listing).items()):
+            if entries != {manifest.files.get(name)}:  # also of the same size: another machine goes by the size
+                self.directory.remove(f"{folder}/{name}")
+        self._remove_stages(folder, listing)
         self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
 
     def finish(self, folder: str, manifest: Manifest) -> None:
@@ -174,6 +171,7 @@ class RemoteRun:
             if found is None or found.size_bytes != entry.size_bytes:
                 size = "missing" if found is None else f"{found.size_bytes} bytes instead of {entry.size_bytes}"
                 raise UrlError(f"{folder}/{name} was sent and is {size}")
+        self.check()
         self.directory.write(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
         if not self.is_complete(folder, manifest):
             raise UrlError(f"{folder}/{MANIFEST_NAME} was written and does not read back")
@@ -182,31 +180,41 @@ class RemoteRun:
 
     def take_back(self, step: int, listing: Listing) -> None:
         """Make a checkpoint incomplete; its files stay until a newer one is complete."""
+        self.check()
         self._take_back(f"checkpoint-{step}", CHECKPOINT_KIND, listing)
 
-    def _take_back(self, folder: str, kind: str, listing: Listing) -> set[str]:
-        """Make a folder incomplete. Returns the files in it that this tool wrote."""
-        written: set[str] = set()
+    def _take_back(self, folder: str, kind: str, listing: Listing) -> dict[str, set[FileEntry | None]]:
+        """Make a folder incomplete. Returns the files in it that this tool wrote, with what they may be."""
+        written: dict[str, set[FileEntry | None]] = {}
         pending = self.manifest(folder, kind, PENDING_NAME) if f"{folder}/{PENDING_NAME}" in listing else ""
         if isinstance(pending, Manifest):
-            written |= pending.files.keys()
+            written = {name: {entry} for name, entry in pending.files.items()}
         if f"{folder}/{MANIFEST_NAME}" in listing:
             manifest = self.manifest(folder, kind)
             if isinstance(manifest, Manifest):
-                written |= manifest.files.keys()
+                for name, entry in manifest.files.items():
+                    written.setdefault(name, set()).add(entry)
                 self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
                 self.directory.remove(f"{folder}/{MANIFEST_NAME}")
         return written
 
     def remove(self, step: int, listing: Listing) -> None:
         """Remove a checkpoint: first its manifest, then the files that this tool wrote, then what lists them."""
+        self.check()
         name = f"checkpoint-{step}"
         for folder, kind in ((name, CHECKPOINT_KIND), (run_folder(name), RUN_FILES_KIND)):
             for file in sorted(self._take_back(folder, kind, listing)):
                 self.directory.remove(f"{folder}/{file}")
+            self._remove_stages(folder, listing)
             self.directory.remove(f"{folder}/{MISSING_NAME}")
             self.directory.remove(f"{folder}/{PENDING_NAME}")
             self.directory.remove_empty_folders(folder)
+
+    def _remove_stages(self, folder: str, listing: Listing) -> None:
+        """Remove the halves of files that a killed process leaves on a disk."""
+        for name in listing:
+            if name.startswith(f"{folder}/") and STAGE_MARK in name.rpartition("/")[2]:
+                self.directory.remove(name)
 
     def rotate(self, keep: int | None, *, kept: Collection[int], listing: Listing) -> list[int]:
         """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one replaces.
@@ -231,9 +239,12 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
     return found is not None and found.size_bytes == entry.size_bytes
 
 
-def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
-    """Return the usage error (exit 2) for a store that cannot be used at the start of a command."""
-    where, message = Where(key="checkpoint.mirror"), f"the mirror {url} cannot be used: {error}"
+def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpTuneError:
+    """Return the usage error (exit 2) for a store that cannot be used at the start of a command. `where`: None for `checkpoint.mirror`."""
+    message, named = (
+        (f"it cannot be read: {error}", "the URL") if where else (f"the mirror {url} cannot be used: {error}", "`checkpoint.mirror`")
+    )
+    where = where or Where(key="checkpoint.mirror")
     match error.refusal:
         case "package":
             protocol = url.partition("://")[0]
@@ -241,7 +252,9 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
             hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
             return usage_error("mirror-package", message, where=where, hint=hint)
         case "absent":
-            hint = "create the bucket, container or directory, or correct `checkpoint.mirror`"
+            parent = url.removeprefix("file://").rpartition("/")[0]
+            hint = f"`mkdir -p {shlex.quote(parent)}`, mount it" if url.startswith("file://") else "create the bucket or container"
+            hint += f", or correct {named}"
             return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
@@ -250,7 +263,7 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
             hint = (
                 "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
             )
-            hint += "with the rights to list, read, write and delete; or correct `checkpoint.mirror`"
+            hint += f"with the rights to list, read, write and delete; or correct {named}"
             return usage_error("mirror-refused", message, where=where, hint=hint)
         case None:
             hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"

@@ -22,12 +22,14 @@ from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, Rejected, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, Rejected, checkpoint_step, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
-from fsdp_tune.run.metrics_file import MACHINES_CHANGED, RESTARTED, append_event
+from fsdp_tune.run.metrics_file import CHECKPOINT_REJECTED, MACHINES_CHANGED, RESTARTED, append_event
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
+NewerCopy = Callable[[int, Callable[[int], object]], Path | None]
+"""Download a later checkpoint than a step from elsewhere, counting its bytes, and return its directory, or None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,14 @@ class Attempts:
         rows_of_step: RowsOfStep,
         early: EarlyLaunch | None = None,
         machines: Machines | None = None,
+        *,
+        newer_copy: NewerCopy | None = None,
         sizes: MachineSizes | None = None,
     ) -> None:
-        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine. `sizes`: None
-        if the run needs all of its machines."""
+        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine.
+        `newer_copy`: where restarts look for a checkpoint that is damaged on this disk. `sizes`: None if the run needs all of its machines.
+        """
+        self._newer_copy = newer_copy
         self._early = early
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
@@ -102,7 +108,7 @@ class Attempts:
             decision: Restart | Problem | None = ended.problem
             checkpoint: Checkpoint | None = None
             if is_transient(ended, supervisor.signals):
-                decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
+                decision, checkpoint = yield from self._decide(ended, has_trained=supervisor.has_trained)
             if not isinstance(decision, Restart):
                 if decision != judged.problem or ended != judged:
                     ended = replace(ended, problem=decision)
@@ -186,20 +192,46 @@ class Attempts:
             yield event
         raise AssertionError("a supervisor ends with a verdict")
 
-    def _decide(self, ended: Verdict, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
+    def _decide(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         progress = self._machines.advance
-        checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
+        checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
         start = self._start_elsewhere() if checkpoint is None else None
         found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
-        if isinstance(found, Rejected):
+        usable = checkpoint or (found if isinstance(found, Checkpoint) else None)
+        usable = self._newer(usable) or usable
+        if isinstance(found, Rejected) and usable is None:
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
-        checkpoint = checkpoint or found
-        checkpoint_step = checkpoint.step if checkpoint else 0
+        checkpoint_step = usable.step if usable else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
-        return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
+        decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
+        if isinstance(decision, Restart):
+            yield from map(Message, self._passed_over(rejected, usable))
+        return decision, usable
+
+    def _newer(self, usable: Checkpoint | None) -> Checkpoint | None:
+        """Return a newer checkpoint that has been downloaded for a restart, or None."""
+        if self._newer_copy is None or len(self._failures) >= self._recipe.launch.max_restarts:
+            return None
+        path = self._newer_copy(usable.step if usable else 0, self._machines.advance)
+        found = inspect_checkpoint(path, digests=False) if path is not None else None
+        return found if isinstance(found, Checkpoint) else None
+
+    def _passed_over(self, rejected: Sequence[Rejected], usable: Checkpoint | None) -> list[str]:
+        """Write an event for each newer checkpoint that a restart does not use. Returns the messages to print."""
+        step = usable.step if usable else 0
+        messages: list[str] = []
+        for each in rejected:
+            rejected_step = checkpoint_step(each.path) or 0
+            if rejected_step < step:
+                continue
+            replaced = usable is not None and usable.path == each.path
+            message = f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+            append_event(self._plan.run, CHECKPOINT_REJECTED, step, checkpoint=each.path.name, message=message)
+            messages.append(message)
+        return messages
 
     def _start_elsewhere(self) -> Path | None:
         """Return the checkpoint of another directory that the run continues; None if it started at step 0 or from one of its own."""

@@ -1,8 +1,9 @@
 "use strict";
 // Draws the charts of a report from the JSON in the page. The root element says `data-drawn="N"` when all N charts have drawn.
+// A page with `data-live` fetches itself again and takes over what is new; `data-renewed="N"` counts how often something was.
 (() => {
-  const charts = JSON.parse(document.getElementById("report-data").textContent);
-  const figures = [...document.querySelectorAll("figure.chart")];
+  let charts = [];
+  let figures = [];
   const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
   const BORDERS = ["solid", "dashed", "dotted", "double"];
   /** Colours repeat after eight, with other dashes. */
@@ -19,7 +20,11 @@
     let step = 0;
     return [series.x.map((difference) => (step += difference)), series.y];
   }
-  for (const chart of charts) chart.data = uPlot.join(chart.series.map(table));
+  function read(page) {
+    charts = JSON.parse(page.getElementById("report-data").textContent);
+    for (const chart of charts) chart.data = uPlot.join(chart.series.map(table));
+  }
+  const chartOf = (figure) => charts[Number(figure.dataset.chart)];
 
   /** The point of a curve that is nearest to the cursor: curves of several runs have different steps. */
   function nearest(plot, series, index) {
@@ -32,8 +37,9 @@
     return index;
   }
 
-  function lines(chart) {
+  function lines(figure) {
     return (plot) => {
+      const chart = chartOf(figure);
       const { ctx, bbox } = plot;
       ctx.save();
       ctx.beginPath();
@@ -69,9 +75,9 @@
   }
 
   /** The range of the values and of the levels, which uPlot does not know. */
-  function range(chart, logarithmic) {
+  function range(figure, logarithmic) {
     return (plot, least, most) => {
-      const levels = chart.levels.map((level) => level.value);
+      const levels = chartOf(figure).levels.map((level) => level.value);
       const low = Math.min(least ?? Infinity, ...levels);
       const high = Math.max(most ?? -Infinity, ...levels);
       if (!Number.isFinite(low)) return [0, 1];
@@ -80,7 +86,8 @@
     };
   }
 
-  function options(chart, figure, width) {
+  function options(figure, width) {
+    const chart = chartOf(figure);
     const logarithmic = figure.querySelector(".log").getAttribute("aria-pressed") === "true";
     const text = colour("--text"), grid = { stroke: colour("--line"), width: 1 };
     const axis = { stroke: text, grid, ticks: grid, font: "12px system-ui, sans-serif" };
@@ -89,7 +96,7 @@
       width,
       height: 240,
       cursor: { sync: { key: "steps", scales: ["x", null] }, dataIdx: nearest, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range: range(chart, logarithmic) } },
+      scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range: range(figure, logarithmic) } },
       axes: [axis, { ...axis, values, size: 62 }],
       series: [
         { label: "step", value: (plot, value) => (value == null ? "–" : value.toLocaleString("en")) },
@@ -103,7 +110,7 @@
       ],
       legend: { markers: { dash: (plot, index) => BORDERS[dash(chart.series[index - 1])] }, mount: (plot, legend) => figure.querySelector(".legend").replaceChildren(legend) },
       hooks: {
-        draw: [lines(chart), () => {
+        draw: [lines(figure), () => {
           drawn.add(figure);
           if (drawn.size === figures.length) document.documentElement.dataset.drawn = String(drawn.size);
         }],
@@ -112,10 +119,9 @@
   }
 
   function draw(figure) {
-    const chart = charts[Number(figure.dataset.chart)];
     const place = figure.querySelector(".plot");
     plots.get(figure)?.destroy();
-    plots.set(figure, new uPlot(options(chart, figure, place.clientWidth), chart.data, place));
+    plots.set(figure, new uPlot(options(figure, place.clientWidth), chartOf(figure).data, place));
     for (const name of figure.querySelectorAll(".u-series:not(:first-child) th")) {
       name.tabIndex = 0;
       name.setAttribute("role", "button");
@@ -145,37 +151,128 @@
     details.querySelector(".scroll").replaceChildren(table);
   }
 
-  for (const figure of figures) {
-    const chart = charts[Number(figure.dataset.chart)];
-    const log = figure.querySelector(".log");
+  /** A logarithmic scale is offered for positive values that are far apart; the table of numbers is kept current while it is open. */
+  function describe(figure) {
+    const chart = chartOf(figure);
     const values = [...chart.series.flatMap((series) => series.y), ...chart.levels.map((level) => level.value)].filter((value) => value != null);
     const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-    log.hidden = least <= 0 || most < 4 * least;
-    log.setAttribute("aria-label", `logarithmic scale: ${chart.title}`);
+    const log = figure.querySelector(".log");
+    log.hidden = (least <= 0 || most < 4 * least) && log.getAttribute("aria-pressed") !== "true";
+    const details = figure.querySelector("details");
+    if (details.open) fill(details, chart);
+    else details.querySelector("table")?.remove(); // made again when it is opened
+  }
+
+  function start(figure) {
+    const log = figure.querySelector(".log");
+    log.setAttribute("aria-label", `logarithmic scale: ${chartOf(figure).title}`);
     log.addEventListener("click", () => {
       log.setAttribute("aria-pressed", String(log.getAttribute("aria-pressed") !== "true"));
       draw(figure);
     });
     const details = figure.querySelector("details");
-    const show = () => {
-      if (details.open && !details.querySelector("table")) fill(details, chart);
-    };
-    details.addEventListener("toggle", show);
-    show();
+    details.addEventListener("toggle", () => {
+      if (details.open && !details.querySelector("table")) fill(details, chartOf(figure));
+    });
+    describe(figure);
     draw(figure);
+    resized.observe(figure.querySelector(".plot"));
   }
-  document.getElementById("reset")?.addEventListener("click", () => {
-    for (const plot of plots.values()) plot.setScale("x", { min: plot.data[0][0], max: plot.data[0].at(-1) });
-  });
+
+  /** Draws what was read again. An enlarged part stays enlarged. */
+  function redraw(figure) {
+    const plot = plots.get(figure), chart = chartOf(figure);
+    const labels = plot.series.slice(1).map((series) => series.label);
+    if (JSON.stringify(labels) !== JSON.stringify(chart.series.map((series) => series.label))) {
+      draw(figure);
+    } else {
+      const { min, max } = plot.scales.x;
+      const isWhole = min <= plot.data[0][0] && max >= plot.data[0].at(-1);
+      plot.setData(chart.data, isWhole);
+      if (!isWhole) plot.setScale("x", { min, max });
+    }
+    describe(figure);
+  }
+
+  function show() {
+    figures = [...document.querySelectorAll("figure.chart")];
+    for (const figure of [...plots.keys()].filter((known) => !figures.includes(known))) {
+      plots.get(figure).destroy();
+      plots.delete(figure);
+      drawn.delete(figure);
+    }
+    for (const figure of figures) (plots.has(figure) ? redraw : start)(figure);
+    if (figures.length === 0) document.documentElement.dataset.drawn = "0";
+  }
+
   const resized = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       const plot = plots.get(target.parentElement);
       if (plot && target.clientWidth > 0 && plot.width !== target.clientWidth) plot.setSize({ width: target.clientWidth, height: 240 });
     }
   });
-  for (const figure of figures) resized.observe(figure.querySelector(".plot"));
+  document.addEventListener("click", (event) => {
+    if (event.target.id !== "reset") return;
+    for (const plot of plots.values()) plot.setData(plot.data); // not setScale: the only point of a curve is no range
+  });
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {
     matchMedia(query).addEventListener("change", () => figures.forEach(draw));
   }
-  if (figures.length === 0) document.documentElement.dataset.drawn = "0";
+  read(document);
+  show();
+
+  const MADE_HERE = ".plot, .legend, .log, .numbers, #live";
+  const key = (node) => node.dataset?.key ?? (node.id || null);
+
+  /** Makes `old` the same as `fresh` and touches no more than what differs: focus, scrolling and opened parts stay. */
+  function renew(old, fresh) {
+    if (old.isEqualNode(fresh)) return;
+    if (old.nodeName !== fresh.nodeName || old.nodeType !== Node.ELEMENT_NODE) return old.replaceWith(document.importNode(fresh, true));
+    for (const { name, value } of fresh.attributes) {
+      if (!["open", "hidden", "aria-pressed"].includes(name) && !(name === "aria-label" && old.matches(".log"))) old.setAttribute(name, value);
+    }
+    if (old.matches(MADE_HERE)) return;
+    const keyed = new Map([...old.children].filter(key).map((child) => [key(child), child]));
+    let at = old.firstChild;
+    for (const child of [...fresh.childNodes]) {
+      const own = key(child) ? keyed.get(key(child)) : at && !key(at) && at.nodeName === child.nodeName ? at : null;
+      if (!own) {
+        old.insertBefore(document.importNode(child, true), at);
+        continue;
+      }
+      if (own === at) at = at.nextSibling;
+      else old.insertBefore(own, at);
+      renew(own, child);
+    }
+    while (at) {
+      const next = at.nextSibling;
+      at.remove();
+      at = next;
+    }
+  }
+
+  async function follow() {
+    const live = document.getElementById("live");
+    let tag = "";
+    for (let renewed = 0; ; ) {
+      await new Promise((resolve) => setTimeout(resolve, 2000));
+      if (document.hidden) continue;
+      let text = "Follows the runs.";
+      try {
+        const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+        if (answer.status === 200) {
+          const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+          tag = answer.headers.get("ETag");
+          read(fresh);
+          for (const part of ["header", "main"]) renew(document.querySelector(part), fresh.querySelector(part));
+          show();
+          document.documentElement.dataset.renewed = String(++renewed);
+        } else if (answer.status !== 304) text = `Not current: ${answer.status === 404 ? "another command has taken the port" : await answer.text()}`;
+      } catch (error) {
+        text = error instanceof TypeError ? "Not current: fsdp-tune report --follow has ended." : `Not current: ${error}`;
+      }
+      if (live.textContent !== text) live.textContent = text;
+    }
+  }
+  if ("live" in document.documentElement.dataset) follow();
 })();

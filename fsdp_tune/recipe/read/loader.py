@@ -31,7 +31,7 @@ from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, print
 from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import refused
+from fsdp_tune.recipe.schema.unsupported import refused
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -74,7 +74,7 @@ def headline(path: Path) -> str:
 
 def architecture(name: str) -> dict[str, Any] | None:
     """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
-    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
     facts = raw.get(name)
     return dict(facts) if facts is not None else None
 

@@ -16,17 +16,9 @@ from fsdp_tune.recipe.rules.launch import TRACKERS
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schedule import Rates, nominal_steps, rates, schedule_arguments
 from fsdp_tune.recipe.schema.keys import closest
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, STATE_DTYPE, STOCHASTIC, TRUE_WORDS, optimizer_name, pairs_of, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import (
-    OPTIMIZERS,
-    STATE_DTYPE,
-    STOCHASTIC,
-    TRUE_WORDS,
-    optimizer_name,
-    pairs_of,
-    state_bits,
-    training_value,
-)
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def warmup_ends(recipe: Recipe) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.wrap import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir, complete_checkpoints
+from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
@@ -194,7 +194,6 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
 
 
-TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"
 
 
