@@ -216,6 +216,31 @@ def _seconds(older_than: str | None) -> float:
         raise usage_error("usage", f"`--older-than`: {error}", hint="for example `--older-than 30d`") from error
 
 
+@verb
+def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
+    """Start the ranks of a recipe for some seconds and check their machines: disk, inputs, limits, clocks, devices, links.
+
+    Trains nothing and leaves nothing on disk. With several machines, start it on each of them, as `train`. Ends with exit code 1 if a
+    check fails, not for warnings.
+
+    \b
+    Examples:
+        fsdp-tune doctor --config my.yaml
+        fsdp-tune doctor --config my.yaml --machine-rank 1
+    """
+    from fsdp_tune.jobs.doctor import doctor as check
+    from fsdp_tune.jobs.doctor import refuse_failed
+
+    screen.phase("reading the recipe")
+    answer = check(recipe.load(), options, observer=screen)
+    screen.end_phase()
+    screen.document(answer)
+    for each in answer.checks:
+        if each.state != "fail":  # failures follow as errors, with their hints
+            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""))
+    refuse_failed(answer)
+
+
 # ---- Combinations that are known to fail, hang or be slow, each with its remedy and its source
 
 Facts = Mapping[str, Any]
@@ -382,28 +407,3 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 def known_bad(facts: Facts) -> list[KnownBad]:
     """Return the rows that apply to these facts."""
     return [row for row in KNOWN_BAD if row.applies(facts)]
-
-
-@verb
-def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
-    """Start the ranks of a recipe for some seconds and check their machines: disk, inputs, limits, clocks, devices, links.
-
-    Trains nothing and leaves nothing on disk. With several machines, start it on each of them, as `train`. Ends with exit code 1 if a
-    check fails, not for warnings.
-
-    \b
-    Examples:
-        fsdp-tune doctor --config my.yaml
-        fsdp-tune doctor --config my.yaml --machine-rank 1
-    """
-    from fsdp_tune.jobs.doctor import doctor as check
-    from fsdp_tune.jobs.doctor import refuse_failed
-
-    screen.phase("reading the recipe")
-    answer = check(recipe.load(), options, observer=screen)
-    screen.end_phase()
-    screen.document(answer)
-    for each in answer.checks:
-        if each.state != "fail":  # failures follow as errors, with their hints
-            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""))
-    refuse_failed(answer)

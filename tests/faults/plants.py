@@ -251,7 +251,7 @@ PLANTS: tuple[Plant, ...] = (
         never("FileNotFoundError error.filename"),
         rows="F039",
     ),
-    plant("recipe of another version reported as a bug", "launch.command.resume:read_resolved", catch("OSError"), rows="F085"),
+    plant("recipe of another version reported as a bug", "launch.command.resume:parse_resolved", catch("OSError"), rows="F085"),
     # more of recipe, data, merge, security
     plant("indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
     plant("unexpanded home directory accepted", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
@@ -304,7 +304,7 @@ PLANTS: tuple[Plant, ...] = (
         ),
         rows="F119",
     ),
-    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present"), rows="F031"),
+    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present others"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
         "launch.supervise.rank_watch:first_exception",
