@@ -403,7 +403,7 @@ class _Job:
         rows = partial(rows_of_step, plan.run.data_json, self.recipe)
         newer = self.mirror.newer_copy if self.mirror is not None else None
         sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer)
-        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer, sizes).events()
+        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer_copy=newer, sizes=sizes).events()
         with observer.training(), closing(attempts) as events:
             for event in events:
                 if self.mirror is not None:

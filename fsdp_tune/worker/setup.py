@@ -92,17 +92,15 @@ def build_trainer(
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
-    shares = StepShares(loaded.wrapped, device)
     observers: list[StepObserver] = [
-        shares,
+        (shares := StepShares(loaded.wrapped, device)),
         *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
         *([Profile(run, profiled, rank.index)] if profiled else []),
         *([CompileReport(say)] if recipe.kernels.compile else []),
         witness,
         callback,
         *([Samples(start)] if recipe.training.sample is not None else []),
-        StepProgress(heartbeat),
-        Stragglers(shares, parts.metrics),
+        *(StepProgress(heartbeat), Stragglers(shares, parts.metrics)),
     ]
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
@@ -117,7 +115,6 @@ def build_trainer(
         report=_reporter(trainer, recipe, say),
         heartbeat=heartbeat,
         last_step=resume.step if resume else None,
-        times=trainer.times,
     )
     return trainer, callback, resume
 

@@ -31,7 +31,7 @@ class RankTimes:
     stalled: float = 0.0
     """Training stopped for a save."""
     written: float = 0.0
-    """Writing this rank's files of checkpoints, also while training continued."""
+    """Writing this rank's files of checkpoints, up to the last save, also while training continued."""
     _step_began: float | None = None
 
     def begin_step(self) -> None:

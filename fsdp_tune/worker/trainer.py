@@ -357,6 +357,7 @@ class FsdpTrainer(Trainer):
         self.checkpointer.save(step, trainer_state_json(self), self.own_state(), best_step=self.state.best_global_step)
         seconds = time.monotonic() - started
         self.times.stalled += seconds
+        self.times.written = self.checkpointer.written_seconds
         self.lines.leave_out(seconds)
 
     def _load_best_model(self) -> None:

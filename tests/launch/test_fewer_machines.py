@@ -85,7 +85,7 @@ def test_machine_that_comes_back_waits_and_joins_the_next_launch(three: tuple[Pl
     until(lambda: len(waiting.found) == 2)
     assert waiting.found == [None, Standby((0, 2))]
     assert first.failure_elsewhere() is None
-    assert first.expected() == [0, 1, 2]
+    until(lambda: first.expected() == [0, 1, 2])
     following = Answers(third.next_launch)
     assert first.gather(3, first.expected(), two_or_more) is None
     assert (following.all(), waiting.all()[-1]) == ([3], 3)
@@ -178,7 +178,7 @@ class Command:
         self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, fits: bool = True, signal: bool = False
     ) -> None:
         self.sizes = Sizes(plan, fits=fits)
-        self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, self.sizes)
+        self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, sizes=self.sizes)
         self.attempts.script, self.attempts.has_signal = script, signal
         self.events: list[Event] = []
         self.thread = threading.Thread(target=self._run, args=(machine,), daemon=True)

@@ -70,6 +70,7 @@ class Attempts:
         rows_of_step: RowsOfStep,
         early: EarlyLaunch | None = None,
         machines: Machines | None = None,
+        *,
         newer_copy: NewerCopy | None = None,
         sizes: MachineSizes | None = None,
     ) -> None:

@@ -46,7 +46,6 @@ from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.step_observer import RankTimes
 
 
 def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
@@ -225,7 +224,8 @@ class Checkpointer:
     report: Callable[[Saved], None]
     heartbeat: HeartbeatWriter
     last_step: int | None = None
-    times: RankTimes = field(default_factory=RankTimes)
+    written_seconds: float = 0.0
+    """Time that this rank has spent writing its own files of sharded checkpoints."""
     longest_seconds: float = 0.0
     """Duration of the slowest save of this launch, including the probe."""
     _group: Any = field(default=None)
@@ -379,12 +379,6 @@ class Checkpointer:
         return manifest if dist.get_rank() == 0 else None
 
     def _write_files(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
-        started = time.perf_counter()
-        entries = self._write_own(snapshot, stage)
-        self.times.written += time.perf_counter() - started
-        return entries
-
-    def _write_own(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
         rank = dist.get_rank()
         entries: dict[str, FileEntry] = {}
         if self.live.full:
@@ -399,11 +393,13 @@ class Checkpointer:
         else:
             entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
             entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
+        started = time.perf_counter()
         name = live_state.rank_file(rank)
         entries[name] = write_torch(stage / name, snapshot.rank)
         if rank == 0:
             raw = snapshot.trainer.encode()
             entries[TRAINER_STATE] = _write_bytes(stage / TRAINER_STATE, raw)
+        self.written_seconds += time.perf_counter() - started
         return entries
 
     def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
@@ -414,6 +410,8 @@ class Checkpointer:
             rank, (cause, _) = next(iter(error.failures.items()))
             message = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
             raise failed_error("save-failed", message, hint=SAVE_HINT) from error
+        finally:
+            self.written_seconds += files.seconds  # without the waits of DCP for other ranks
         return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
 
 

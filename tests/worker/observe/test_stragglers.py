@@ -157,16 +157,16 @@ def run_with_a_slow_loader(path: str) -> dict[str, Any]:
 def run_with_a_slow_disk(path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.worker.checkpoint.save import Checkpointer
+    from fsdp_tune.worker.checkpoint.storage import HashingStream
 
-    original = Checkpointer._write_own
+    original = HashingStream.close
 
-    def slow(self: Any, *arguments: Any) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(0.6)
-        return original(self, *arguments)
+    def slow(self: Any) -> None:
+        if dist.get_rank() == 1 and not self.closed:
+            time.sleep(0.3)
+        original(self)
 
-    with patch.object(Checkpointer, "_write_own", slow), _shorter():
+    with patch.object(HashingStream, "close", slow), _shorter():
         return runs.run_worker(path)
 
 
@@ -195,6 +195,19 @@ def test_slow_rank_is_named(bench: Bench) -> None:
 @pytest.mark.e2e
 def test_slow_loader_is_named(bench: Bench) -> None:
     assert {(event["rank"], event["part"]) for event in _events(bench.fresh_run(Case(), run_with_a_slow_loader))} == {(0, "data")}
+
+
+@pytest.mark.ranks
+@pytest.mark.e2e
+def test_slow_disk_is_named(bench: Bench) -> None:
+    run = bench.written_run(
+        runs.merged(
+            Case().recipe(str(bench.model("llama"))),
+            {"training": {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "logging_steps": 1}, "checkpoint": {"async": False}},
+        )
+    )
+    runs.train(bench.pool, run, 2, run_with_a_slow_disk)
+    assert {(event["rank"], event["part"]) for event in _events(run)} == {(1, "saving")}
 
 
 def test_limits_are_those_of_the_documentation() -> None:
