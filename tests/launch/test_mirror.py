@@ -21,7 +21,7 @@ from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint,
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
 
@@ -433,3 +433,38 @@ def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
     assert complete_and_verified(remote, tmp_path / "check") == local
     for name in remote.directory.list():  # the rest is of later steps, which the run trains again
         assert name in ("mirror.json",) or name.startswith("writers/") or step_of(name) in local or step_of(name) > local[0], name
+
+
+def test_private_files_stay_private_in_a_directory(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    run.recipe_json.chmod(0o600)
+    secret = save(run, 5) / "trainer_state.json"
+    secret.chmod(0o600)
+    assert send_all(run, remote)
+    folder = tmp_path / "mirror" / "run"
+    modes = {name: (folder / name).stat().st_mode & 0o777 for name in ("checkpoint-5.run/recipe.json", "checkpoint-5/trainer_state.json")}
+    assert set(modes.values()) == {0o600}, modes
+    assert (folder / "checkpoint-5.run" / "metrics.jsonl").stat().st_mode & 0o777 == run.metrics_jsonl.stat().st_mode & 0o777
+
+
+def test_file_of_an_earlier_checkpoint_with_the_same_size_is_not_taken_for_the_new_one(tmp_path: Path, remote: RemoteRun) -> None:
+    """Another machine sends what the first misses and the mirror lacks, by name and size."""
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    save(run, 5, seed=1)
+    manifest = read_manifest(run.checkpoint(5))
+    assert manifest is not None
+    remote.begin("checkpoint-5", manifest, remote.directory.list())
+    assert not [name for name in remote.directory.list("checkpoint-5") if name.endswith(".distcp")]
+
+
+def test_hashing_a_model_counts_as_progress(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    run.merged.mkdir()
+    (run.merged / "model.safetensors").write_bytes(b"x" * 1000)
+    (run.merged / MERGE_RECORD).write_text("{}")
+    assert send_all(run, remote)
+    state = MirrorState.read(state_path(run, 0))
+    assert state is not None
+    assert state.hashed_bytes == 1002
