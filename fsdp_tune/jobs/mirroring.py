@@ -57,6 +57,8 @@ class Mirroring:
     """The claim of this command, from `prepare` to `close`."""
     _child: subprocess.Popen[str] | None = None
     _started: int = 0
+    _reported: str | None = None
+    """The error of the process that sends which was a notice last."""
     _start_step: int | None = None
     _was_read: bool = False
     """Whether the start was decided with the mirror's checkpoints in view: only then may newer ones of it be taken back."""
@@ -85,6 +87,11 @@ class Mirroring:
             self.remote.probe()
             self._identify(start, resume, overwrite=overwrite)
             self._claim()
+            try:  # again: while this command waited for the claim, another one may have sent its run
+                self._identify(start, resume, overwrite=overwrite)
+            except FsdpTuneError:
+                self.close()
+                raise
             listing = self.remote.directory.list() if resume is not None else {}
             if resume not in (None, AUTO):
                 self._refuse_later(start, listing)
@@ -141,6 +148,7 @@ class Mirroring:
 
     def _identify(self, start: Start, resume: str | None, *, overwrite: bool) -> None:
         there, own = self.remote.identity(), None if overwrite else read_identity(self.run)
+        self._adopted = None
         if there is None or there == own:
             return
         if resume == AUTO and start.is_new:
@@ -198,22 +206,29 @@ class Mirroring:
         for step in steps:
             found = self.remote.checkpoint(step)
             if isinstance(found, RemoteCheckpoint):
-                self._check_recipe(found)
-                found = self._fetch(found, advance) or found
+                found = self._check_recipe(found) or self._fetch(found, advance) or found
             if isinstance(found, RemoteCheckpoint):
                 self._fetch_best(found, advance)
                 return self.run.checkpoint(step)
             self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}")])
         return None
 
-    def _check_recipe(self, found: RemoteCheckpoint) -> None:
-        """Refuse a recipe that must not continue the run, before the download. Raises: usage error."""
-        if self.run.is_used:
-            return
+    def _check_recipe(self, found: RemoteCheckpoint) -> str | None:
+        """Refuse a recipe that must not continue the run, before the download. Returns why the file is not usable, or None.
+
+        Raises: usage error, UrlError.
+        """
         name = self.run.recipe_json.name
-        raw = self.remote.directory.read(f"{run_folder(found.name)}/{name}")
-        if raw is not None and name in found.run_files.files and digest_data(raw) == found.run_files.files[name]:
-            check(compare(parse_resolved(raw, f"{self.remote.url}/{run_folder(found.name)}/{name}"), self.recipe))
+        if self.run.is_used or name not in found.run_files.files:
+            return None
+        path = f"{run_folder(found.name)}/{name}"
+        raw = self.remote.directory.read(path)
+        if raw is None:
+            return f"{self.remote.url}/{path} is missing"
+        if digest_data(raw) != found.run_files.files[name]:
+            return f"{self.remote.url}/{path} is not what its manifest lists (its digest or size differs)"
+        check(compare(parse_resolved(raw, f"{self.remote.url}/{path}"), self.recipe))
+        return None
 
     def _fetch(self, found: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> str | None:
         """Download a checkpoint, with a progress bar unless `advance` counts. Returns why its files are not usable, or None."""
@@ -276,8 +291,15 @@ class Mirroring:
         self._started += 1
 
     def tend(self) -> None:
-        """Start the process that sends again if it has died."""
-        if self._child is not None and self._child.poll() is not None and self.machine == 0 and self._started <= RESTARTS:
+        """Start the process that sends again if it has died, and report at once an error that does not pass by itself."""
+        if self._child is None or self.machine != 0:
+            return
+        state = self._state()
+        if state.is_refused and state.pid == self._child.pid and state.error != self._reported:
+            self._reported = state.error
+            message = f"no checkpoint reaches the mirror {self.remote.url}: {state.error}"
+            self.observer.notices([Notice("mirror-stopped", message, Where(key="checkpoint.mirror"), "training continues")])
+        if self._child.poll() is not None and self._started <= RESTARTS:
             self._start_step = None  # what is on this disk is the run by now
             self._start()
 

@@ -94,10 +94,15 @@ def refusal_of(error: Exception) -> Refusal | None:
         return "package"
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return "full"
-    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int):
+    if (status := _status_of(error)) is not None:
         return None if status in (408, 429) or status >= 500 else "other"
     return "other" if isinstance(error, IsADirectoryError | TypeError | ValueError) else None
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of a response of gcsfs, adlfs or urllib."""
+    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def _code_of(error: BaseException) -> str | None:
@@ -110,6 +115,12 @@ def _is_there(error: Exception) -> bool:
     """Return whether a conditional write was refused because there is a file."""
     codes = {_code_of(cause) for cause in causes_of(error)}
     return isinstance(error, FileExistsError) or not codes.isdisjoint({"PreconditionFailed", "412"})
+
+
+def _is_beyond_the_end(error: Exception) -> bool:
+    """Return whether a store refused a range because the file is shorter."""
+    causes = causes_of(error)
+    return any(_code_of(cause) in ("InvalidRange", "416") or _status_of(cause) == 416 for cause in causes)
 
 
 def _has_no_conditions(error: Exception) -> bool:
@@ -333,8 +344,10 @@ class RemoteDirectory:
             raise
 
     def fetch(self, name: str, target: Path, entry: FileEntry, advance: Callable[[int], object]) -> None:
-        """Write a local file from the remote one, hashed as it arrives. Raises: ContentError if it differs from `entry`; OSError."""
-        path = self._path(name)
+        """Write a local file from the remote one, hashed as it arrives.
+
+        Raises: ContentError if the remote file is missing or differs from `entry`; OSError.
+        """
 
         def attempt() -> None:
             digester = Digester()
@@ -342,7 +355,7 @@ class RemoteDirectory:
                 with DISK.open(target) as file:
                     for start in range(0, entry.size_bytes, DIGEST_CHUNK_BYTES * 4):
                         end = min(start + DIGEST_CHUNK_BYTES * 4, entry.size_bytes)
-                        data = bytes(retried(lambda start=start, end=end: self._files.cat_file(path, start=start, end=end)))
+                        data = self._read_range(name, start, end)
                         digester.update(data)
                         DISK.write(file, data)
                         advance(len(data))
@@ -354,6 +367,28 @@ class RemoteDirectory:
                 raise
 
         attempt()
+
+    def _read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` of a file. Raises: ContentError if the file is missing or shorter; UrlError."""
+        path = self._path(name)
+
+        def read() -> bytes:
+            try:
+                data = bytes(self._files.cat_file(path, start=start, end=end))
+            except Exception as error:
+                if _is_beyond_the_end(error):
+                    raise ContentError(f"{self.url}/{name} is shorter than its manifest lists") from error
+                raise
+            if len(data) != end - start:
+                raise ContentError(f"{self.url}/{name} is shorter than its manifest lists")
+            return data
+
+        try:
+            return retried(read)
+        except UrlError as error:
+            if error.refusal == "absent":
+                raise ContentError(f"{self.url}/{name} is missing") from error
+            raise
 
 
 def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:

@@ -118,6 +118,15 @@ def test_damaged_copy_is_refused_and_leaves_nothing(url: str, tmp_path: Path) ->
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_missing_file_of_a_copy_is_named(url: str, tmp_path: Path) -> None:
+    shard = next(Path(url.removeprefix("file://")).glob("checkpoint-20/pytorch_model_fsdp_0/*.distcp"))
+    shard.unlink()
+    with pytest.raises(FsdpTuneError, match=f"the checkpoint is damaged: .*{shard.name} is missing") as caught:
+        merge_checkpoint(url, options(tmp_path / "merged"))
+    assert caught.value.problems[0].code == "merge-incomplete-checkpoint"
+    assert "--step" in f"{caught.value.problems[0].hint}"
+
+
 def test_interrupted_download_is_continued(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched, fetch = list[str](), RemoteDirectory.fetch
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.jobs import mirroring as jobs
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.mirror import writer as writing
-from fsdp_tune.launch.mirror.remote_run import RemoteRun
-from fsdp_tune.launch.mirror.send import MirrorState, Sender
+from fsdp_tune.launch.mirror.remote_run import IDENTITY_NAME, RemoteRun, read_identity
+from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
@@ -149,6 +150,32 @@ def test_mirror_of_a_live_command_is_refused_before_anything_is_read(
     other.release()
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_run_that_another_command_sent_while_the_claim_was_waited_for_is_not_mixed_with_this_one(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None
+) -> None:
+    _, remote = mirrored
+    remote.directory.remove(IDENTITY_NAME)
+    patient = Writer.claim_patiently
+
+    def claim(self: Writer, waits_for: Any) -> object:
+        remote.claim("theirs")
+        return patient(self, waits_for)
+
+    monkeypatch.setattr(Writer, "claim_patiently", claim)
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "train.jsonl").write_text("")
+    found = mirroring(RunDir(tmp_path / "fresh" / "run"), remote)
+    found.recipe = resolved(tmp_path)
+    if resume is not None:
+        assert found.prepare(start(0, is_new=True), resume)
+        assert read_identity(found.run) == "theirs"
+        return
+    with pytest.raises(FsdpTuneError, match="has the checkpoints of another run"):
+        found.prepare(start(0, is_new=True), resume)
+    assert Elsewhere(remote.directory).claim() is None, "it was given back"
+
+
 def test_mirror_is_free_again_when_a_command_has_ended(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
     run, remote = mirrored
     first = mirroring(run, remote)
@@ -208,6 +235,47 @@ def test_restart_replaces_a_damaged_checkpoint_by_the_copy(mirrored: tuple[RunDi
     assert mirroring(run, remote).newer_copy(500, counted.append) is None
 
 
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("checkpoint-500/shards/__0_0.distcp", remove),
+        ("checkpoint-500/shards/__0_0.distcp", truncate),
+        ("checkpoint-500.run/recipe.json", remove),
+    ],
+    ids=["shard missing", "shard short", "recipe missing"],
+)
+def test_start_uses_an_older_checkpoint_if_a_file_of_the_newest_is_missing_or_short(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    _, remote = mirrored
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "train.jsonl").write_text("")
+    harm(tmp_path / "mirror" / "run" / name)
+    found, notices = mirroring(RunDir(tmp_path / "fresh" / "run"), remote), list[Notice]()
+    found.observer.notices = notices.extend  # type: ignore[method-assign]
+    found.recipe = resolved(tmp_path)
+    assert found.prepare(start(0, is_new=True), "auto")
+    assert isinstance(inspect_checkpoint(found.run.checkpoint(100), digests=True), Checkpoint)
+    assert not found.run.checkpoint(500).exists()
+    (notice,) = notices
+    assert notice.code == "checkpoint-rejected"
+    assert f"{remote.url}/{name} is " in notice.message
+
+
+def test_restart_uses_the_newest_copy_whose_files_are_there(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path) -> None:
+    run, remote = mirrored
+    (tmp_path / "mirror" / "run" / "checkpoint-500" / "shards" / "__0_0.distcp").unlink()
+    assert mirroring(run, remote).newer_copy(50, lambda _: None) == run.checkpoint(100)
+
+
 def test_restart_continues_from_this_disk_if_the_mirror_cannot_be_read(
     mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +289,23 @@ def test_restart_continues_from_this_disk_if_the_mirror_cannot_be_read(
     monkeypatch.setattr(RemoteRun, "identity", fails)
     assert found.newer_copy(100, lambda _: None) is None
     assert "timed out" in messages[0]
+
+
+def test_sender_that_is_refused_is_reported_once_and_at_once(mirrored: tuple[RunDir, RemoteRun]) -> None:
+    run, remote = mirrored
+    found, notices = mirroring(run, remote), list[Notice]()
+    found.observer.notices = notices.extend  # type: ignore[method-assign]
+    found._child = SimpleNamespace(pid=os.getpid(), poll=lambda: None)  # type: ignore[assignment]
+    remote.claim("another")
+    sender = Sender(run, RemoteRun(*remote.url.rsplit("/", 1)))
+    sender.failed(UrlError("timed out"))
+    found.tend()
+    assert not notices, "it may pass"
+    follow(sender, lambda: True, 0, lambda _: None)
+    found.tend()
+    found.tend()
+    assert [(notice.code, "has the checkpoints of another run" in notice.message) for notice in notices] == [("mirror-stopped", True)]
+    sender.close()
 
 
 @pytest.mark.parametrize("is_hashing", [True, False])

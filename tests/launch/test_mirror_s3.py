@@ -16,11 +16,11 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 from fsdp_tune.launch.mirror import writer as writing
-from fsdp_tune.launch.mirror.remote_run import RemoteRun, mirror_error
+from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, mirror_error
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.launch.mirror.writer import MirrorInUseError
 from fsdp_tune.run import remote_files
-from fsdp_tune.run.remote_files import UrlError
+from fsdp_tune.run.remote_files import ContentError, UrlError
 from tests.launch.test_mirror import complete_and_verified, make_run, save, send_all
 from tests.launch.test_mirror_writer import Elsewhere
 
@@ -188,6 +188,27 @@ def test_half_an_upload_of_parts_leaves_no_file_and_is_sent_again(
     proxy.fault = lambda method, path: None
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
+
+
+@pytest.mark.parametrize("left_bytes", [None, 0, 1000])
+def test_missing_or_short_object_is_damage_and_is_not_waited_for(
+    tmp_path: Path, remote: RemoteRun, left_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, name = make_run(tmp_path / "run"), "checkpoint-5/shards/__1_0.distcp"
+    save(run, 5, size=9000)  # two ranges
+    assert send_all(run, remote)
+    remote.directory.remove(name)
+    if left_bytes is not None:
+        remote.directory.write(name, bytes(left_bytes))
+    found = remote.checkpoint(5)
+    assert isinstance(found, RemoteCheckpoint)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    entry = found.manifest.files[name.partition("/")[2]]
+    with pytest.raises(ContentError, match="is missing" if left_bytes is None else "is shorter"):
+        remote.directory.fetch(name, tmp_path / "file", entry, lambda _: None)
+    remote.directory.write(name, b"x")
+    with pytest.raises(ContentError, match="is shorter"):
+        remote.directory._read_range(name, 5, 9)
 
 
 @pytest.mark.parametrize(

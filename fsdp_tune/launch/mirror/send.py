@@ -76,6 +76,8 @@ class MirrorState(Document):
     """Folders that are damaged on this disk and are not sent, with the reason."""
     error: str | None = None
     """Why the last attempt failed; None after a success."""
+    is_refused: bool = False
+    """Whether repeating the attempt does not help: another run, another command, missing rights."""
     failed_since: float | None = None
     """Wall clock, seconds."""
     pid: int = 0
@@ -342,7 +344,7 @@ class Sender:
             self._event(MIRROR_FAILED, self._state.newest_step or 0, message=text if is_damage else f"{self._remote.url}: {text}")
         if self._state.failed_since is None:
             self._note(failed_since=time.time())
-        self._note(error=text)
+        self._note(error=text, is_refused=isinstance(error, UrlError) and error.refusal is not None)
 
     def note_progress(self, waiting: list[str]) -> None:
         waiting = [name for name in waiting if name not in self._there]
@@ -350,7 +352,7 @@ class Sender:
         self._note(waiting=waiting, left_bytes=sum(sizes))
 
     def succeeded(self) -> None:
-        self._note(error=None, failed_since=None, refused=self.refused())
+        self._note(error=None, is_refused=False, failed_since=None, refused=self.refused())
 
     def refused(self) -> dict[str, str]:
         """Return the local folders that are damaged and not in the mirror, with the reason."""
