@@ -49,7 +49,7 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
     try:
         remote, found = _find(url, options)
     except UrlError as error:
-        raise mirror_error(url, error, Where(url)) from error
+        raise mirror_error(mask_text(url), error, Where(mask_text(url))) from error
     found = replace(found, manifest=replace(found.manifest, files=_of_weights(found)))
     folder = output.parent / f".{output.name}.download-{xxhash.xxh3_64(url.rstrip('/').encode()).hexdigest()}"
     run = RunDir(folder / remote.url.rpartition("/")[2])
@@ -63,11 +63,13 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except UrlError as error:
-        raise mirror_error(url, error, Where(url)) from error
+        raise mirror_error(mask_text(url), error, Where(mask_text(url))) from error
     except ContentError as error:
         shutil.rmtree(folder, ignore_errors=True)
         hint = "merge another checkpoint of the run: `--step N`"
-        raise failed_error("merge-incomplete-checkpoint", f"the checkpoint is damaged: {error}", where=Where(url), hint=hint) from error
+        raise failed_error(
+            "merge-incomplete-checkpoint", f"the checkpoint is damaged: {mask_text(str(error))}", where=Where(mask_text(url)), hint=hint
+        ) from error
     try:
         yield DownloadedCheckpoint(path, f"{remote.url}/{found.name}")
     finally:
@@ -83,11 +85,11 @@ def _output(url: str, options: MergeOptions) -> Path:
         raise usage_error(
             "merge-url",
             "`--best`, `--average` and `--allow-incomplete` choose among the checkpoints of a run on this disk",
-            where=Where(url),
+            where=Where(mask_text(url)),
             hint="choose one with `--step N`",
         )
     if options.output is None:
-        raise usage_error("merge-no-output", "a URL has no default for `--output`", where=Where(url), hint="pass `--output DIR`")
+        raise usage_error("merge-no-output", "a URL has no default for `--output`", where=Where(mask_text(url)), hint="pass `--output DIR`")
     output = options.output.absolute()
     check_target(output, overwrite=options.overwrite)
     return output
@@ -100,7 +102,7 @@ def _find(url: str, options: MergeOptions) -> tuple[RemoteRun, RemoteCheckpoint]
     remote = RemoteRun(*(above if match else url.rstrip("/")).rsplit("/", 1))
     wanted = int(match[1]) if match else options.step
     if match and options.step not in (None, wanted):
-        raise usage_error("merge-url", f"`--step {options.step}` is not {last}", where=Where(url), hint="leave `--step` out")
+        raise usage_error("merge-url", f"`--step {options.step}` is not {last}", where=Where(mask_text(url)), hint="leave `--step` out")
     listing = remote.directory.list()
     steps = remote.complete_steps(listing)
     step = wanted if wanted is not None else next(iter(steps), None)
@@ -108,16 +110,16 @@ def _find(url: str, options: MergeOptions) -> tuple[RemoteRun, RemoteCheckpoint]
         raise _no_checkpoint(remote, step, listing)
     found = remote.checkpoint(step)
     if isinstance(found, str):
-        raise failed_error("merge-incomplete-checkpoint", f"the checkpoint is not complete: {found}", where=Where(url))
+        raise failed_error("merge-incomplete-checkpoint", f"the checkpoint is not complete: {found}", where=Where(mask_text(url)))
     return remote, found
 
 
 def _no_checkpoint(remote: RemoteRun, step: int | None, listing: Listing) -> FsdpTuneError:
     what = "no complete checkpoint" if step is None else f"no complete checkpoint-{step}"
     steps = ", ".join(f"checkpoint-{each}" for each in remote.complete_steps(listing))
-    model = f"{remote.url}/merged is its merged model" if "merged/manifest.json" in listing else None
+    model = f"{mask_text(remote.url)}/merged is its merged model" if "merged/manifest.json" in listing else None
     hint = f"complete there: {steps}" if steps else model or ("there is nothing at this URL" if not listing else "give the URL of a run")
-    return usage_error("merge-url-checkpoint", f"{remote.url} has {what}", hint=hint)
+    return usage_error("merge-url-checkpoint", f"{mask_text(remote.url)} has {what}", hint=hint)
 
 
 def _of_weights(found: RemoteCheckpoint) -> dict[str, FileEntry]:
@@ -137,6 +139,6 @@ def _fetch(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, observer: Ob
     path = run.checkpoint(found.step)
     if run.is_used and isinstance(inspect_checkpoint(path, digests=True), Checkpoint):
         return path
-    observer.message(f"downloading the weights of {found.name} ({format_bytes(found.size_bytes)}) from {remote.url}")
+    observer.message(f"downloading the weights of {found.name} ({format_bytes(found.size_bytes)}) from {mask_text(remote.url)}")
     with observer.progress("downloading", found.size_bytes, "bytes") as bar:
         return fetch_checkpoint(remote, found, run, bar.advance)

@@ -92,11 +92,18 @@ def refusal_of(error: Exception) -> Refusal | None:
         return "absent"
     if isinstance(error, ImportError):
         return "package"
+    if _has_invalid_parameter(error):
+        return "other"
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return "full"
     if (status := _status_of(error)) is not None:
         return None if status in (408, 429) or status >= 500 else "other"
     return "other" if isinstance(error, IsADirectoryError | TypeError | ValueError) else None
+
+
+def _has_invalid_parameter(error: BaseException) -> bool:
+    """Return whether botocore refused to send a request, such as for the name of a bucket."""
+    return type(error).__name__ == "ParamValidationError"
 
 
 def _status_of(error: BaseException) -> int | None:
@@ -135,6 +142,8 @@ def reason_of(error: Exception) -> str:
         return str(error)
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
+    if _has_invalid_parameter(error):  # the first line has no reason
+        return " ".join(str(error).split())
     if isinstance(error, HTTPError):
         return f"the server responds with {error.code} {error.reason}"
     return str(error.reason) if isinstance(error, URLError) else first_line(error)
@@ -172,7 +181,7 @@ class RemoteDirectory:
         return f"{self._root}/{name}"
 
     def list(self, folder: str = "") -> dict[str, RemoteEntry]:
-        """Return the files below `folder`, or all of them; {} if there are none."""
+        """Return the files below `folder`, or all of them; {} if there are none. Names that `is_inside` refuses are left out."""
         top = self._path(folder) if folder else self._root
 
         def find() -> dict[str, RemoteEntry]:
@@ -182,7 +191,8 @@ class RemoteDirectory:
             except FileNotFoundError:
                 return {}
             prefix = f"{self._root}/".lstrip("/")
-            return {path.lstrip("/").removeprefix(prefix): _entry(info) for path, info in found.items()}
+            names = {path.lstrip("/").removeprefix(prefix): info for path, info in found.items()}
+            return {name: _entry(info) for name, info in names.items() if is_inside(name)}
 
         return retried(find)
 

@@ -118,6 +118,12 @@ def test_damaged_copy_is_refused_and_leaves_nothing(url: str, tmp_path: Path) ->
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_secret_in_a_url_is_not_printed(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError, match="has no complete checkpoint") as caught:
+        merge_checkpoint(f"file://{tmp_path}/hf_{'a' * 34}", options(tmp_path / "merged"))
+    assert "a" * 34 not in str(caught.value)
+
+
 def test_missing_file_of_a_copy_is_named(url: str, tmp_path: Path) -> None:
     shard = next(Path(url.removeprefix("file://")).glob("checkpoint-20/pytorch_model_fsdp_0/*.distcp"))
     shard.unlink()

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp_tune.core.atomic import Disk
+from fsdp_tune.core.atomic import STAGE_MARK, Disk
 from fsdp_tune.launch.mirror import send as sending
 from fsdp_tune.launch.mirror.fetch import fetch_checkpoint
 from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_file, list_files, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
 
@@ -244,6 +244,64 @@ def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, remote: R
         assert name in refused
         (folder / where / MANIFEST_NAME).write_bytes(before)
     assert isinstance(remote.checkpoint(5), RemoteCheckpoint)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{".": 1}, {"x/": 1}, {"a//b": 1}, {"trainer_state.json/x": 1}, {"a\ud800b": 1}, {"a" * 300: 1}, {"y": -1}],
+    ids=["dot", "slash", "empty", "folder", "surrogate", "long", "negative"],
+)
+def test_manifest_with_names_that_no_file_has_is_refused(tmp_path: Path, remote: RemoteRun, files: dict[str, int]) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    path = tmp_path / "mirror" / "run" / "checkpoint-5" / MANIFEST_NAME
+    entries = {name: FileEntry(size_bytes, "0" * 32) for name, size_bytes in files.items()}
+    path.write_text(Manifest(CHECKPOINT_KIND, {**Manifest.from_json(path.read_bytes()).files, **entries}, {"step": 5}).to_json())
+    refused = remote.checkpoint(5)
+    assert isinstance(refused, str)
+    refused.encode()
+
+
+@pytest.mark.parametrize("start", [None, 5])
+def test_unreadable_manifest_does_not_count_as_the_newest(tmp_path: Path, remote: RemoteRun, start: int | None) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    for folder in ("checkpoint-99", "checkpoint-99.run"):
+        remote.directory.write(f"{folder}/{MANIFEST_NAME}", b"x")
+    assert send_all(run, remote, keep=1, start=start)
+    state = MirrorState.read(state_path(run, 0))
+    assert state is not None
+    assert state.newest_step == 5
+    shutil.rmtree(run.checkpoint(5))
+    save(run, 10)
+    assert send_all(run, remote, keep=1, start=start)
+    assert remote.usable_steps(remote.directory.list()) == [10]
+    if start is not None:
+        assert remote.complete_steps(remote.directory.list()) == [10]
+
+
+def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParamValidationError(Exception):
+        pass
+
+    def request() -> None:
+        raise ParamValidationError('Parameter validation failed:\nInvalid bucket name "my bucket"')
+
+    monkeypatch.setattr(remote_files.time, "sleep", lambda _: pytest.fail("it waited"))
+    with pytest.raises(UrlError, match="Invalid bucket name") as caught:
+        remote_files.retried(request)
+    assert caught.value.refusal == "other"
+
+
+def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    foreign = tmp_path / "mirror" / "run" / "x\\y"
+    foreign.mkdir(parents=True)
+    (foreign / f".f{STAGE_MARK}1").write_text("x")
+    assert send_all(run, remote)
+    assert not [name for name in remote.directory.list() if "\\" in name]
 
 
 def test_damaged_download_is_refused_and_leaves_no_checkpoint(tmp_path: Path, remote: RemoteRun) -> None:

@@ -31,6 +31,8 @@ RUN_FILES_KIND = "fsdp-tune run files"
 MODEL_KIND = "fsdp-tune model"
 RUN_FILES = ("recipe.yaml", "recipe.json", "data.json", "environment.json", "plan.json", "readback.json", "trackers.json", "metrics.jsonl")
 """What a resume and a merge read, next to the files in `model/`. Not launch.json, which has the variables of this machine, and no logs."""
+NAME_BYTES = 255
+"""Limit of file systems for one component of a path."""
 PROBE = ".probe-"
 PROBE_WAITS = (1.0, 2.0)
 """Seconds before the first requests of a command are repeated: the user waits for them."""
@@ -115,6 +117,10 @@ class RemoteRun:
         steps = {int(match[1]) for match in found if match is not None}
         return sorted((step for step in steps if f"{run_folder(f'checkpoint-{step}')}/{MANIFEST_NAME}" in listing), reverse=True)
 
+    def usable_steps(self, listing: Listing) -> list[int]:
+        """Return those of `complete_steps` whose manifests can be read, newest first. Raises: UrlError."""
+        return [step for step in self.complete_steps(listing) if isinstance(self.checkpoint(step), RemoteCheckpoint)]
+
     def pending_steps(self, listing: Listing) -> list[int]:
         """Return the steps of checkpoints that this tool has started or taken back, newest first. Their run's files come first."""
         folders = (name.partition("/")[0].removesuffix(run_folder("")) for name in listing if name.endswith(f"/{PENDING_NAME}"))
@@ -150,7 +156,12 @@ class RemoteRun:
         if manifest.kind != kind:
             return f"its manifest is of `{manifest.kind}`"
         if outside := next((name for name in manifest.files if not is_inside(name)), None):
-            return f"its manifest names `{outside[:80]}`, outside of the checkpoint"
+            return f"its manifest names {_shown(outside)}, outside of the checkpoint"
+        folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in manifest.files) for end in range(1, len(parts))}
+        if strange := next((name for name in manifest.files if name in folders or not _is_file_name(name)), None):
+            return f"its manifest names {_shown(strange)}, which is not the name of a file"
+        if negative := next((name for name, entry in manifest.files.items() if entry.size_bytes < 0), None):
+            return f"its manifest has a negative size of {_shown(negative)}"
         return manifest
 
     def is_complete(self, folder: str, manifest: Manifest) -> bool:
@@ -193,11 +204,14 @@ class RemoteRun:
             written = {name: {entry} for name, entry in pending.files.items()}
         if f"{folder}/{MANIFEST_NAME}" in listing:
             manifest = self.manifest(folder, kind)
-            if isinstance(manifest, Manifest):
-                for name, entry in manifest.files.items():
-                    written.setdefault(name, set()).add(entry)
-                self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
-                self.directory.remove(f"{folder}/{MANIFEST_NAME}")
+            if isinstance(manifest, str) and isinstance(pending, Manifest):
+                manifest = pending
+            elif isinstance(manifest, str):  # it cannot be read, and would count as the newest for ever
+                manifest = Manifest(kind, {})
+            for name, entry in manifest.files.items():
+                written.setdefault(name, set()).add(entry)
+            self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
+            self.directory.remove(f"{folder}/{MANIFEST_NAME}")
         return written
 
     def remove(self, step: int, listing: Listing) -> None:
@@ -231,7 +245,7 @@ class RemoteRun:
 
         `kept`: steps that stay, those of the local disk. The newest complete one always stays. Returns the steps removed.
         """
-        complete = self.complete_steps(listing)
+        complete = self.usable_steps(listing)
         old = [] if keep is None else complete[max(keep, 1) :]
         left = [step for step in self.pending_steps(listing) if complete and step < complete[0]]
         gone = [step for step in (*old, *left) if step not in kept]
@@ -242,6 +256,18 @@ class RemoteRun:
                 if f"{name}/{PENDING_NAME}" in listing:
                     self.directory.remove(f"{name}/{PENDING_NAME}")
         return gone
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a relative path has a plain name in each of its components."""
+    try:
+        return all(part not in ("", ".") and len(part.encode()) <= NAME_BYTES for part in name.split("/"))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def _shown(name: str) -> str:
+    return f"`{name[:80].encode(errors='backslashreplace').decode()}`"
 
 
 def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:

@@ -162,7 +162,7 @@ class Sender:
         for step in later:
             self._remote.take_back(step, listing)
         self._there = {f"checkpoint-{step}" for step in steps if step not in later}
-        self._note(newest_step=next((step for step in steps if step not in later), None))
+        self._note(newest_step=next((step for step in self._remote.usable_steps(listing) if step not in later), None))
 
     def _claim(self) -> None:
         """Own the mirror from now on. Raises: UrlError while another command does."""
@@ -228,7 +228,7 @@ class Sender:
         local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
         best = best_so_far(folder)
         self._remote.rotate(self._keep, kept=local | {step} | ({best.step} if best is not None else set()), listing=listing)
-        self._note(newest_step=next(iter(self._remote.complete_steps(listing)), None))
+        self._note(newest_step=next(iter(self._remote.usable_steps(listing)), None))
         return sent
 
     def _send_run_files(self, step: int) -> int:
