@@ -208,6 +208,14 @@ class CompareOptions:
         Path | None,
         Option("Compute B with this interpreter, which has other versions of torch or transformers [default: as A].", metavar="PYTHON"),
     ] = None
+    requirements: Annotated[
+        Sequence[str],
+        Option(
+            "Compute B with other versions of packages, in an environment that is made for them in the cache. Repeatable.",
+            flags=("--with",),
+            metavar="REQUIREMENT",
+        ),
+    ] = ()
     tolerance: Annotated[
         float | None,
         Option(
