@@ -34,6 +34,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note:
     found["seconds"] = time.monotonic() - started
 
 
-def end(process: multiprocessing.process.BaseProcess) -> None:
+def end(process: BaseProcess) -> None:
     process.join(1.0)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it

@@ -314,7 +314,7 @@ def probe(job: dict[str, Any]) -> int:
     free, total = torch.cuda.mem_get_info()
     name, capability = torch.cuda.get_device_name(0), list(torch.cuda.get_device_capability(0))
     found = {"name": name, "capability": capability, "free_gib": free / 2**30, "total_gib": total / 2**30}
-    found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # pyright: ignore[reportAttributeAccessIssue]
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
     return 0
 

@@ -210,7 +210,7 @@ def traced(rows: Sequence[Row], cache: Path, *, exact: bool) -> dict[str, Trace]
 
 def predicted_gib(row: Row, trace: Trace) -> tuple[float, Memory]:
     """In the row's own metric. A card that fills up gives cached memory back, so the replay knows its size."""
-    outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.world_size > 1 else 0)
+    outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     capacity = row.hardware.usable_bytes - outside
     memory = peak_memory(trace, segments=row.segments, capacity_bytes=capacity, workspace_bytes=workspace_bytes(row.hardware))
     figures = {"peak_allocated": memory.peak_allocated_bytes, "peak_reserved": memory.peak_reserved_bytes}

@@ -197,7 +197,7 @@ def predicted(row: Row, trace: Trace) -> float:
     return {
         "tokens_per_s_per_gpu": speed,
         "step_seconds": timed.step_seconds,
-        "samples_per_s": speed * shapes.world_size / shapes.tokens,
+        "samples_per_s": speed * shapes.topology.world_size / shapes.tokens,
         "tflops_per_gpu": speed * flops / 1e12,
         "mfu": speed * flops / (row.hardware.peak_flops("bf16") or math.nan),
     }[row.metric]

@@ -197,7 +197,7 @@ def bare(task: dict[str, Any], rank: int) -> None:
         optimizer.zero_grad()
         if step % task["logging_steps"] == 0:
             dist.all_reduce(logged)
-            print(step, logged.item() / task["logging_steps"], norm.full_tensor().item(), flush=True)
+            print(step, logged.item() / task["logging_steps"], norm.full_tensor().item(), flush=True)  # pyright: ignore[reportAttributeAccessIssue]  a DTensor
             logged.zero_()
         gate()
 
@@ -295,7 +295,7 @@ def trl(task: dict[str, Any], _rank: int) -> None:
         quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_quant_storage=task["dtype"]) if quantised else None,
         callbacks=[gate_callback()],
     )
-    lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in trainer.train_dataset]
+    lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in trainer.train_dataset]  # pyright: ignore[reportCallIssue]
     Path(task["folder"], "tokens_per_row").write_text(str(sum(lengths) / len(lengths)), encoding="ascii")
     trainer.train()
 

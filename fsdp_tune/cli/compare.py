@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import Overrides, verb
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.cli.verbs import Overrides, Screen, verb
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.jobs.options import CompareOptions
@@ -78,8 +77,8 @@ def compare(
             "there is nothing to compare A with",
             hint="give B, `--set KEY=VALUE`, `--python PYTHON` or `--with REQUIREMENT`",
         )
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise usage_error("no-directory", f"`--html {html}` is not a file in an existing directory", hint="create the directory")
+    if html is not None:
+        check_output_file(html, replaces=True)
     found = fsdp_tune.compare(a, a if b is None else b, options, overrides=overrides, observer=screen)
     screen.document(found)
     show_comparison(screen, found)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.terminal import printable
-from fsdp_tune.cli.verbs import NamedRecipe, given, verb
+from fsdp_tune.cli.verbs import NamedRecipe, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.jobs.options import PrepareOptions
 
@@ -43,9 +42,11 @@ def prepare(
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
     from fsdp_tune.cli.rows_page import SAMPLES, rows_page
-    from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.core.atomic import check_output_file, write_file
     from fsdp_tune.jobs.answers import PrepareAnswer, PrepareShownAnswer
 
+    if html is not None:
+        check_output_file(html, replaces=True)
     loaded = recipe.load()
     options = replace(options, show=max(options.show, 1) if ids else options.show)
     done = fsdp_tune.prepare(loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen)

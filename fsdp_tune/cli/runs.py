@@ -1,7 +1,4 @@
-"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`.
-
-`status`: the status of a run, from its files alone.
-"""
+"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.terminal import trend
-from fsdp_tune.cli.verbs import Overrides, given, verb
+from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds
@@ -141,6 +137,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     figures = [*([f"{speed:,.0f} tokens/s/device"] if speed is not None else []), *([memory] if (memory := _memory(facts)) else [])]
     if figures:
         screen.message(", ".join(figures))
+    if (slow := facts.slow_rank) is not None:
+        screen.message(f"rank {slow.rank} is slow: it costs {slow.share:.0%} of each step ({slow.part})")
     rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
@@ -168,6 +166,8 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
+    for reason in mirror.damaged:
+        screen.message(f"not mirrored: {reason}")
 
 
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
@@ -343,8 +343,12 @@ def _span(estimate: Any) -> str:
 def merge_checkpoint(
     screen: Screen,
     source: Annotated[
-        Path,
-        Argument("A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.", metavar="SRC"),
+        str,
+        Argument(
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. Of a mirror, "
+            "the URL of a run or of its checkpoint.",
+            metavar="SRC",
+        ),
     ],
     options: MergeOptions,
     push_to_hub: Annotated[
@@ -359,6 +363,7 @@ def merge_checkpoint(
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
+        fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
     from fsdp_tune.jobs.answers import PushedMergeAnswer

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import NamedRecipe, verb
+from fsdp_tune.cli.verbs import NamedRecipe, Screen, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.options import CloudOptions, KubernetesOptions, SlurmOptions, SubmitOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.manifests import ManifestAnswer
     from fsdp_tune.jobs.submit import Submission, SubmitAnswer
+    from fsdp_tune.jobs.submit_containers import ManifestAnswer
     from fsdp_tune.launch.submit.clouds import Engine
 
 submit = typer.Typer(name="submit", help="Train a recipe as a job of a cluster.", no_args_is_help=True)
@@ -144,7 +143,7 @@ def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions) 
         fsdp-tune submit kubernetes my.yaml --kind jobset --image registry/fsdp-tune@sha256:… --pvc runs:/runs \\
           --set output_dir=/runs/my --secret HF_TOKEN=hub > my.job.yaml
     """
-    from fsdp_tune.jobs.manifests import kubernetes_manifest
+    from fsdp_tune.jobs.submit_containers import kubernetes_manifest
 
     _render(screen, kubernetes_manifest(recipe.source(), recipe.overrides, options, name=recipe.name, observer=screen))
 
@@ -174,7 +173,7 @@ def dstack(screen: Screen, recipe: NamedRecipe, options: CloudOptions) -> None:
 
 
 def _cloud(screen: Screen, recipe: NamedRecipe, options: CloudOptions, engine: Engine) -> None:
-    from fsdp_tune.jobs.manifests import cloud_task
+    from fsdp_tune.jobs.submit_containers import cloud_task
 
     _render(screen, cloud_task(recipe.source(), recipe.overrides, options, engine, name=recipe.name, observer=screen))
 

@@ -1,7 +1,4 @@
-"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`.
-
-`validate`: check a recipe without GPUs.
-"""
+"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, given, verb
+from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import format_seconds
@@ -102,9 +98,11 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
     from fsdp_tune.cli.plan_view import html_page, show_errors
-    from fsdp_tune.core.atomic import write_file
+    from fsdp_tune.core.atomic import check_output_file, write_file
     from fsdp_tune.recipe.rules.contradictions import INPUTS
 
+    if html is not None:
+        check_output_file(html, replaces=True)
     made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)
     if html is not None:

@@ -1,7 +1,4 @@
-"""Output of `train`: the inputs before the start, a line for each logged step, and the card at the end.
-
-The card at the end of a run: time, tokens, losses, memory compared with the plan, size on disk, and the next commands.
-"""
+"""Output of `train`: the inputs before the start, a line for each logged step, and the card at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +28,8 @@ from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schedule import rate_line
-from fsdp_tune.recipe.schema.reference import passed_defaults, value_of
+from fsdp_tune.recipe.schema.keys import value_of
+from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
@@ -362,6 +360,8 @@ class StepView:
         shares = _shares(line)
         wide = [", ".join(f"{name} {share:.0%}" for name, share in shares.items())] if shares else []
         short = [" ".join(f"{SHORT_SHARES[name]} {share:.0%}" for name, share in shares.items())] if shares else []
+        slow = [f"rank {line['slow_rank']} costs {line['slow_rank_share']:.0%} ({line['slow_rank_part']})"] if "slow_rank" in line else []
+        first += slow
         self._screen.fields(
             [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide)],
             narrow=[*first, f"{speed} tok/s", *short, *gib, *mfu, f"grad {norm}", rate],

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,12 +95,24 @@ def stage_path(target: Path) -> Path:
     return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}{_SUFFIX}")
 
 
-def refuse_existing(target: Path) -> None:
-    """Refuse a file that a command must not replace, or whose directory is missing. Raises: usage error."""
-    if target.exists() or target.is_symlink():
-        raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
-    if not target.parent.is_dir():
-        raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
+def check_output_file(path: Path, *, replaces: bool = False, otherwise: str = "remove it") -> None:
+    """Check, before the work for it, that `write_file` can write a file that the user named.
+
+    An existing file is refused unless the command `replaces` it; `otherwise` is the way out next to another name.
+    Raises: usage error (exit 2).
+    """
+    parent = path.absolute().parent
+    unwritable = f"`{path}` cannot be written"
+    if path.is_dir():
+        raise usage_error("output-exists", f"`{path}` is a directory", hint="give the name of a file")
+    if not replaces and (path.exists() or path.is_symlink()):
+        raise usage_error("output-exists", f"`{path}` already exists", hint=f"give another file name, or {otherwise}")
+    if not parent.is_dir():
+        raise usage_error(
+            "no-directory", f"{unwritable}: the directory `{parent}` does not exist", hint=f"mkdir -p {shlex.quote(str(parent))}"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise usage_error("no-directory", f"{unwritable}: no permission to write in `{parent}`", hint="give another directory")
 
 
 def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
@@ -152,7 +165,7 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
     """Rename a finished directory to its final name. With `replace`, an existing one is kept until then.
 
     Between the two renames of a replacement `final` is briefly absent. The old directory is then next to it under a stage
-    name, and the next writer restores it (`merge.destination.bring_back`, `worker.checkpoint.save`).
+    name, and the next writer restores it (`merge.output_directory.bring_back`, `worker.checkpoint.save`).
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():

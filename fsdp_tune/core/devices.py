@@ -239,15 +239,19 @@ def gpu_states(environment: Mapping[str, str]) -> list[GpuState]:
 
 def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
     handle, memory, busy = ctypes.c_void_p(), _NvmlMemory(), (ctypes.c_uint * 2)()
-    found = nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == NVML_SUCCESS
+
+    def succeeds(function: str, *arguments: Any) -> bool:
+        call = getattr(nvml, function, None)  # an old driver lacks some
+        return call is not None and call(*arguments) == NVML_SUCCESS
+
+    found = succeeds("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
 
     def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
         value = kind()
-        done = found and getattr(nvml, function)(handle, *arguments, ctypes.byref(value)) == NVML_SUCCESS
-        return value.value if done else None
+        return value.value if found and succeeds(function, handle, *arguments, ctypes.byref(value)) else None
 
-    has_memory = found and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
-    has_use = found and nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(busy)) == NVML_SUCCESS
+    has_memory = found and succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    has_use = found and succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
     limit, default = number("nvmlDeviceGetPowerManagementLimit"), number("nvmlDeviceGetPowerManagementDefaultLimit")
     reasons = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
     return GpuState(

@@ -89,11 +89,32 @@ class HeldError(Exception):
         """Whether the owner certainly lives; otherwise only the age of its last refresh is known."""
 
 
+def this_owner() -> Owner:
+    """Return the record of a new claim of this process."""
+    started = _start_of(os.getpid()) or ""
+    return Owner(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started)
+
+
+def is_running(owner: Owner) -> bool | None:
+    """Return whether the process of an owner runs, or None if it would not be visible to this process."""
+    return _start_of(owner.pid) == owner.started if owner.is_visible else None
+
+
 def read_owner(path: Path) -> Owner | None:
     """Return the record in a lock file, of a live owner or a dead one; None if the file has no readable record."""
     try:
-        return _parse(path.read_bytes())
+        return parse_owner(path.read_bytes())
     except OSError:
+        return None
+
+
+def parse_owner(raw: bytes) -> Owner | None:
+    """Return the record of an owner, or None if it is damaged."""
+    try:
+        record: Any = json.loads(raw)
+        texts = {name: str(record[name]) for name in ("host", "claim", "kernel", "namespace", "started")}
+        return Owner(pid=int(record["pid"]), since=float(record["since"]), **texts)
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -177,8 +198,7 @@ def owned(path: Path) -> Iterator[Claim]:
 @contextmanager
 def _recorded(descriptor: int, path: Path) -> Iterator[Owner]:
     """Write the record of a new claim and refresh it."""
-    started = _start_of(os.getpid()) or ""
-    owner = Owner(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started)
+    owner = this_owner()
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
@@ -270,9 +290,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _is_live(owner: Owner, path: Path, now: float) -> bool:
-    if owner.is_visible:
-        return _start_of(owner.pid) == owner.started
-    return _age(path, now) < FOREIGN_SILENCE_SECONDS
+    runs = is_running(owner)
+    return runs if runs is not None else _age(path, now) < FOREIGN_SILENCE_SECONDS
 
 
 def _file_system_time(directory: Path) -> float:
@@ -290,15 +309,6 @@ def _age(path: Path, now: float) -> float:
         return abs(now - path.stat().st_mtime)
     except FileNotFoundError:
         return float("inf")
-
-
-def _parse(raw: bytes) -> Owner | None:
-    try:
-        record: Any = json.loads(raw)
-        texts = {name: str(record[name]) for name in ("host", "claim", "kernel", "namespace", "started")}
-        return Owner(pid=int(record["pid"]), since=float(record["since"]), **texts)
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 @cache

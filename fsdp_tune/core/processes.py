@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.parent_death import ends_with_parent
@@ -79,6 +81,61 @@ def describe_failure(exit_code: int, errors: str) -> str:
         return f"its process was killed by {signal.Signals(-exit_code).name}"
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"its process ended with exit code {exit_code}"
+
+
+class JsonChild:
+    """A child that reads lines from its standard input and answers in lines of JSON objects. It ends with the block, or by `close`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the child
+        try:
+            self._child = start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
+        except BaseException:
+            self._errors.close()
+            raise
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._input, self._output = self._child.stdin, self._child.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, line: str, *, is_last: bool = False) -> None:
+        """Send a line. If the child has ended, nothing is sent: `receive` returns None, and `failure` the reason."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.write(line + "\n")
+            self._input.flush()
+            if is_last:
+                self._input.close()
+
+    def receive(self) -> dict[str, Any] | None:
+        """Wait for the next line; None if the child has ended."""
+        line = self._output.readline()
+        return json.loads(line) if line else None
+
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        return self._child.wait()
+
+    def failure(self) -> str:
+        """Wait for the end, and describe it by `describe_failure`."""
+        code = self.wait()
+        self._errors.seek(0)
+        return describe_failure(code, self._errors.read())
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGINT)
+
+    def close(self) -> None:
+        """Kill the child and its own children, also during an answer."""
+        end(self._child)
+        for pipe in (self._input, self._output, self._errors):
+            with contextlib.suppress(BrokenPipeError):  # what the child did not read
+                pipe.close()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+_OPEN_FILES = 4096
+"""Of a rank, for all but connections."""
+_GLOO_GROUPS = 5
+"""At most at once: of all ranks, of saves, of loading, and two of a hybrid mesh."""
+_GLOO_GROUPS_OF_ROWS = 2
+"""Of each dimension along which ranks share rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -102,6 +109,11 @@ class Topology:
         """Return {key of a recipe: size} of the dimensions along which several ranks share rows."""
         sizes = {each.key: getattr(self, name) for name, each in DIMENSIONS.items() if each.key in ROW_KEYS}
         return {f"parallelism.{key}": size for key, size in sizes.items() if size > 1}
+
+    @property
+    def open_files_needed(self) -> int:
+        """Open files of a rank: gloo connects it with all others for each group."""
+        return _OPEN_FILES + (_GLOO_GROUPS + _GLOO_GROUPS_OF_ROWS * len(self.row_keys())) * self.world_size
 
     def data_rank(self, rank: int) -> int:
         """Return the group of `data_size` that a rank belongs to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import re
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.ownership import LOCKLESS, live_owner
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.report import DataReport
@@ -29,7 +29,7 @@ USE_MARK = ".use-"
 def content_key(parts: Any) -> str:
     """Return a digest of `parts` (JSON)."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest(text, size=16)
 
 
 def complete(path: Path, *, digests: bool = False) -> Manifest | None:
@@ -96,7 +96,7 @@ def remove_leftovers(path: Path) -> None:
 
 def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
     """Record the use of an entry by a recipe and a run: one file for each run, and one for `prepare`. Best effort."""
-    user = hashlib.blake2b(str(run or "").encode(), digest_size=8).hexdigest()
+    user = digest(str(run or ""))
     content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
     with suppress(OSError):  # a cache that cannot be written to can still be read
         DISK.mkdir(path.parent)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -18,8 +19,8 @@ from pydantic import TypeAdapter
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.devices import gpu_states, interconnect, visible_devices
-from fsdp_tune.core.errors import FailedError, Problem
+from fsdp_tune.core.devices import gpu_states, host, interconnect, visible_devices
+from fsdp_tune.core.errors import FailedError, Notice, Problem
 from fsdp_tune.core.gpus import detect
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.topology import Group
@@ -28,16 +29,28 @@ from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
-from fsdp_tune.launch.health import HealthCheck, HealthFiles, HealthNeeds, HealthRequest, MessageSize, RankHealth, State, judge_health
+from fsdp_tune.launch.health import (
+    HealthCheck,
+    HealthFiles,
+    HealthNeeds,
+    HealthRequest,
+    MessageSize,
+    RankHealth,
+    RankLimits,
+    State,
+    judge_health,
+    judge_limits,
+    judge_space,
+)
 from fsdp_tune.launch.submit.container_job import shared_memory
 from fsdp_tune.launch.submit.slurm import check_allocation
-from fsdp_tune.planner.predict.memory import disk
+from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints
 from fsdp_tune.planner.predict.timing import collective_seconds
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, complete_checkpoints
 
 WORKER = "fsdp_tune.worker.doctor"
 LIMIT_SECONDS = 300.0
@@ -85,7 +98,7 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
             facts: list[RankHealth] = []
             if failed is None:
                 facts = TypeAdapter(list[RankHealth]).validate_json(files.facts.read_bytes())
-        checks = [_host_name(resolved), *_traced(trace)]
+        checks = [_host_name(resolved, plan), *_traced(trace)]
         checks += [failed] if failed is not None else [
             HealthCheck("ranks", "ok", f"{len(facts)} ranks started and found each other"),
             *judge_health(facts, _needs(resolved, trace, request)),
@@ -104,6 +117,42 @@ def refuse_failed(answer: DoctorAnswer) -> None:
         raise FailedError(*failed)
 
 
+def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
+    """Return the findings of the checks that need no rank, for the ranks of this machine. Takes milliseconds; call it before they start."""
+    facts, on_gpus = host(), recipe.launch.device == "cuda"
+    states = gpu_states(plan.env) if on_gpus else []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits = [
+        RankLimits(
+            rank=rank,
+            machine=plan.machine_rank,
+            host=str(facts["name"]),
+            open_files_limit=None if limit == resource.RLIM_INFINITY else limit,
+            open_files_needed=recipe.topology.open_files_needed,
+            locked_memory_limit_bytes=facts["locked_memory_limit_bytes"],
+            shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+            gpu_before=states[place] if place < len(states) else None,
+        )
+        for place, rank in enumerate(plan.ranks)
+    ]
+    checks = [_host_name(recipe, plan), *judge_limits(limits, _needs_of_machine(recipe))]
+    return [Notice("machine-unfit", f"{check.name}: {check.finding}", hint=check.fix) for check in checks if check.state != "ok"]
+
+
+def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int) -> list[Notice]:
+    """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if not one has room."""
+    run = RunDir(Path(recipe.output_dir))
+    folder = next(each for each in (run.path, *run.path.parents) if each.is_dir())
+    needed_bytes = least_checkpoint_bytes(recipe, parameters, trained_parameters)
+    most = most_checkpoints(recipe)
+    kept = len(complete_checkpoints(run)[0]) if run.is_used else 0
+    check = judge_space(str(folder), shutil.disk_usage(folder).free, needed_bytes, None if most is None else max(1, most - kept))
+    message = f"{check.name}: {check.finding}"
+    if check.state == "fail":
+        raise FailedError(Problem("machine-unfit", message, hint=f"{check.fix}; `--ignore-plan` to train all the same"))
+    return [] if check.state == "ok" else [Notice("machine-unfit", message, hint=check.fix)]
+
+
 def _traced(trace: Trace | None) -> list[HealthCheck]:
     if trace is not None:
         return []
@@ -111,10 +160,10 @@ def _traced(trace: Trace | None) -> list[HealthCheck]:
     return [HealthCheck("sizes", "warn", finding, "`fsdp-tune plan` shows the reason")]
 
 
-def _host_name(recipe: Recipe) -> HealthCheck:
+def _host_name(recipe: Recipe, plan: LaunchPlan) -> HealthCheck:
     """gloo connects to the address of the host's own name, unless a variable names the interface."""
     name = socket.gethostname()
-    interface = (recipe.launch.env | dict(os.environ)).get("GLOO_SOCKET_IFNAME")
+    interface = plan.env.get("GLOO_SOCKET_IFNAME")  # chosen by the launch if a route leads to the first machine
     if recipe.launch.num_machines == 1 or interface is not None:
         return HealthCheck(
             "host name", "ok", f"{name}; not needed on one machine" if interface is None else f"the interface is {interface}"
@@ -148,8 +197,7 @@ def _messages(trace: Trace | None) -> list[MessageSize]:
 
 
 def _needs(recipe: Recipe, trace: Trace | None, request: HealthRequest) -> HealthNeeds:
-    on_gpus = recipe.launch.device == "cuda"
-    visible = visible_devices(os.environ) if on_gpus else []
+    visible = visible_devices(os.environ) if recipe.launch.device == "cuda" else []
     hardware = detect(visible[0].name) if visible else None
     predicted: dict[str, float] = {}
     for each in request.messages:
@@ -159,11 +207,18 @@ def _needs(recipe: Recipe, trace: Trace | None, request: HealthRequest) -> Healt
             else collective_seconds(each.kind, each.bytes, Group(recipe.world_size, recipe.launch.num_machines), hardware)
         )
         predicted |= {} if seconds is None else {each.kind: seconds}
-    return HealthNeeds(
+    return replace(
+        _needs_of_machine(recipe),
         checkpoint_bytes=request.checkpoint_bytes,
-        most_checkpoints=None if trace is None else disk(recipe, trace, None).most_checkpoints,
-        shared_memory_bytes=shared_memory(recipe, recipe.local_world_size) if on_gpus else None,
+        most_checkpoints=None if trace is None else most_checkpoints(recipe),
         collective_seconds=predicted,
+    )
+
+
+def _needs_of_machine(recipe: Recipe) -> HealthNeeds:
+    on_gpus = recipe.launch.device == "cuda"
+    return HealthNeeds(
+        shared_memory_bytes=shared_memory(recipe, recipe.local_world_size) if on_gpus else None,
         uses_infiniband=on_gpus and recipe.launch.num_machines > 1 and bool(interconnect()["infiniband"]),
     )
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import yaml
@@ -36,19 +33,19 @@ from fsdp_tune.check.evaluation.examples import (
     run_of_model,
     wilson,
 )
-from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.atomic import check_output_file, write_file
+from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.processes import default_cache_directory
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory, threads
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.merge.record import CARD_NAME, CardResult, add_results
+from fsdp_tune.merge.card_results import CardResult, add_results
+from fsdp_tune.merge.output_directory import CARD_NAME
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -110,8 +107,8 @@ def evaluate(
     with session(recipe):
         started = time.monotonic()
         device = device_of(options.device)
-        if options.out is not None and not options.out.absolute().parent.is_dir():
-            raise usage_error("no-directory", f"`--out {options.out}`: there is no directory {options.out.parent}", hint="create it")
+        if options.out is not None:
+            check_output_file(options.out, replaces=True)
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
@@ -404,61 +401,35 @@ def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer)
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
     most = max(-(-len(each.examples) // request.batch_size) for each in scored.values())
     request.parts = min(request.parts, most)  # a process without a batch would load the models for nothing
+    added = threading.Lock()
     request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
-    with observer.progress("evaluating", total, "rows") as bar, _children(request) as lines:
-        running = request.parts
-        while running:
-            line = lines.get()
-            if line is None:
-                running -= 1
-                continue
-            if "problems" in line:
-                raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
-            scored[line["set"]].add(line["model"], line["rows"])
+    with observer.progress("evaluating", total, "rows") as bar, threads(request.parts) as pool:
+        parts = [pool.submit(_run_part, request, part, scored, bar, added) for part in range(request.parts)]
+        for done in as_completed(parts):
+            done.result()
+
+
+def _run_part(request: Request, part: int, scored: Mapping[str, _ScoredSet], bar: Bar, added: threading.Lock) -> None:
+    """Run the models on the batches of one part, in a process with a share of the cores or on a GPU of its own."""
+    environment = os.environ | QUIET_LIBRARIES
+    is_alone, on_cpu = request.parts == 1, request.device == "cpu"
+    if on_cpu and not is_alone:
+        environment = {"OMP_NUM_THREADS": str(max(1, this_machine("auto").cores // request.parts))} | environment
+    device = request.device if on_cpu or is_alone else f"{request.device}:{part}"
+    with JsonChild(SCORE, environment) as child:
+        child.send(replace(request, part=part, device=device).as_json(), is_last=True)
+        for line in lines_of(child):
+            with added:
+                scored[line["set"]].add(line["model"], line["rows"])
             bar.advance(len(line["rows"]))
+        if child.wait():
+            message = f"the model could not be run: {child.failure()}"
+            raise failed_error("evaluation-failed", message, hint="`fsdp-tune env` shows the installation")
 
 
-@contextmanager
-def _children(request: Request) -> Iterator[queue.SimpleQueue[dict[str, Any] | None]]:
-    """Start a process for each part. What they print arrives in the queue, and at the end of each its problem, if it failed, and None."""
-    lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    started: list[subprocess.Popen[str]] = []
-    threads: list[threading.Thread] = []
-    environment = os.environ | children.QUIET_LIBRARIES
-    if request.device == "cpu" and request.parts > 1:
-        threads_each = max(1, this_machine("auto").cores // request.parts)
-        environment = {"OMP_NUM_THREADS": str(threads_each)} | environment
-    try:
-        for part in range(request.parts):
-            device = f"{request.device}:{part}" if request.device != "cpu" and request.parts > 1 else request.device
-            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  its thread closes it
-            child = children.start(SCORE, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-            started.append(child)
-            text = replace(request, part=part, device=device).as_json()
-            threads.append(threading.Thread(target=_read_child, args=(child, text, errors, lines), daemon=True))
-            threads[-1].start()
-        yield lines
-    finally:
-        for child in started:
-            children.end(child)
-        for thread in threads:
-            thread.join()
-
-
-def _read_child(child: subprocess.Popen[str], request: str, errors: IO[str], lines: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    with errors:
-        try:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            with suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(request)
-            with child.stdout:
-                for text in child.stdout:
-                    lines.put(json.loads(text))
-            if code := child.wait():
-                errors.seek(0)
-                message = f"the model could not be run: {children.describe_failure(code, errors.read())}"
-                problem = Problem("evaluation-failed", message, hint="`fsdp-tune env` shows the installation")
-                lines.put({"problems": [problem.as_dict()], "exit_code": int(ExitCode.FAILED)})
-        finally:
-            lines.put(None)
+def lines_of(child: JsonChild) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a child that runs models, until it ends. Raises: FsdpTuneError with the problems that it reports."""
+    while (line := child.receive()) is not None:
+        if "problems" in line:
+            raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
+        yield line

@@ -6,27 +6,25 @@ import json
 import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, find_model, run_of_model
-from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import NOWHERE, ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.prompts import Prompt, PromptDescription, prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.jobs.evaluate import device_of, recipe_of_model, recipe_of_run
+from fsdp_tune.jobs.evaluate import device_of, lines_of, recipe_of_model, recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import GenerateOptions
 from fsdp_tune.jobs.session import refuse_code, session
@@ -146,30 +144,20 @@ def open_model(name: str | Path, options: GenerateOptions, *, observer: Observer
 class AnsweringModel:
     """A child process that has loaded the models and answers prompts."""
 
-    def __init__(self, child: subprocess.Popen[str], errors: IO[str], names: Sequence[str], device: str) -> None:
+    def __init__(self, child: JsonChild, names: Sequence[str], device: str) -> None:
         self.names, self.device = tuple(names), device
         self.format = PromptDescription(is_chat=False, text="", ends=())
-        self._child, self._errors = child, errors
+        self._child = child
 
     @classmethod
     @contextmanager
     def start(cls, request: ModelsRequest, names: Sequence[str], observer: Observer) -> Iterator[Self]:
         """Load the models, and yield what answers. Raises: FsdpTuneError with the child's problems."""
-        with tempfile.TemporaryFile("w+") as errors:
-            observer.phase("importing torch and transformers")
-            child = children.start(
-                ANSWER, os.environ | children.QUIET_LIBRARIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            )
-            try:
-                loaded = cls(child, errors, names, request.device)
-                loaded._load(request, observer)
-                yield loaded
-            finally:
-                children.end(child)
-                for pipe in (child.stdin, child.stdout):
-                    with suppress(BrokenPipeError):  # what the child did not read
-                        assert pipe is not None
-                        pipe.close()
+        observer.phase("importing torch and transformers")
+        with JsonChild(ANSWER, os.environ | QUIET_LIBRARIES) as child:
+            loaded = cls(child, names, request.device)
+            loaded._load(request, observer)
+            yield loaded
 
     def _load(self, request: ModelsRequest, observer: Observer) -> None:
         self._send(request.as_json())
@@ -235,27 +223,16 @@ class AnsweringModel:
 
     def stop(self) -> None:
         """End the answer that is being generated; it is returned as far as it is."""
-        with suppress(ProcessLookupError):
-            os.kill(self._child.pid, signal.SIGINT)
+        self._child.interrupt()
 
     def _send(self, line: str) -> None:
-        assert self._child.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; its output says why
-            self._child.stdin.write(line + "\n")
-            self._child.stdin.flush()
+        self._child.send(line)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield the child's lines. Raises: FsdpTuneError with its problems, or if it ends."""
-        assert self._child.stdout is not None
-        while text := self._child.stdout.readline():
-            line = json.loads(text)
-            if "problems" in line:
-                raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
-            yield line
-        code = self._child.wait()
-        self._errors.seek(0)
-        how = children.describe_failure(code, self._errors.read())
-        raise failed_error("generation-failed", f"the model could not be run: {how}", hint="`fsdp-tune env` shows the installation")
+        yield from lines_of(self._child)
+        message = f"the model could not be run: {self._child.failure()}"
+        raise failed_error("generation-failed", message, hint="`fsdp-tune env` shows the installation")
 
 
 def generate(
@@ -275,7 +252,7 @@ def generate(
     with session():
         started = time.monotonic()
         if output is not None:
-            _check_output(output)
+            check_output_file(output, replaces=True)
         found = read_prompts(str(prompts))
         with open_model(model, options, observer=observer) as opened:
             total = len(found) * len(opened.names)
@@ -289,16 +266,6 @@ def generate(
         if output is not None:
             write_file(output, "".join(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers))
         return made
-
-
-def _check_output(output: Path) -> None:
-    """Refuse a file that could not be written once the answers are there. Raises: usage error."""
-    if not output.absolute().parent.is_dir():
-        raise usage_error("no-directory", f"`--output {output}`: there is no directory {output.parent}", hint="create it")
-    if output.is_dir():
-        raise usage_error("output-exists", f"`--output {output}` is a directory", hint="give the name of a file in it")
-    if not os.access(output.absolute().parent, os.W_OK):
-        raise usage_error("no-directory", f"`--output {output}`: {output.parent} cannot be written", hint="give another directory")
 
 
 def generation(opened: AnsweringModel, answers: Sequence[GeneratedAnswer], seconds: float) -> Generation:

@@ -7,9 +7,10 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
@@ -17,16 +18,26 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.resume import AUTO, Start
+from fsdp_tune.launch.command.resume import AUTO, Start, check, compare, parse_resolved
 from fsdp_tune.launch.mirror.fetch import fetch_checkpoint, remove_stage
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, best_step, mirror_error, read_identity
+from fsdp_tune.launch.mirror.remote_run import (
+    Listing,
+    MirrorIdentity,
+    RemoteCheckpoint,
+    RemoteRun,
+    mirror_error,
+    read_identity,
+    run_folder,
+)
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
+from fsdp_tune.launch.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, best_so_far
+from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
-STALL_SECONDS = 900
-"""The command waits for the mirror at its end while bytes are sent, and this long without any."""
+STALL_SECONDS = 180.0
+"""The command waits for the mirror at its end while bytes are sent or hashed, and this long without any."""
 WAIT_SECONDS = 3600.0
 """The longest that it waits."""
 POLL_SECONDS = 0.5
@@ -42,6 +53,8 @@ class Mirroring:
     remote: RemoteRun
     observer: Observer
     machine: int = 0
+    _writer: Writer | None = None
+    """The claim of this command, from `prepare` to `close`."""
     _child: subprocess.Popen[str] | None = None
     _started: int = 0
     _start_step: int | None = None
@@ -62,7 +75,7 @@ class Mirroring:
             raise mirror_error(url, error) from error
 
     def prepare(self, start: Start, resume: str | None, *, overwrite: bool = False) -> bool:
-        """Check the mirror before anything is trained, and download a newer checkpoint than that of `start`, under `--resume auto`.
+        """Claim and check the mirror before anything is trained; under `--resume auto`, download a newer checkpoint than that of `start`.
 
         Returns whether one was downloaded, after which the start is to be decided again. Raises: usage error for a mirror that
         cannot be used; one that cannot be reached is a notice if this disk has a checkpoint.
@@ -71,14 +84,16 @@ class Mirroring:
         try:
             self.remote.probe()
             self._identify(start, resume, overwrite=overwrite)
+            self._claim()
+            listing = self.remote.directory.list() if resume is not None else {}
             if resume not in (None, AUTO):
-                self._refuse_later(start)
-            downloaded = resume == AUTO and self._download(start)
+                self._refuse_later(start, listing)
+            downloaded = resume == AUTO and self._download(start, listing)
             self._was_read = True
             return downloaded
         except UrlError as error:
-            if error.refusal is None and start.checkpoint is not None:
-                message = f"the mirror {self.remote.url} cannot be reached: {error}; the run continues from this disk"
+            if error.refusal in (None, "full") and start.checkpoint is not None:
+                message = f"the mirror {self.remote.url} cannot be used: {error}; the run continues from this disk"
                 self.observer.notices([Notice("mirror-unreachable", message, Where(key="checkpoint.mirror"), "it is tried again")])
                 return False
             raise mirror_error(self.remote.url, error) from error
@@ -96,6 +111,34 @@ class Mirroring:
         message = f"the run would continue from checkpoint-{newest} of {self.remote.url}, which is newer than what is on this disk"
         return [Notice("mirror-newer", message)]
 
+    def _claim(self) -> None:
+        """Own the mirror until `close`. Raises: usage error if another command does; UrlError."""
+        self._writer = Writer(self.remote.directory, self.run.path)
+
+        def wait(other: WriterRecord | None) -> None:
+            seconds = f"up to {SILENCE_SECONDS:.0f} s"
+            self.observer.message(f"waiting {seconds} to see whether {other or 'another command'} still writes to {self.remote.url}")
+            self.observer.phase("waiting for the other command's sign of life")
+
+        try:
+            taken = self._writer.claim_patiently(wait)
+        except MirrorInUseError as error:
+            raise usage_error(
+                "mirror-in-use",
+                f"{self.remote.url} is in use by {error.record or 'another command'}",
+                where=Where(key="checkpoint.mirror"),
+                ways_out=("stop that command, or wait for its end", "--set checkpoint.mirror=… or --set output_dir=… names another place"),
+            ) from error
+        if taken is not None:
+            message = f"{self.remote.url} was claimed by {taken}, which has ended or does not respond: it is taken over"
+            self.observer.notices([Notice("mirror-taken-over", message)])
+
+    def close(self) -> None:
+        """Give the mirror back."""
+        if self._writer is not None:
+            self._writer.release()
+            self._writer = None
+
     def _identify(self, start: Start, resume: str | None, *, overwrite: bool) -> None:
         there, own = self.remote.identity(), None if overwrite else read_identity(self.run)
         if there is None or there == own:
@@ -111,8 +154,8 @@ class Mirroring:
             ways_out=(*continues, "--set checkpoint.mirror=… or --set output_dir=… names another place", "remove what is there"),
         )
 
-    def _refuse_later(self, start: Start) -> None:
-        steps = self.remote.complete_steps(self.remote.directory.list())
+    def _refuse_later(self, start: Start, listing: Listing) -> None:
+        steps = self.remote.complete_steps(listing)
         if later := [f"checkpoint-{step}" for step in reversed(steps) if step > start.step]:
             raise usage_error(
                 "later-checkpoints",
@@ -120,16 +163,11 @@ class Mirroring:
                 ways_out=("--resume auto continues from the newest", "--set output_dir=… continues in a new directory", "remove them"),
             )
 
-    def _download(self, start: Start) -> bool:
+    def _download(self, start: Start, listing: Listing) -> bool:
         """Download the newest checkpoint that is complete and newer than this disk's, and the best one. Returns whether there was one."""
-        steps = self.remote.complete_steps(self.remote.directory.list())
-        for step in [step for step in steps if start.checkpoint is None or step > start.step]:
-            found = self.remote.checkpoint(step)
-            reason = self._fetch(found) if isinstance(found, RemoteCheckpoint) else found
-            if isinstance(found, RemoteCheckpoint) and reason is None:
-                self._fetch_best(found)
-                return True
-            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {reason}")])
+        steps = self.remote.complete_steps(listing)
+        if self._fetch_newest([step for step in steps if start.checkpoint is None or step > start.step]) is not None:
+            return True
         if start.checkpoint is None and steps:  # from step 0, the run would replace them
             raise usage_error(
                 "mirror-rejected",
@@ -141,10 +179,49 @@ class Mirroring:
             self.observer.notices([Notice("mirror-empty", f"{self.remote.url} has no complete checkpoint: training starts at step 0")])
         return False
 
-    def _fetch(self, found: RemoteCheckpoint) -> str | None:
-        """Download a checkpoint. Returns why its files are not usable, or None."""
+    def newer_copy(self, step: int, advance: Callable[[int], object]) -> Path | None:
+        """Download the newest checkpoint after `step`, for a restart. Returns its directory; None, after a message, if there is none.
+
+        `advance` is called with the number of bytes as they arrive.
+        """
+        try:
+            if self.remote.identity() != read_identity(self.run):
+                return None
+            steps = [each for each in self.remote.complete_steps(self.remote.directory.list()) if each > step]
+            return self._fetch_newest(steps, advance)
+        except OSError as error:
+            self.observer.message(f"a newer checkpoint of {self.remote.url} cannot be used: {error}")
+            return None
+
+    def _fetch_newest(self, steps: Sequence[int], advance: Callable[[int], object] | None = None) -> Path | None:
+        """Download the first of `steps` whose files are those of its manifest, and the best one. Returns its directory."""
+        for step in steps:
+            found = self.remote.checkpoint(step)
+            if isinstance(found, RemoteCheckpoint):
+                self._check_recipe(found)
+                found = self._fetch(found, advance) or found
+            if isinstance(found, RemoteCheckpoint):
+                self._fetch_best(found, advance)
+                return self.run.checkpoint(step)
+            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}")])
+        return None
+
+    def _check_recipe(self, found: RemoteCheckpoint) -> None:
+        """Refuse a recipe that must not continue the run, before the download. Raises: usage error."""
+        if self.run.is_used:
+            return
+        name = self.run.recipe_json.name
+        raw = self.remote.directory.read(f"{run_folder(found.name)}/{name}")
+        if raw is not None and name in found.run_files.files and digest_data(raw) == found.run_files.files[name]:
+            check(compare(parse_resolved(raw, f"{self.remote.url}/{run_folder(found.name)}/{name}"), self.recipe))
+
+    def _fetch(self, found: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> str | None:
+        """Download a checkpoint, with a progress bar unless `advance` counts. Returns why its files are not usable, or None."""
         self.observer.message(f"downloading {found.name} ({format_bytes(found.size_bytes)}) from {self.remote.url}")
         try:
+            if advance is not None:
+                fetch_checkpoint(self.remote, found, self.run, advance, identity=self._adopted)
+                return None
             with self.observer.progress("downloading", found.size_bytes, "bytes") as bar:
                 fetch_checkpoint(self.remote, found, self.run, bar.advance, identity=self._adopted)
         except ContentError as error:
@@ -152,14 +229,14 @@ class Mirroring:
             return str(error)
         return None
 
-    def _fetch_best(self, newest: RemoteCheckpoint) -> None:
+    def _fetch_best(self, newest: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> None:
         """Download the best checkpoint so far, from which a merge may be made, if the newest is another."""
-        best = best_step(self.run.checkpoint(newest.step))
-        if best is None or self.run.checkpoint(best).exists():
+        best = best_so_far(self.run.checkpoint(newest.step))
+        if best is None or self.run.checkpoint(best.step).exists():
             return
         try:
-            found = self.remote.checkpoint(best)
-            reason = self._fetch(found) if isinstance(found, RemoteCheckpoint) else found
+            found = self.remote.checkpoint(best.step)
+            reason = self._fetch(found, advance) if isinstance(found, RemoteCheckpoint) else found
         except OSError as error:
             reason = str(error)
         if reason is not None:
@@ -192,6 +269,7 @@ class Mirroring:
         keep, start = self.recipe.training.save_total_limit, self._start_step
         words = [str(self.run.path), str(self.recipe.checkpoint.mirror), str(self.machine), str(self.recipe.launch.num_machines)]
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
+        words += [self._writer.key if self._writer is not None else "none"]
         command = [sys.executable, "-m", "fsdp_tune.launch.mirror.send", *words]
         with DISK.open_private(self.run.logs / f"mirror-{self.machine:02d}.log", "ab") as log:
             self._child = children.start(command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -228,7 +306,7 @@ class Mirroring:
                 before, state = state, self._state()
                 if state.sent_bytes > before.sent_bytes:
                     bar.advance(state.sent_bytes - before.sent_bytes)
-                if (state.sent_bytes, state.waiting) != (before.sent_bytes, before.waiting):
+                if _progress_of(state) != _progress_of(before):
                     moved = time.monotonic()
 
     def _state(self) -> MirrorState:
@@ -238,6 +316,21 @@ class Mirroring:
         state = self._state()
         newest = "no checkpoint" if state.newest_step is None else f"checkpoint-{state.newest_step} at the newest"
         left = f"; {', '.join(state.waiting)} ({format_bytes(state.left_bytes)}) on this disk alone" if state.waiting else ""
-        why = f": {state.error}" if state.error else ""
+        reasons = [*state.refused.values(), *([state.error] if state.error and state.error not in state.refused.values() else [])]
+        why = f": {'; '.join(reasons)}" if reasons else ""
         hint = f"`fsdp-tune status {self.run.path}` shows it; the next start of the run sends the rest"
         return Notice("mirror-behind", f"the mirror {self.remote.url} has {newest}{left}{why}", hint=hint)
+
+
+@contextmanager
+def given_back(mirror: Mirroring | None) -> Iterator[None]:
+    """Give a mirror, which `Mirroring.prepare` claims, back at the end."""
+    try:
+        yield
+    finally:
+        if mirror is not None:
+            mirror.close()
+
+
+def _progress_of(state: MirrorState) -> tuple[object, ...]:
+    return state.sent_bytes, state.hashed_bytes, state.waiting

@@ -1,6 +1,6 @@
-"""Steps that jobs plan with: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
+"""Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
 
-Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
+Other jobs use the steps: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core import devices
-from fsdp_tune.core.atomic import DISK, write_file
+from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
@@ -26,9 +26,8 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.planner import tracing as traces
-from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.memory import disk
-from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.search.candidates import (
@@ -56,8 +55,8 @@ from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import value_of
 from fsdp_tune.recipe.world import World
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Prediction
@@ -178,13 +177,13 @@ class PlanSession:
         """Rank other recipes; `progress` is called with the changes of each recipe that is tried."""
         return rank_recipes(self._search(progress), self.recipe, self.trace(), target)
 
-    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
+    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> SmallestHardware | None:
         return smallest_hardware(self._search(), self.recipe, ranked)
 
     def other_trainings(self) -> tuple[Plan, ...]:
         return tuple(each.plan for each in other_trainings(self._search(), self.recipe))
 
-    def scaling(self) -> list[dict[str, Any]]:
+    def scaling(self) -> list[ScalingRow]:
         return scaling_table(self._search(), self.recipe)
 
     def calibrate(self, run: Path) -> str:
@@ -276,6 +275,8 @@ def plan(
     with session(recipe):
         if not search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
+        if write is not None:
+            check_output_file(write)
         planned = _planned(recipe, gpu, num_gpus, allowed, observer)
         if planned.hardware.name == CPU:
             if target or write:
@@ -365,8 +366,6 @@ def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, w
     if write is not None:
         if best is None:
             raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
-        if write.exists():
-            raise usage_error("output-exists", f"{write} already exists", ways_out=("another name for `--write`",))
         write_file(write, best_recipe_text(plans, write, planned.written, made, best))
         observer.message(f"the best recipe is {write}")
     return made

@@ -1,13 +1,4 @@
-"""What is made of a run: a merged model, its upload, and a report.
-
-Merge a sharded checkpoint into a model directory, and upload the model of a run.
-
-Merge a sharded checkpoint into a model directory.
-
-Push the model of a finished run, or another merged directory, to the Hugging Face hub.
-
-Report on runs: their curves, events, data, recipes and environments, and how they differ, from their files alone.
-"""
+"""What is made of runs: a merged model directory, its upload to the hub, and a report about one or several runs from their files alone."""
 
 from __future__ import annotations
 
@@ -18,16 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_tune.core.atomic import json_safe, write_file
+from fsdp_tune.core.atomic import check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
+from fsdp_tune.jobs.mirrored_checkpoint import downloaded, is_mirror_url
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
-from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
+from fsdp_tune.merge.output_directory import RECORD_NAME
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
 from fsdp_tune.pages.live_page import LivePage
@@ -41,13 +33,17 @@ from fsdp_tune.run.directory import RunDir, existing_run
 def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()) -> MergeResult:
     """Merge the checkpoint that `source` and `options` name into an ordinary Hugging Face model directory, completely or not at all.
 
-    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter. No code from it is run.
+    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter, or the URL of a run or
+    checkpoint in a mirror (`checkpoint.mirror`), which needs `options.output`. No code from it is run.
     Of a run with `lora:` its `merge.adapter` decides whether the adapter is written too, into RUN/adapter; the result is then that of
     the merged model.
     Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights that are not finite.
     """
-    path = Path(source)
     with session():
+        if isinstance(source, str) and is_mirror_url(source):
+            with downloaded(source, options, observer) as fetched:
+                return _merge(fetched.path, options, observer, origin=fetched.url)
+        path = Path(source)
         output = _output(path, options)
         if output == "both":
             adapter = _merge(path, replace(options, adapter=True), observer)
@@ -55,9 +51,9 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
         return _merge(path, replace(options, adapter=output == "adapter"), observer)
 
 
-def _merge(source: Path, options: MergeOptions, observer: Observer) -> MergeResult:
+def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: str | None = None) -> MergeResult:
     observer.phase("merging")
-    result = merging.merge_checkpoint(source, options, observer.progress)
+    result = merging.merge_checkpoint(source, options, observer.progress, origin=origin)
     observer.notices(result.notices)
     return result
 
@@ -163,9 +159,11 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
+    page = Path(output) if output is not None else None
+    if page is not None:
+        check_output_file(page, replaces=True)
     records = _read(runs)
     html = report_page(records, _now())
-    page = Path(output) if output is not None else None
     if page is not None:
         write_file(page, html, private=True)
     return RunReport(records, differences_of(records), html, page)

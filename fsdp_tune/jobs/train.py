@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, rust_errors_as_os_errors, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, rust_errors_as_os_errors, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
@@ -22,11 +22,13 @@ from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+from fsdp_tune.jobs.doctor import check_space, notices_of_machine
 from fsdp_tune.jobs.inspection import inspect_model
-from fsdp_tune.jobs.mirroring import Mirroring
+from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.resizing import Resizing
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -60,7 +62,7 @@ from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.training import schedule_of_steps
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.base_model import BaseModel, describe_base
+from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
@@ -81,7 +83,10 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
         job = _job(recipe, options, observer, starts_here=True)
         with job.machines() as machines:
             job = replace(job, connected=machines)
-            return job.lead() if job.plan.machine_rank == 0 else job.follow()
+            if job.plan.machine_rank > 0:
+                return job.follow()
+            with given_back(job.mirror):
+                return job.lead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,12 @@ def write_only(
     """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
     with session(recipe):
         job = _job(recipe, replace(options, machine_rank=0), observer)
-        start = job.decide_start()
-        if start.is_finished:
-            return job.finished(start)
-        with job.written(start) as written:
-            return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
+        with given_back(job.mirror):
+            start = job.decide_start()
+            if start.is_finished:
+                return job.finished(start)
+            with job.written(start) as written:
+                return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,7 @@ class _Job:
             plan.machine_rank,
             recipe.launch.num_machines,
             hang_seconds=parse_seconds(recipe.launch.hang_timeout),
+            replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
             channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port),
             identity=identity_of(recipe, plan.env, extensions),
         )
@@ -192,6 +199,7 @@ class _Job:
 
     def lead(self) -> TrainResult:
         """Train on the only machine, or the first: refuse bad input before anything is written, then write, run and merge."""
+        self.observer.notices(notices_of_machine(self.recipe, self.plan))
         start = self.decide_start()
         assert self.connected is not None, "`train` connects the machines first"
         if start.is_finished:
@@ -329,13 +337,15 @@ class _Job:
         data = self._without_skipped(start, data)
         base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
-            _check_base(RunDir(start.checkpoint.path.parent), base)
+            refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
         steps = self._steps(data)
         refuse_beyond_end(start, steps)
         if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
+            facts = model.model
+            observer.notices(check_space(recipe, parameters=facts.parameters, trained_parameters=facts.trained_parameters))
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
         return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)
@@ -390,8 +400,11 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe), self.early, self.connected)
-        with observer.training(), closing(attempts.events()) as events:
+        rows = partial(rows_of_step, plan.run.data_json, self.recipe)
+        newer = self.mirror.newer_copy if self.mirror is not None else None
+        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer)
+        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer_copy=newer, sizes=sizes).events()
+        with observer.training(), closing(attempts) as events:
             for event in events:
                 if self.mirror is not None:
                     self.mirror.tend()
@@ -448,6 +461,7 @@ class _Job:
         assert self.plan.first_machine is not None, "there are several"
         shape = f"{self.recipe.world_size} ranks, {self.recipe.local_world_size} on each machine"
         where = f"{self.plan.first_machine.ip}:{self.plan.first_machine.control_port}"
+        self.observer.notices(notices_of_machine(self.recipe, self.plan))
         self.observer.message(f"machine {rank}: waiting for the first machine ({where}) to prepare {run.path} for {shape}")
         ended = self.connected.join()
         if ended is None:
@@ -470,18 +484,6 @@ def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
     if recipe.quantization is None:
         return base
     return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.quantization.scales)
-
-
-def _check_base(trained: RunDir, now: BaseModel) -> None:
-    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises: usage error."""
-    before = BaseModel.read(trained.base_json)
-    if before is not None and before.differs_from(now):
-        raise usage_error(
-            "base-changed",
-            f"the weights of {now.name} are not those that the adapter was trained on so far",
-            where=Where(str(trained.base_json)),
-            ways_out=("restore the old weights", "--overwrite or --set output_dir=… starts a new run on the new weights"),
-        )
 
 
 def _unreachable(what: str) -> Problem:

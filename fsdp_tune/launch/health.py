@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import GpuState
@@ -58,25 +58,19 @@ class OutputFacts(JsonAnswer):
     write_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankHealth(JsonAnswer):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLimits(JsonAnswer):
+    """What the machine of a rank allows it, and the state of its GPU."""
+
     rank: int
     machine: int
     host: str
-    versions: dict[str, str | None]
     open_files_limit: int | None
     """The most that a process may request; null: no limit."""
     open_files_needed: int
     locked_memory_limit_bytes: int | None
     shared_memory_bytes: int | None
     """Free in /dev/shm; null: there is none."""
-    clock_seconds: float
-    """Ahead of rank 0."""
-    output: OutputFacts
-    inputs: dict[str, str]
-    """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
-    matmul_seconds: float
-    collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
     gpu_before: GpuState | None = None
     """Before the ranks started."""
     gpu: GpuState | None = None
@@ -85,6 +79,21 @@ class RankHealth(JsonAnswer):
     @property
     def label(self) -> str:
         return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth(RankLimits):
+    versions: dict[str, str | None]
+    clock_seconds: float
+    """Ahead of rank 0."""
+    output: OutputFacts
+    inputs: dict[str, str]
+    """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
+    matmul_seconds: float
+    collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
+
+
+AnyRank = TypeVar("AnyRank", bound=RankLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +181,15 @@ def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str
 def judge_health(facts: Sequence[RankHealth], needs: HealthNeeds) -> list[HealthCheck]:
     """Judge the facts of all ranks, in the order of ranks."""
     judges: Sequence[Callable[[Sequence[RankHealth], HealthNeeds], HealthCheck | None]] = (
-        *(_versions, _clocks, _open_files, _shared_memory, _locked_memory, _gpus),
+        *(_versions, _clocks, *_LIMITS),
         *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives),
     )
     return [check for judge in judges if (check := judge(facts, needs)) is not None]
+
+
+def judge_limits(facts: Sequence[RankLimits], needs: HealthNeeds) -> list[HealthCheck]:
+    """Judge what is known of a machine before any rank has started."""
+    return [check for judge in _LIMITS if (check := judge(facts, needs)) is not None]
 
 
 def _check(name: str, found: Sequence[str], good: str, fix: str, state: State = "fail") -> HealthCheck:
@@ -193,7 +207,7 @@ def _versions(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  
     return _check("versions", found, good, "install the same packages on every machine")
 
 
-def _machines(facts: Sequence[RankHealth]) -> list[RankHealth]:
+def _machines(facts: Sequence[AnyRank]) -> list[AnyRank]:
     """Return the first rank of each machine."""
     return list({each.machine: each for each in reversed(facts)}.values())[::-1]
 
@@ -208,7 +222,7 @@ def _clocks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # 
     return _check("clocks", found, f"within {CLOCK_SECONDS:.0f} s of rank 0", fix, "warn")
 
 
-def _open_files(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _open_files(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     found = [
         f"{each.host} allows {each.open_files_limit} open files, a rank needs {each.open_files_needed}"
         for each in _machines(facts)
@@ -217,7 +231,7 @@ def _open_files(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:
     return _check("open files", found, f"{facts[0].open_files_needed} allowed", "raise the hard limit (`ulimit -Hn`, LimitNOFILE=)")
 
 
-def _shared_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
+def _shared_memory(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None:
     needed = needs.shared_memory_bytes
     if needed is None:
         return None
@@ -230,7 +244,7 @@ def _shared_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthChe
     return _check("/dev/shm", found, f"{format_bytes(needed)} free", fix, "warn")
 
 
-def _locked_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
+def _locked_memory(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None:
     if not needs.uses_infiniband:
         return None
     limits = [(each.host, each.locked_memory_limit_bytes) for each in _machines(facts)]
@@ -240,7 +254,7 @@ def _locked_memory(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthChe
     return _check("locked memory", found, "enough for InfiniBand", "`ulimit -l unlimited`, or LimitMEMLOCK=infinity for the daemon")
 
 
-def _gpus(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+def _gpus(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
     if all(each.gpu is None and each.gpu_before is None for each in facts):
         return None
     errors = [
@@ -256,7 +270,7 @@ def _gpus(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None
     return _check("GPUs", found, f"idle before, {min(clocks)} MHz or more under load" if clocks else "idle before", fix, "warn")
 
 
-def _gpu_findings(facts: RankHealth) -> Iterator[str]:
+def _gpu_findings(facts: RankLimits) -> Iterator[str]:
     before, now = facts.gpu_before, facts.gpu
     if before is not None and before.used_bytes is not None and before.used_bytes > IDLE_BYTES:
         yield f"was not idle: {format_bytes(before.used_bytes)} of its memory in use"
@@ -268,6 +282,9 @@ def _gpu_findings(facts: RankHealth) -> Iterator[str]:
         yield f"lowers its clock ({', '.join(now.slowed_by)})"
     if now.power_limit_watts and now.default_power_watts and now.power_limit_watts < now.default_power_watts:
         yield f"is limited to {now.power_limit_watts:.0f} W of {now.default_power_watts:.0f} W"
+
+
+_LIMITS: Sequence[Callable[[Sequence[RankLimits], HealthNeeds], HealthCheck | None]] = (_open_files, _shared_memory, _locked_memory, _gpus)
 
 
 def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
@@ -310,14 +327,20 @@ def _space(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
     if not free or needs.checkpoint_bytes is None:
         return None
     least, rank = min(free, key=lambda pair: pair[0])
-    kept = needs.most_checkpoints or 2
-    one, wanted = needs.checkpoint_bytes, needs.checkpoint_bytes * kept
-    state: State = "ok" if least >= wanted else "warn" if least >= one else "fail"
-    count = f"{kept} checkpoints need {format_bytes(wanted)}"
-    finding = f"{format_bytes(least)} free in {rank.output.directory}; " + (
-        count if state != "fail" else f"one checkpoint needs {format_bytes(one)}"
-    )
-    return HealthCheck("space", state, finding, None if state == "ok" else "free space, or lower `training.save_total_limit`")
+    return judge_space(rank.output.directory, least, needs.checkpoint_bytes, needs.most_checkpoints)
+
+
+def judge_space(directory: str, free_bytes: int, checkpoint_bytes: int, most_checkpoints: int | None) -> HealthCheck:
+    """Judge the free space for checkpoints. `most_checkpoints`: at one time; None: all are kept."""
+    kept = most_checkpoints or 2
+    wanted_bytes = checkpoint_bytes * kept
+    fix = "free space, or lower `training.save_total_limit`"
+    if free_bytes < checkpoint_bytes:
+        finding = f"{format_bytes(free_bytes)} free in {directory}; one checkpoint needs {format_bytes(checkpoint_bytes)}"
+        return HealthCheck("space", "fail", finding, fix)
+    finding = f"{format_bytes(free_bytes)} free in {directory}; {kept} checkpoints need {format_bytes(wanted_bytes)}"
+    is_enough = free_bytes >= wanted_bytes
+    return HealthCheck("space", "ok" if is_enough else "warn", finding, None if is_enough else fix)
 
 
 def _write_rate(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:

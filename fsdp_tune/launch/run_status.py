@@ -100,6 +100,19 @@ class MirrorStatus(JsonAnswer):
     """Why the last attempt failed."""
     failing: str | None
     """For how long; null: it works."""
+    damaged: list[str]
+    """Checkpoints and models that are damaged on this disk and therefore not sent, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank(JsonAnswer):
+    """The rank for which the others have waited for a minute or more."""
+
+    rank: int
+    part: str
+    """For what: its data, computing or saving."""
+    share: float
+    """Of a step that it costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +146,8 @@ class RunStatus(JsonAnswer):
     planned_reserved_gib: float | None
     """The same, as planned."""
     peak_host_gib: float | None
+    slow_rank: SlowRank | None
+    """As of the last line."""
     spike: Spike | None
     """The newest one."""
     mirror: MirrorStatus | None
@@ -194,10 +209,20 @@ def run_status(run: RunDir) -> RunStatus:
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
+        slow_rank=_slow_rank(logged),
         spike=newest_spike(run.metrics_jsonl),
         mirror=_mirror_status(run, recipe.checkpoint.mirror),
         starts=read_attempts(run.path),
     )
+
+
+def _slow_rank(logged: list[dict[str, Any]]) -> SlowRank | None:
+    """Return the slow rank of the last line of a step; None if it names none."""
+    line = logged[-1] if logged else {}
+    try:
+        return SlowRank(int(line["slow_rank"]), str(line["slow_rank_part"]), float(line["slow_rank_share"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
@@ -207,7 +232,7 @@ def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
     local = [each.path.name for each in complete_checkpoints(run)[0] if each.step > (state.newest_step or 0)]
     behind = [*local, *(name for name in state.waiting if name not in local and (run.path / name).is_dir())]
     failing = format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
-    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing)
+    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing, list(state.refused.values()))
 
 
 def newest_spike(path: Path) -> Spike | None:

@@ -33,8 +33,8 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, W
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.write import Layout
-from fsdp_tune.merge.formats.reader import SourceFiles, advise, unreadable
-from fsdp_tune.merge.formats.stored import read_header, read_index
+from fsdp_tune.merge.read.reader import SourceFiles, advise, unreadable
+from fsdp_tune.merge.read.stored import read_header, read_index
 from fsdp_tune.merge.source import INDEX_NAME, Weights
 from fsdp_tune.run.manifest import Digester, FileEntry, mark_damaged
 

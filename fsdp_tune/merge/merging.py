@@ -14,15 +14,15 @@ from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
-from fsdp_tune.merge import destination as place
+from fsdp_tune.merge import output_directory as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.ties import Tied, as_base, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Layout, Written, plan_layout, write_tensors
-from fsdp_tune.merge.formats.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk, check_headers, compare_parameters, load_and_run
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
-from fsdp_tune.merge.record import Facts, write_companions, write_record
+from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
+from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.run.base_model import BaseLayout
 
@@ -34,7 +34,8 @@ class MergeResult:
     """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters; sizes are bytes of tensors."""
 
     output: Path
-    source: Path
+    source: Path | str
+    """A directory, or the URL that it was downloaded from."""
     step: int | None
     reason: str
     dtype: str
@@ -70,8 +71,8 @@ class MergeResult:
         ).as_dict()
 
 
-def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None) -> MergeResult:
-    """Merge a checkpoint into a model directory that is complete or absent.
+def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None, *, origin: str | None = None) -> MergeResult:
+    """Merge a checkpoint into a model directory that is complete or absent. `origin`: the URL that `source` was downloaded from.
 
     Raises: usage error for contradictory options; FailedError for a damaged source, an output that cannot be written, and weights
     that are not finite.
@@ -108,13 +109,13 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
                 write_companions(stage, companions, layout, changes, adapter)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
-                facts = Facts(selection, settings, companions, layout, written, copy.left_out, contents.left_out, adapter)
+                facts = Facts(selection, settings, companions, layout, written, copy.left_out, contents.left_out, adapter, origin)
                 write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
     notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
-        source=selection.weights[0].checkpoint,
+        source=origin or selection.weights[0].checkpoint,
         step=selection.weights[0].step,
         reason=selection.reason,
         dtype=layout.main_dtype.name,

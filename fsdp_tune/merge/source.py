@@ -20,7 +20,16 @@ from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
-from fsdp_tune.run.directory import SHARD_FOLDER, Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
+from fsdp_tune.run.directory import (
+    SHARD_FOLDER,
+    Checkpoint,
+    Rejected,
+    RunDir,
+    best_so_far,
+    checkpoint_step,
+    complete_checkpoints,
+    inspect_checkpoint,
+)
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -344,10 +353,9 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
 def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""
     by_step = {checkpoint.step: checkpoint for checkpoint in complete}
-    state = _read_object(complete[0].path / "trainer_state.json")
-    step, metric = state.get("best_global_step"), state.get("best_metric")
-    if isinstance(step, int) and step in by_step:
-        return by_step[step], f"the best by the trainer's metric ({metric}) among {len(complete)} complete checkpoints"
+    best = best_so_far(complete[0].path)
+    if best is not None and best.step in by_step:
+        return by_step[best.step], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
     name, is_greater = _best_metric(run)
     values = {
         line["step"]: line[name] for line in read_metrics(run) if line.get("step") in by_step and isinstance(line.get(name), (int, float))

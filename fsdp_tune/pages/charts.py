@@ -65,6 +65,7 @@ KINDS = (
 )
 NOT_DRAWN = re.compile(
     r"step|epoch|time|tokens|supervised_tokens|last_step_seconds|checkpoint_stall_seconds|eval_seconds|eval_(.+_)?perplexity|expert_layer"
+    r"|slow_rank(_part|_share)?"
 )
 """Fields that are an axis, that follow from a drawn one, or that the text of the page has."""
 PART_NAMES = {

@@ -1,6 +1,6 @@
-"""Cache of plans: replaying the step of a hundred layers takes longer than reading a stored plan.
+"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
 
-Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
+Plans are cached too: replaying the step of a hundred layers takes longer than reading a stored plan.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
 (`recipe.schema.kinds`), the model's configuration, this package's sources, and the installed packages with their versions.
@@ -8,24 +8,21 @@ The name of a cached trace is a digest of everything that the trace depends on: 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.timing import Efficiency
@@ -45,7 +42,7 @@ def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, 
     for name in _UNSEEN:
         data.pop(name)
     parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace, state_of(_OWN)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return digest(*parts, size=16)
 
 
 def state_of(folder: Path) -> str:
@@ -58,16 +55,15 @@ def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
     """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not readable as a plan."""
     try:
         found: Any = json.loads((cache / f"{key}.json").read_text(encoding="utf-8"))
-        return replace(Plan(**found), recipe=recipe.name or "recipe")
-    except (OSError, ValueError, TypeError):
+        return replace(Plan.from_dict(found), recipe=recipe.name or "recipe")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def keep_plan(cache: Path, key: str, plan: Plan) -> None:
-    """Store a plan without alternatives, other trainings and scaling, which depend on the search."""
-    known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "other_trainings", "scaling"}
+    """Store a plan; `kept_plan` leaves out what depends on the search."""
     cache.mkdir(parents=True, exist_ok=True)
-    write_json(cache / f"{key}.json", {name: getattr(plan, name) for name in sorted(known)})
+    write_json(cache / f"{key}.json", plan.as_dict())
 
 
 CONFIG = "config.json"
@@ -94,8 +90,7 @@ class Tracing:
         self._found: dict[str, Trace | FsdpTuneError] = {}
         self._requested: list[tuple[str, Recipe]] = []
         """Keys and recipes, indexed by job."""
-        self._child: subprocess.Popen[str] | None = None
-        self._log: IO[str] | None = None
+        self._child: JsonChild | None = None
 
     def __enter__(self) -> Tracing:
         return self
@@ -106,13 +101,8 @@ class Tracing:
     def close(self) -> None:
         """Terminate the child process, even during a trace."""
         if self._child is not None:
-            children.end(self._child)
-            for pipe in (self._child.stdin, self._child.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  both are pipes
-        if self._log is not None:
-            self._log.close()
-        self._child = self._log = None
+            self._child.close()
+        self._child = None
 
     def request(self, recipes: Sequence[Recipe]) -> list[str]:
         """Request traces of resolved recipes in the background; return the keys for `result`."""
@@ -150,44 +140,30 @@ class Tracing:
             self.cache.mkdir(parents=True, exist_ok=True)
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
             environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
-            self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-            self._child = children.start(COMMAND, environment, **pipes)
-        assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # if the child died, `_receive` reports why
-            self._child.stdin.write(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}) + "\n")
-            self._child.stdin.flush()
+            self._child = JsonChild(COMMAND, environment)
+        self._child.send(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}))
 
     def _receive(self) -> None:
         """Receive one result. If the child has ended, its last output is the result of all open requests."""
         assert self._child is not None
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            lost = self._child_problem(self._child.wait())
+        answer = self._child.receive()
+        if answer is None:
+            message, hint = f"the step could not be traced: {self._child.failure()}", "`fsdp-tune env` shows the installation"
+            lost = FsdpTuneError(Problem("trace-failed", message, hint=hint))
             self._found |= {key: lost for key, _ in self._requested if key not in self._found}
             return
-        answer = json.loads(line)
         key, recipe = self._requested[int(answer["job"])]
         self._found[key] = _result(self._file(key), answer["problems"])
         if self._key(recipe) != key:  # the model's configuration was downloaded or edited in the meantime
             self._file(key).unlink(missing_ok=True)
         self.traced()
 
-    def _child_problem(self, code: int) -> FsdpTuneError:
-        assert self._log is not None
-        self._log.seek(0)
-        last = children.describe_failure(code, self._log.read())
-        return FsdpTuneError(
-            Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation")
-        )
-
 
 def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
     """Return the name of a trace: a digest of everything that it depends on."""
     values = {key: value for key, value in values_by_key(recipe).items() if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)}
     parts = [json.dumps(values, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), *installed_code()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return digest(*parts, size=16)
 
 
 def _configuration(recipe: Recipe) -> str:
@@ -207,7 +183,7 @@ def _configuration(recipe: Recipe) -> str:
             return "not cached"
         path = cached.parent
     files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    digests = [digest(file.read_bytes(), size=16) for file in files if file.is_file()]
     # Weights decide whether head and embedding are tied (`model.loading.stored_tensors`).
     states = [file.stat() for pattern in WEIGHTS for file in sorted(path.glob(pattern))] if path.is_dir() else []
     return " ".join([path.name, *digests, *(f"{state.st_size} {state.st_mtime_ns}" for state in states)])

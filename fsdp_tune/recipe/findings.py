@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.recipe.scalars import printable
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import value_of
 
 Positions = Mapping[str, Where]
 

@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
+from fsdp_tune.recipe.fewer_machines import described_sizes
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.read.continued_adapter import continue_adapter
@@ -100,7 +101,11 @@ def resolve(
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
     if work.problems:
         raise FsdpTuneError(*work.problems)
-    return Resolution(Recipe.model_validate(work.data), work.reasons, tuple(work.notices))
+    resolved = Recipe.model_validate(work.data)
+    work.fewer_machines(resolved)
+    if work.problems:
+        raise FsdpTuneError(*work.problems)
+    return Resolution(resolved, work.reasons, tuple(work.notices))
 
 
 @dataclass(slots=True)
@@ -127,6 +132,13 @@ class _Resolver:
 
     def add_notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
         self.notices.append(as_notice(Finding(code, keys, message, hint), self.positions, strict=False))
+
+    def fewer_machines(self, resolved: Recipe) -> None:
+        found, is_wrong = described_sizes(self.recipe, resolved)
+        if found is not None and is_wrong:
+            self.problems.append(as_problem(found, self.positions))
+        elif found is not None:
+            self.notices.append(as_notice(found, self.positions, strict=False))
 
     def adapter(self, cwd: Path, output: Path) -> None:
         """Take unset keys of `lora:` from the adapter that training continues."""

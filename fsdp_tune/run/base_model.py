@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.records import Document
 
@@ -167,3 +168,15 @@ class BaseLayout(Document):
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
         return self.renamed.get(parameter, parameter)
+
+
+def refuse_other_base(base_json: Path, now: BaseModel) -> None:
+    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises: usage error."""
+    before = BaseModel.read(base_json)
+    if before is not None and before.differs_from(now):
+        raise usage_error(
+            "base-changed",
+            f"the weights of {now.name} are not those that the adapter was trained on so far",
+            where=Where(str(base_json)),
+            ways_out=("restore the old weights", "--overwrite or --set output_dir=… starts a new run on the new weights"),
+        )

@@ -1,21 +1,19 @@
 """Every path that a run owns, its complete checkpoints, and the claim of the command that owns it.
 
-Every path that a run owns, and its complete checkpoints.
-
-One command at a time in a run directory.
-
-A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`). The id of its claim identifies one
-lifetime of the run: from this start to the end of the command, restarts included.
+A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`), so one command at a time works in a run
+directory. The id of its claim identifies one lifetime of the run: from this start to the end of the command, restarts included.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
@@ -23,6 +21,8 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, ma
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
+TRAINER_STATE = "trainer_state.json"
+"""The Trainer's state in a checkpoint: its step, its history, its best step."""
 MERGE_RECORD = "merge.json"
 """File of a merged model or an exported adapter with the origin of every tensor, which only a finished merge leaves."""
 SHARD_FOLDER = "pytorch_model_fsdp_0"
@@ -185,6 +185,22 @@ def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress 
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+class BestStep(NamedTuple):
+    step: int
+    metric: float | None
+
+
+def best_so_far(checkpoint: Path) -> BestStep | None:
+    """Return the best step by the trainer's metric when `checkpoint` was saved; None if there was none, or its state is unreadable."""
+    try:
+        state: Any = json.loads((checkpoint / TRAINER_STATE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = cast("dict[str, Any]", state) if isinstance(state, dict) else {}
+    step = found.get("best_global_step")
+    return BestStep(step, found.get("best_metric")) if isinstance(step, int) else None
 
 
 def existing_run(path: Path) -> RunDir:

@@ -91,6 +91,13 @@ class Digester:
         return FileEntry(self.size_bytes, self._hash.hexdigest())
 
 
+def digest_data(data: bytes) -> FileEntry:
+    """Return the entry of a file with these contents."""
+    digester = Digester()
+    digester.update(data)
+    return digester.entry()
+
+
 def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
     """Hash a file. `progress` is called with the number of bytes as they are hashed."""
     digester = Digester()

@@ -193,8 +193,13 @@ COMPILE_FALLBACK = EventKind(
 )
 PROFILED = EventKind("profiled", ("trace", "steps", "seconds"), "the profile of `--profile` was written", "routine", _profile)
 SLOW_RANK = EventKind(
-    "slow_rank", ("rank", "ratio", "behind_seconds", "message"), "the others wait for this rank in each step", "alarm", _warning
+    "slow_rank",
+    ("rank", "part", "share", "behind_seconds", "message"),
+    "for a minute, the others have waited for this rank for more than 5 % of each step; `part`: for its `data`, `computing` or `saving`",
+    "alarm",
+    _warning,
 )
+RANK_RECOVERED = EventKind("rank_recovered", ("rank", "message"), "a rank that was slow is not any more")
 LOSS_SPIKE = EventKind(
     "loss_spike",
     ("message", "rows", "rows_total"),
@@ -236,6 +241,23 @@ RESTARTED = EventKind(
     "restarted",
     ("restart", "max_restarts", "failed_after_step", "code", "message"),
     "the command starts the ranks again after a failure",
+    "warning",
+    show=None,
+    marks_curves=True,
+    is_of_run=True,
+)
+CHECKPOINT_REJECTED = EventKind(
+    "checkpoint_rejected",
+    ("checkpoint", "message"),
+    "an automatic restart passes over a newer checkpoint, which is damaged or not complete",
+    "warning",
+    show=None,
+    is_of_run=True,
+)
+MACHINES_CHANGED = EventKind(
+    "machines_changed",
+    ("machines", "ranks", "gradient_accumulation_steps", "message"),
+    "the run continues on other machines (`launch.min_machines`): their numbers, and the ranks and micro-batches of a step from here on",
     "warning",
     show=None,
     marks_curves=True,

@@ -6,6 +6,8 @@ same from a rename.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
@@ -32,7 +34,7 @@ PART_BYTES = 64 << 20
 """Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
 
 T = TypeVar("T")
-Refusal = Literal["absent", "credentials", "clock", "package", "other"]
+Refusal = Literal["absent", "credentials", "clock", "full", "package", "other"]
 
 _NO_CREDENTIALS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError", "ProfileNotFound"),
@@ -53,6 +55,10 @@ class UrlError(OSError):
 
 class ContentError(Exception):
     """Bytes are not those that were expected; the message is a sentence about the file."""
+
+
+class NoConditionalWritesError(Exception):
+    """A store does not know the condition that there is no such file."""
 
 
 def retried(request: Callable[[], T], waits: Sequence[float] | None = None) -> T:
@@ -86,6 +92,8 @@ def refusal_of(error: Exception) -> Refusal | None:
         return "absent"
     if isinstance(error, ImportError):
         return "package"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "full"
     status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return None if status in (408, 429) or status >= 500 else "other"
@@ -96,6 +104,18 @@ def _code_of(error: BaseException) -> str | None:
     """Return the error code of a response of botocore."""
     response: Any = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def _is_there(error: Exception) -> bool:
+    """Return whether a conditional write was refused because there is a file."""
+    codes = {_code_of(cause) for cause in causes_of(error)}
+    return isinstance(error, FileExistsError) or not codes.isdisjoint({"PreconditionFailed", "412"})
+
+
+def _has_no_conditions(error: Exception) -> bool:
+    """Return whether a store does not know conditional writes."""
+    codes = {_code_of(cause) for cause in causes_of(error)}
+    return getattr(error, "errno", None) == errno.ENOSYS or not codes.isdisjoint({"NotImplemented", "501"})
 
 
 def reason_of(error: Exception) -> str:
@@ -180,18 +200,58 @@ class RemoteDirectory:
                 return None
             raise
 
-    def write(self, name: str, data: bytes, waits: Sequence[float] | None = None) -> None:
-        """Replace a small file. `waits`: those of `retried`."""
+    def write(self, name: str, data: bytes, waits: Sequence[float] | None = None, *, private: bool = False) -> None:
+        """Replace a small file. `waits`: those of `retried`. `private`: on a disk, only its owner may read it."""
         path = self._path(name)
 
         def put() -> None:
             if self._is_local:
                 DISK.mkdir(Path(path).parent)
-                write_file(Path(path), data)
+                write_file(Path(path), data, private=private)
             else:
                 self._files.pipe_file(path, data)
 
         retried(put, waits)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file unless there is one, which the store decides. Returns whether it was written; False also after a lost answer.
+
+        Raises: NoConditionalWritesError, UrlError.
+        """
+        path = self._path(name)
+
+        def put() -> bool | None:
+            try:
+                if self._is_local:
+                    _create(Path(path), data)
+                else:
+                    self._files.pipe_file(path, data, mode="create")
+            except Exception as error:
+                if _is_there(error):
+                    return False
+                if _has_no_conditions(error):
+                    return None
+                raise
+            return True
+
+        if (is_written := retried(put)) is None:
+            raise NoConditionalWritesError(f"{self.url} has no conditional writes")
+        return is_written
+
+    def modified(self, name: str) -> float | None:
+        """Return when a file was written, in seconds by the clock of the store, or None if there is none."""
+        path = self._path(name)
+
+        def find() -> float:
+            self._files.invalidate_cache()
+            return float(self._files.modified(path).timestamp())
+
+        try:
+            return retried(find)
+        except UrlError as error:
+            if error.refusal == "absent":
+                return None
+            raise
 
     def has_place(self) -> bool:
         """Return whether the directory above this one is there, which on a disk may be one that is not mounted."""
@@ -216,26 +276,31 @@ class RemoteDirectory:
                 with suppress(OSError):
                     path.rmdir()
 
-    def send(self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object]) -> None:
+    def send(
+        self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object], check: Callable[[], object] = lambda: None
+    ) -> None:
         """Write a file from a local one, hashed as it is sent. A file of other contents is not written.
 
-        `advance` gets the bytes sent, negative for those of an attempt that failed. Raises: ContentError if the local file differs
-        from `entry`, OSError if it cannot be read.
+        `advance` gets the bytes sent, negative for those of an attempt that failed. `check` is called before the file appears, and may
+        raise UrlError. On a disk, what only its owner may read stays so. Raises: ContentError if the local file differs from `entry`,
+        OSError if it cannot be read.
         """
         path = self._path(name)
         with open(source, "rb") as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
 
             def attempt() -> None:
                 digester = Digester()
                 file.seek(0)
                 try:
-                    with self._target(path) as write:
+                    with self._target(path, is_private=is_private) as write:
                         while chunk := file.read(DIGEST_CHUNK_BYTES):
                             digester.update(chunk)
                             write(chunk)
                             advance(len(chunk))
                         if digester.entry() != entry:
                             raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
+                        check()
                 except BaseException:
                     advance(-digester.size_bytes)
                     raise
@@ -243,14 +308,14 @@ class RemoteDirectory:
             retried(attempt)
 
     @contextmanager
-    def _target(self, path: str) -> Iterator[Callable[[bytes], object]]:
+    def _target(self, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
         """Yield a function that writes to a new file, which exists when the block has succeeded."""
         if self._is_local:
             stage = stage_path(Path(path))
             DISK.mkdir(stage.parent)
             try:
-                with DISK.open(stage) as file:
-                    yield lambda data: DISK.write(file, data)
+                with DISK.open_private(stage) if is_private else DISK.open(stage) as file:
+                    yield _flushed(file)
                     DISK.fsync(file)
                 DISK.replace(stage, Path(path))
             except BaseException:
@@ -289,6 +354,33 @@ class RemoteDirectory:
                 raise
 
         attempt()
+
+
+def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:
+    """Return a function that writes to a file and waits for the disk every `PART_BYTES`, so that bytes count as sent when they are."""
+    waiting = 0
+
+    def write(data: bytes) -> None:
+        nonlocal waiting
+        DISK.write(file, data)
+        waiting += len(data)
+        if waiting >= PART_BYTES:
+            DISK.fsync(file)
+            waiting = 0
+
+    return write
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Write a file. Raises: FileExistsError if there is one."""
+    DISK.mkdir(path.parent)
+    with DISK.open(path, "xb") as file:
+        try:
+            DISK.write(file, data)
+            DISK.fsync(file)
+        except BaseException:  # else it counts as another command's
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _entry(info: dict[str, Any]) -> RemoteEntry:

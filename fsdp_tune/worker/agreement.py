@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fsdp_tune.core.devices import installed_versions
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem, as_os_error
 from fsdp_tune.launch.health import differences
 from fsdp_tune.run.directory import RunDir
@@ -113,15 +113,9 @@ PACKAGES = ("fsdp-tune", "torch", "transformers", "accelerate", "safetensors", "
 def identity(run: RunDir) -> dict[str, str]:
     """Return the values that must be equal on all ranks: versions, and digests of the files that ranks read."""
     files = {path.name: path.read_bytes() for path in (run.recipe_json, run.data_json)}
-    digests = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in files.items()}
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **digests}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "not installed"
+    digests = {name: digest(content) for name, content in files.items()}
+    versions = {name: found or "not installed" for name, found in installed_versions(PACKAGES).items()}
+    return {"python": platform.python_version(), **versions, **digests}
 
 
 def check_same(run: RunDir) -> None:

@@ -26,12 +26,6 @@ from fsdp_tune.worker.observe import heartbeat
 
 # A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
 COLLECTIVE_MARGIN_SECONDS = 300
-OPEN_FILES = 4096
-"""For all but connections."""
-GLOO_GROUPS = 5
-"""At most at once: of all ranks, of saves, of loading, and two of a hybrid mesh."""
-GLOO_GROUPS_OF_ROWS = 2
-"""Of each dimension along which ranks share rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +108,10 @@ def _write_to(log: int) -> None:
     os.close(log)
 
 
-def open_files_needed(topology: Topology) -> int:
-    groups = GLOO_GROUPS + GLOO_GROUPS_OF_ROWS * len(topology.row_keys())
-    return OPEN_FILES + groups * topology.world_size
-
-
 def raise_open_file_limit(topology: Topology) -> None:
     """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = open_files_needed(topology)
+    wanted = topology.open_files_needed
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

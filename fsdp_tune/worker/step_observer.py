@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 
@@ -13,6 +16,46 @@ class LoggedStep:
     step: int
     grad_norm: float | None = None
     learning_rate: float | None = None
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """Seconds of this rank's host since the start."""
+
+    in_steps: float = 0.0
+    """From taking the batches of a step to the end of its optimizer."""
+    waited: float = 0.0
+    """Of these, in collectives: for other ranks."""
+    data: float = 0.0
+    """Of these, for batches."""
+    stalled: float = 0.0
+    """Training stopped for a save."""
+    written: float = 0.0
+    """Writing this rank's files of checkpoints, up to the last save, also while training continued."""
+    _step_began: float | None = None
+
+    def begin_step(self) -> None:
+        self._step_began = time.perf_counter()
+
+    def end_step(self) -> None:
+        if self._step_began is not None:
+            self.in_steps += time.perf_counter() - self._step_began
+        self._step_began = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as a wait for other ranks, if it is in a step."""
+        began, is_in_step = time.perf_counter(), self._step_began is not None
+        yield
+        if is_in_step:
+            self.waited += time.perf_counter() - began
+
+    def copy(self) -> RankTimes:
+        return replace(self)
+
+    def since(self, earlier: RankTimes) -> RankTimes:
+        """Return the seconds of each kind since a copy was made."""
+        return RankTimes(*(now - then for now, then in zip(astuple(self)[:5], astuple(earlier)[:5], strict=True)))
 
 
 class StepObserver(Protocol):

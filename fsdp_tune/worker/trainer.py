@@ -50,7 +50,7 @@ from fsdp_tune.worker.observe.metrics import Lines, device_peak_flops, model_siz
 from fsdp_tune.worker.observe.spikes import IN_SPIKES, CurveWatch, RecentBatches
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
-from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class FsdpTrainer(Trainer):
         devices, sources = parts.recipe.topology.world_size, parts.recipe.data.train_names[: parts.collator.sources]
         self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device), devices=devices, sources=sources)
         self.last_eval_loss: float | None = None
+        self.times = RankTimes()
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
@@ -176,6 +177,7 @@ class FsdpTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
         """Return the slots of one step (a micro-batch each, or `NOTHING`), and the supervised tokens of the step over all ranks."""
+        self.times.begin_step()
         batches, total = self._global_batch(epoch_iterator, num_batches)
         while self._step_tokens == 0:  # the lanes of a stream end one by one
             self.parts.rows.skip_empty(self.state.global_step)
@@ -195,11 +197,13 @@ class FsdpTrainer(Trainer):
         counted = batches if self.parts.recipe.topology.counts_rows(dist.get_rank()) else []
         mine, tokens = sum(batch.supervised_tokens for batch in counted), sum(batch.tokens for batch in counted)
         self.parts.rows.count(counted)
+        self.times.data += waited
         self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in counted))
         self.lines.sums.add_sources(batch.supervised_by_source for batch in counted)
         # On the host, where the batches are: the device and its queue are not involved.
         summed = torch.tensor([mine, tokens], dtype=torch.float64)
-        dist.all_reduce(summed)
+        with self.times.waiting():
+            dist.all_reduce(summed)
         total, self._step_tokens = int(summed[0].item()), int(summed[1].item())
         return batches, total
 
@@ -280,6 +284,7 @@ class FsdpTrainer(Trainer):
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: Any, **kwargs: Any
     ) -> None:
         step = self.state.global_step
+        self.times.end_step()
         # The Trainer's own counts micro-batches of this rank, of which a short last step has fewer on more ranks.
         self.state.epoch = self.parts.rows.epochs_after(step)
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
@@ -350,7 +355,10 @@ class FsdpTrainer(Trainer):
         if self.state.best_global_step is not None:
             self.state.best_model_checkpoint = str(self.checkpointer.run.checkpoint(self.state.best_global_step))
         self.checkpointer.save(step, trainer_state_json(self), self.own_state(), best_step=self.state.best_global_step)
-        self.lines.leave_out(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.times.stalled += seconds
+        self.times.written = self.checkpointer.written_seconds
+        self.lines.leave_out(seconds)
 
     def _load_best_model(self) -> None:
         """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its own weights."""

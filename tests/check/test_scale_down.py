@@ -37,7 +37,7 @@ from tests.model.families import FAMILIES
 
 MACHINE = Machine(None, 0, 2, None)
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
 
 
 def resolved(text: dict[str, Any]) -> Recipe:

@@ -92,3 +92,15 @@ def test_rank_that_dies_fails_with_its_last_line(cli: Cli, tmp_path: Path) -> No
     done = cli("doctor", "--config", "gpt2_smoke", PYTHONPATH=plant(tmp_path / "site", "import torch\ntorch.mm = None", 1))
     assert done.returncode == ExitCode.FAILED
     assert "ranks: rank 1: TypeError" in done.stderr
+
+
+def test_train_refuses_a_disk_without_room_for_one_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(FULL, encoding="utf-8")
+    done = cli("train", "--config", "gpt2_smoke", PYTHONPATH=str(site))
+    assert done.returncode == ExitCode.FAILED
+    assert "space: 4.00 KiB free in" in done.stderr
+    assert "one checkpoint needs" in done.stderr
+    assert "--ignore-plan" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.core.errors import ExitCode
-from fsdp_tune.jobs import manifests as jobs
+from fsdp_tune.jobs import submit_containers as jobs
 from fsdp_tune.launch.submit import clouds, kubernetes
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics

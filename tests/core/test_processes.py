@@ -126,3 +126,41 @@ def test_command_that_ends_with_its_parent_names_itself_to_its_children() -> Non
     done = subprocess.run(ends_with_parent([sys.executable, "-uc", code]), capture_output=True, text=True, check=True)
     own, told = done.stdout.split()
     assert own == told
+
+
+SQUARES = (
+    sys.executable,
+    "-c",
+    "import json, sys\nfor line in sys.stdin: print(json.dumps({'square': int(line) ** 2}), flush=True)\nsys.exit('no more')",
+)
+
+
+def test_json_child_answers_lines_until_its_input_ends() -> None:
+    with children.JsonChild(SQUARES, os.environ) as child:
+        child.send("3")
+        assert child.receive() == {"square": 9}
+        child.send("4", is_last=True)
+        assert [child.receive(), child.receive()] == [{"square": 16}, None]
+        assert (child.wait(), child.failure()) == (1, "no more")
+
+
+def test_json_child_that_has_ended_takes_requests_and_has_a_failure() -> None:
+    with children.JsonChild((sys.executable, "-c", "import sys; sys.stderr.buffer.write(b'lost \\xff')"), os.environ) as child:
+        child.wait()
+        child.send("3")
+        assert child.receive() is None
+        assert child.failure() == "lost \ufffd"
+
+
+ONE_LINE = (sys.executable, "-c", "print('{}', flush=True); import time; time.sleep(30)")
+
+
+def test_json_child_is_interrupted_or_killed_with_its_block() -> None:
+    with children.JsonChild(ONE_LINE, os.environ) as child:
+        assert child.receive() == {}
+        child.interrupt()
+        assert child.failure() == "its process was killed by SIGINT"
+    with children.JsonChild(ONE_LINE, os.environ) as child:
+        assert child.receive() == {}
+        child.send("unread")
+    assert child.wait() == -signal.SIGKILL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +75,27 @@ def test_steady_state_waits_for_the_device_once_a_step(trained: tuple[RunDir, li
 @pytest.mark.e2e
 def test_streams_of_a_run_have_no_races(trained: tuple[RunDir, list[dict[str, Any]]]) -> None:
     assert [report["races"] for report in trained[1]] == [[], []]
+
+
+@pytest.mark.e2e
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("planted", "state", "words"),
+    [
+        ({}, "ok", "idle before, 1980 MHz or more under load"),
+        pytest.param({"used_gib": "20"}, "warn", "was not idle: 20.00 GiB of its memory in use (and 1 more)", marks=pytest.mark.slow),
+        pytest.param({"busy_percent": "90"}, "warn", "was not idle: 90 % busy", marks=pytest.mark.slow),
+        pytest.param({"power_watts": "400"}, "warn", "is limited to 400 W of 700 W", marks=pytest.mark.slow),
+        pytest.param({"slowed": "0x40"}, "warn", "lowers its clock (heat, by the hardware)", marks=pytest.mark.slow),
+        pytest.param({"ecc_errors": "3"}, "fail", "has 3 uncorrected memory errors", marks=pytest.mark.slow),
+    ],
+)
+def test_doctor_names_an_unfit_gpu(tmp_path: Path, planted: dict[str, str], state: str, words: str) -> None:
+    require("cuda")
+    changes = ["--set", "launch.device=cuda", "--set", "launch.num_processes=2", "--set", f"output_dir={tmp_path / 'run'}"]
+    done = fsdp_tune("doctor", "--config", "gpt2_smoke", *changes, "--json", environment=with_gpus(2, **planted))
+    answer = json.loads(done.stdout)
+    (found,) = [check for check in answer["checks"] if check["name"] == "GPUs"]
+    assert found["state"] == state, done.stderr
+    assert words in found["finding"]
+    assert done.returncode == (1 if state == "fail" else 0)

@@ -220,7 +220,7 @@ RUN = (
         "launch/test_real_restart::hanging_rank_is_named_and_the_run_restarts",
     ),
     _row("F045", "r", 9, SURVIVED, "a slow rank", "launch/test_supervisor::waiting_for_slow_rank_is_not_a_hang",
-         "worker/observe/test_heartbeat::slow_rank_is_logged_as_event"),
+         "worker/observe/test_stragglers::slow_rank_is_named"),
     _row("F046", "r", 9, REFUSED, "a rank skips a collective, or calls another", "launch/test_hang::ranks_in_different_collectives_are_reported_with_sequence_numbers",
          "launch/test_hang::late_rank_is_distinguished_from_waiting_ranks"),
     _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::out_of_memory_error_names_rank_and_memory",

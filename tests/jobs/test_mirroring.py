@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.jobs.mirroring import Mirroring
+from fsdp_tune.jobs import mirroring as jobs
+from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.launch.mirror import writer as writing
 from fsdp_tune.launch.mirror.remote_run import RemoteRun
-from fsdp_tune.launch.mirror.send import Sender
-from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
+from fsdp_tune.launch.mirror.send import MirrorState, Sender
+from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
-from fsdp_tune.run.remote_files import UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from tests.launch.test_accelerate import resolved
 from tests.launch.test_mirror import make_run, save, send_all
+from tests.launch.test_mirror_writer import Elsewhere
 
 
-def mirroring(run: RunDir, remote: RemoteRun) -> Mirroring:
-    recipe = SimpleNamespace(training=SimpleNamespace(save_total_limit=1), checkpoint=SimpleNamespace(mirror="-"), launch=SimpleNamespace())
-    return Mirroring(run, cast("Any", recipe), remote, Observer())
+def mirroring(run: RunDir, remote: RemoteRun, *overrides: str) -> Mirroring:
+    return Mirroring(run, resolved(run.path.parent, *overrides), RemoteRun(*remote.url.rsplit("/", 1)), Observer())
 
 
 def start(step: int, *, is_new: bool = False) -> Any:
     return SimpleNamespace(step=step, checkpoint=None if is_new else SimpleNamespace(step=step), is_new=is_new, is_finished=False)
+
+
+@pytest.fixture(autouse=True)
+def _given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the claims of a test; `monkeypatch` is undone later."""
+    claimed, claim = list[Writer](), Writer.claim
+
+    def remember(self: Writer) -> object:
+        claimed.append(self)
+        return claim(self)
+
+    monkeypatch.setattr(Writer, "claim", remember)
+    yield
+    for writer in claimed:
+        writer.release()
 
 
 @pytest.fixture
@@ -33,6 +55,7 @@ def mirrored(tmp_path: Path) -> tuple[RunDir, RemoteRun]:
     """A run with checkpoint-100 on its disk, and a mirror that has checkpoint-500 too."""
     (tmp_path / "mirror").mkdir()
     run, remote = make_run(tmp_path / "run"), RemoteRun(f"file://{tmp_path}/mirror", "run")
+    run.recipe_json.write_text(resolved(tmp_path).model_dump_json(by_alias=True))
     for step in (100, 500):
         save(run, step)
     assert send_all(run, remote)
@@ -107,3 +130,109 @@ def test_best_checkpoint_stays_in_the_mirror(tmp_path: Path) -> None:
         assert send_all(run, remote, keep=1, start=step)
         folder.rename(tmp_path / f"old-{step}")
     assert remote.complete_steps(remote.directory.list()) == [30, 10]
+
+
+def test_mirror_of_a_live_command_is_refused_before_anything_is_read(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, remote = mirrored
+    monkeypatch.setattr(writing, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(writing, "POLL_SECONDS", 0.1)
+    other = Elsewhere(remote.directory)
+    other.claim()
+    before = remote.directory.list()
+    with pytest.raises(FsdpTuneError, match=r"is in use by pid \d+ on node7") as caught:
+        mirroring(run, remote).prepare(start(100), "auto")
+    assert caught.value.problems[0].code == "mirror-in-use"
+    assert caught.value.exit_code == 2
+    assert remote.directory.list().keys() == before.keys()
+    other.release()
+
+
+def test_mirror_is_free_again_when_a_command_has_ended(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, remote = mirrored
+    first = mirroring(run, remote)
+    with given_back(first):
+        first.prepare(start(500), "auto")
+        with pytest.raises(MirrorInUseError):
+            Elsewhere(remote.directory).claim()
+    monkeypatch.setattr(Writer, "_require_dead", lambda *_: pytest.fail("the claim has not been given back"))
+    Elsewhere(remote.directory).claim()
+
+
+def test_start_lists_the_mirror_once(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, remote = mirrored
+    listed, list_ = list[str](), RemoteDirectory.list
+
+    def count(self: RemoteDirectory, folder: str = "") -> object:
+        listed.append(folder)
+        return list_(self, folder)
+
+    monkeypatch.setattr(RemoteDirectory, "list", count)
+    found = mirroring(run, remote)
+    assert found.prepare(start(100), "auto")
+    assert listed.count("") == 1
+    listed.clear()
+    assert found._writer is not None
+    sender = Sender(run, RemoteRun(*remote.url.rsplit("/", 1)), claim=found._writer.key)
+    sender.open(500)
+    assert listed.count("") == 1, "the process that sends, for what it takes back"
+
+
+def test_recipe_that_must_not_continue_the_run_is_refused_before_the_download(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, remote = mirrored
+    monkeypatch.setattr(RemoteDirectory, "fetch", lambda *_: pytest.fail("a file was downloaded"))
+    run = RunDir(tmp_path / "run-2" / "run")
+    run.path.parent.mkdir()
+    (run.path.parent / "train.jsonl").write_text("")
+    with pytest.raises(FsdpTuneError, match=r"training\.seed") as caught:
+        mirroring(run, remote, "training.seed=7").prepare(start(0, is_new=True), "auto")
+    assert caught.value.problems[0].code == "resume-refused"
+
+
+def damage(run: RunDir, step: int) -> None:
+    shard = run.checkpoint(step) / "shards" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+
+
+def test_restart_replaces_a_damaged_checkpoint_by_the_copy(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path) -> None:
+    run, remote = mirrored
+    (tmp_path / "gone").rename(run.checkpoint(500))
+    damage(run, 500)
+    counted = list[int]()
+    assert mirroring(run, remote).newer_copy(100, counted.append) == run.checkpoint(500)
+    assert isinstance(inspect_checkpoint(run.checkpoint(500), digests=True), Checkpoint)
+    assert sum(counted) > 0
+    assert mirroring(run, remote).newer_copy(500, counted.append) is None
+
+
+def test_restart_continues_from_this_disk_if_the_mirror_cannot_be_read(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, remote = mirrored
+    found, messages = mirroring(run, remote), list[str]()
+    found.observer = SimpleNamespace(message=messages.append)  # type: ignore[assignment]
+
+    def fails(_: RemoteRun) -> None:
+        raise UrlError("timed out")
+
+    monkeypatch.setattr(RemoteRun, "identity", fails)
+    assert found.newer_copy(100, lambda _: None) is None
+    assert "timed out" in messages[0]
+
+
+@pytest.mark.parametrize("is_hashing", [True, False])
+def test_end_waits_while_a_model_is_hashed(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch, *, is_hashing: bool
+) -> None:
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    found, count = mirroring(*mirrored), itertools.count()
+    monkeypatch.setattr(Mirroring, "_state", lambda _: MirrorState("-", waiting=["merged"], hashed_bytes=next(count) if is_hashing else 0))
+    child = subprocess.Popen(["sleep", "1"], text=True)
+    found._wait(child)
+    assert (child.poll() is not None) == is_hashing
+    child.kill()
+    child.wait()

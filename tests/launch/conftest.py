@@ -3,14 +3,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.machines import channel as channels
+from fsdp_tune.launch.machines import launches as machines
+from fsdp_tune.launch.machines import store
 from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
+from tests.launch.links import Play
 
 Parts = dict[str, list[list[object]]]
 PlanOf = Callable[[Parts], LaunchPlan]
@@ -43,3 +47,30 @@ def plan_of(run: RunDir) -> PlanOf:
         )
 
     return make
+
+
+@pytest.fixture
+def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short periods and limits of machines that find each other."""
+    monkeypatch.setattr(store, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(store, "SERVED_SECONDS", 5.0)
+    monkeypatch.setattr(store, "PRESENT_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.05)
+    monkeypatch.setattr(machines, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(machines, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
+    monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
+    monkeypatch.setattr(machines, "VISIBLE_SECONDS", 0.5)
+
+
+@pytest.fixture
+def play_of(run: RunDir) -> Iterator[Callable[[int], Play]]:
+    played: list[Play] = []
+
+    def make(count: int) -> Play:
+        played.append(Play(run, count))
+        return played[-1]
+
+    yield make
+    for each in played:
+        each.network.close()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.identity import Identity
+from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.run.directory import RunDir
 
 END = None
 
@@ -121,3 +123,50 @@ def identity(host: str = "host", **changes: object) -> Identity:
         "devices": [],
     }
     return Identity.from_dict(same | changes)
+
+
+class Play:
+    """The machines of one run, which share its directory."""
+
+    def __init__(self, run: RunDir, count: int = 2) -> None:
+        run.logs.mkdir(exist_ok=True)
+        for path in (run.recipe_json, run.launch_json):
+            path.write_text("{}")
+        self.run, self.count, self.network = run, count, Network(count)
+
+    def machine(
+        self, number: int, *, hang_seconds: float = 20.0, replacement_seconds: float = 0.0, run: RunDir | None = None, **changes: object
+    ) -> Machines:
+        channel = self.network.channel(number)
+        there = identity(f"host-{number}", **changes)
+        limits = {"hang_seconds": hang_seconds, "replacement_seconds": replacement_seconds}
+        machine = Machines(run or self.run, number, self.count, **limits, channel=channel, identity=there)
+        return machine.__enter__()
+
+
+def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Answers:
+    """What calls in a thread return."""
+
+    def __init__(self, *calls: Callable[[], object]) -> None:
+        self.found: list[object] = []
+        self.thread = threading.Thread(target=lambda: [self.found.append(call()) for call in calls], daemon=True)
+        self.thread.start()
+
+    def all(self) -> list[object]:
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+        return self.found
+
+
+def start(first: Machines, *others: Machines, launch: int = 0) -> None:
+    """All agree on a launch; the others join first if they have not."""
+    following = [Answers(*([each.join] if launch == 0 else []), each.next_launch) for each in others]
+    assert first.gather(launch) is None
+    assert [each.all()[-1] for each in following] == [launch] * len(others)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
-from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.identity import Identity, difference, identity_of
-from fsdp_tune.launch.machines.launches import CountedBar, Machines, combined
+from fsdp_tune.launch.machines.launches import CountedBar, Machines
+from fsdp_tune.launch.machines.report import combined
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import RankState, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from tests.launch.conftest import PlanOf
-from tests.launch.links import Network, identity
+from tests.launch.links import Answers, Play, identity, start, until
 from tests.launch.test_accelerate import resolved
 
 
@@ -36,48 +36,7 @@ ECHO = ended(ExitReason.LOST_RANK, "lost-rank", 6)
 FAILED_THERE = ended(ExitReason.LOST_RANK, "machine-failed")
 FINISHED = ended(ExitReason.FINISHED)
 LIMIT_SECONDS = 0.5
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PERIOD_SECONDS", 0.02)
-    monkeypatch.setattr(store, "SERVED_SECONDS", 5.0)
-    monkeypatch.setattr(store, "PRESENT_SECONDS", 0.5)
-    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.05)
-    monkeypatch.setattr(machines, "READ_SECONDS", 0.01)
-    monkeypatch.setattr(machines, "WORK_SECONDS", 0.02)
-    monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
-    monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
-    monkeypatch.setattr(machines, "VISIBLE_SECONDS", 0.5)
-
-
-class Play:
-    """The machines of one run, which share its directory."""
-
-    def __init__(self, run: RunDir, count: int = 2) -> None:
-        run.logs.mkdir(exist_ok=True)
-        for path in (run.recipe_json, run.launch_json):
-            path.write_text("{}")
-        self.run, self.count, self.network = run, count, Network(count)
-
-    def machine(self, number: int, *, hang_seconds: float = 20.0, run: RunDir | None = None, **changes: object) -> Machines:
-        channel = self.network.channel(number)
-        there = identity(f"host-{number}", **changes)
-        machine = Machines(run or self.run, number, self.count, hang_seconds=hang_seconds, channel=channel, identity=there)
-        return machine.__enter__()
-
-
-@pytest.fixture
-def play_of(run: RunDir) -> Iterator[Callable[[int], Play]]:
-    played: list[Play] = []
-
-    def make(count: int) -> Play:
-        played.append(Play(run, count))
-        return played[-1]
-
-    yield make
-    for each in played:
-        each.network.close()
+pytestmark = pytest.mark.usefixtures("quick_machines")
 
 
 @pytest.fixture
@@ -88,34 +47,6 @@ def play(play_of: Callable[[int], Play]) -> Play:
 @pytest.fixture
 def two(play: Play) -> tuple[Machines, Machines]:
     return play.machine(0), play.machine(1)
-
-
-def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-class Answers:
-    """What calls in a thread return."""
-
-    def __init__(self, *calls: Callable[[], object]) -> None:
-        self.found: list[object] = []
-        self.thread = threading.Thread(target=lambda: [self.found.append(call()) for call in calls], daemon=True)
-        self.thread.start()
-
-    def all(self) -> list[object]:
-        self.thread.join(30.0)
-        assert not self.thread.is_alive()
-        return self.found
-
-
-def start(first: Machines, *others: Machines, launch: int = 0) -> None:
-    """All agree on a launch; the others join first if they have not."""
-    following = [Answers(*([each.join] if launch == 0 else []), each.next_launch) for each in others]
-    assert first.gather(launch) is None
-    assert [each.all()[-1] for each in following] == [launch] * len(others)
 
 
 # ---- Finding each other.

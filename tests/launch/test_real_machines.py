@@ -79,12 +79,24 @@ class TwoMachines:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: any(line["step"] >= step for line in loss_lines(self.run)))
 
-    def wait_for(self, holds: Callable[[], object]) -> None:
+    def wait_for_event(self, name: str, alive: list[Machine]) -> None:
+        self.wait_for(lambda: any(line.get("event") == name for line in lines(self.run)), alive)
+
+    def wait_for(self, holds: Callable[[], object], alive: list[Machine] | None = None) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not self.run.metrics_jsonl.exists() or not holds():
             assert time.monotonic() < deadline, [each.said for each in self.started]
-            assert all(each.process.poll() is None for each in self.started[-2:]), [each.said for each in self.started]
+            alive_ones = self.started[-2:] if alive is None else alive
+            assert all(each.process.poll() is None for each in alive_ones), [each.said for each in self.started]
             time.sleep(0.1)
+
+
+def plain_run(folder: Path, keys: dict[str, Any]) -> RunDir:
+    """Train the same recipe on one machine, without a disturbance."""
+    folder.mkdir()
+    machine = Machine(folder, 0, RunDir(folder / "run"), keys, ())
+    assert machine.code() == 0, machine.said
+    return RunDir(folder / "run")
 
 
 @pytest.fixture
@@ -172,3 +184,39 @@ def test_machines_that_differ_end_before_a_rank_starts(two: TwoMachines) -> None
     assert f"error: {differs}" in second.said
     assert f"error: machine 1: {differs}" in first.said
     assert list(two.run.logs.glob("rank-*")) == []
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["lost", "comes back"])
+def test_run_continues_without_a_lost_machine(two: TwoMachines, returns: bool) -> None:
+    steps = 300 if returns else 40
+    keys = {
+        "training.max_steps": steps,
+        "training.save_steps": 4,
+        "training.global_batch_size": 8,
+        "training.per_device_train_batch_size": 2,
+        "launch.max_restarts": 3,
+        "launch.min_machines": 1,
+        "launch.replacement_timeout": "5s",
+    }
+    first, second = two.both(**keys)
+    two.wait_for_step(6)
+    second.process.kill()
+    second.process.wait()
+    two.wait_for_event("machines_changed", [first])
+    again = two.start(1, "--resume", "auto", **keys) if returns else None
+    if again is not None:
+        two.wait_for(lambda: "the run continues on machine 0" in again.said)
+        (rank,) = first.children_with("fsdp_tune.worker")[-1:]
+        rank.kill()
+        assert again.code() == 0, first.said + again.said
+    assert first.code() == 0, first.said
+    changes = [line for line in lines(two.run) if line.get("event") == "machines_changed"]
+    assert [(line["machines"], line["ranks"], line["gradient_accumulation_steps"]) for line in changes] == [
+        ([0], 1, 4),
+        *([([0, 1], 2, 2)] if returns else []),
+    ]
+    assert "continuing on machine 0, without machine 1: 1 rank × 4 micro-batches a step; the global batch is the same" in first.said
+    assert [line["step"] for line in loss_lines(two.run)] == list(range(1, steps + 1))
+    undisturbed = plain_run(two.folder / "plain", {**keys, "launch.num_machines": 1, "launch.min_machines": None})
+    assert [line["tokens"] for line in loss_lines(two.run)] == [line["tokens"] for line in loss_lines(undisturbed)]
+    assert [line["loss"] for line in loss_lines(two.run)] == pytest.approx([line["loss"] for line in loss_lines(undisturbed)], rel=1e-4)

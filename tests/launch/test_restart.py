@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
+from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest, Verdict
@@ -117,10 +117,11 @@ def attempt(tmp_path: Path, run: RunDir, plan_of: PlanOf, monkeypatch: pytest.Mo
     monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
 
-    def go(parts: Parts, *overrides: str) -> tuple[Verdict, list[Event]]:
+    def go(parts: Parts, *overrides: str, newer_copy: NewerCopy | None = None) -> tuple[Verdict, list[Event]]:
         before = children()
-        recipe = resolved(tmp_path, "launch.max_restarts=5", *overrides)
-        events = list(Attempts(plan_of(parts), recipe, no_rows).events())
+        restarts = () if any("max_restarts" in each for each in overrides) else ("launch.max_restarts=5",)
+        recipe = resolved(tmp_path, *restarts, *overrides)
+        events = list(Attempts(plan_of(parts), recipe, no_rows, newer_copy=newer_copy).events())
         assert isinstance(events[-1], Verdict)
         assert left_over(before) == []
         return events[-1], events
@@ -206,3 +207,45 @@ def test_run_whose_start_is_gone_is_not_restarted_at_step_0(attempt: Any, run: R
     assert end.exit_code != 0
     assert f"it is not restarted, since `{start}`, which it continues, cannot be read" in str(end.problem and end.problem.message)
     assert not any(isinstance(event, Message) and "restarting from" in event.text for event in events)
+
+
+DIES_AT_12 = [["beat", "training", 12], ["log", {"event": "train_started", "step": 0}], ["once", "died", "die", int(signal.SIGKILL)]]
+
+
+def test_restart_reports_the_damaged_checkpoint_that_it_passes_over(attempt: Any, run: RunDir) -> None:
+    checkpoint(run, 5)
+    checkpoint(run, 10, damaged=True)
+    end, events = attempt({"0": [*DIES_AT_12, ["outcome", FINISHED]]})
+    assert end.exit_code == 0
+    texts = [event.text for event in events if isinstance(event, Message)]
+    (rejected,) = [text for text in texts if text.startswith("checkpoint-10 is not used: ")]
+    assert "restarting from checkpoint-5" in texts[-1]
+    (event,) = [line for line in lines(run) if line.get("event") == "checkpoint_rejected"]
+    assert event["checkpoint"] == "checkpoint-10"
+    assert event["message"] == rejected
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir, *, has_copy: bool) -> None:
+    checkpoint(run, 5)
+    damaged, asked = checkpoint(run, 10, damaged=True), list[int]()
+
+    def newer_copy(step: int, _: Callable[[int], object]) -> Path | None:
+        asked.append(step)
+        if not has_copy:
+            return None
+        shutil.rmtree(damaged)
+        return checkpoint(run, 10)
+
+    end, events = attempt({"0": [*DIES_AT_12, ["outcome", FINISHED]]}, newer_copy=newer_copy)
+    assert end.exit_code == 0
+    assert asked == [5]
+    texts = [event.text for event in events if isinstance(event, Message)]
+    assert any(f"checkpoint-10 is {'replaced by the copy of the mirror' if has_copy else 'not used'}: " in text for text in texts)
+    assert f"restarting from checkpoint-{10 if has_copy else 5}" in texts[-1]
+    assert json.loads(run.resume_json.read_text())["resume_from"] == str(run.checkpoint(10 if has_copy else 5))
+
+
+def test_run_that_is_not_restarted_downloads_nothing(attempt: Any) -> None:
+    end, _ = attempt({"0": DIES_AT_12}, "launch.max_restarts=0", newer_copy=lambda *_: pytest.fail("a copy was downloaded"))
+    assert end.exit_code == 5

@@ -13,8 +13,8 @@ from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.copy.write import PAGE_BYTES
-from fsdp_tune.merge.formats.reader import is_cold
 from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.read.reader import is_cold
 from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp
 

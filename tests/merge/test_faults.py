@@ -24,8 +24,8 @@ from fsdp_tune.core.atomic import Disk, stage_lock
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import announced, live_owner
 from fsdp_tune.merge import integrity
-from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.read.reader import SourceFiles
 from fsdp_tune.merge.source import MergeOptions
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child

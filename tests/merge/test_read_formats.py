@@ -223,7 +223,7 @@ def test_strides_of_every_kind_are_merged(tmp_path, merge):
 
 def test_replicas_are_read_once(tmp_path, merge, monkeypatch):
     """HSDP with deduplication switched off in the table of contents: the same box listed by two ranks."""
-    from fsdp_tune.merge.formats.reader import SourceFiles
+    from fsdp_tune.merge.read.reader import SourceFiles
 
     folder = save_dcp({"model": WEIGHTS}, tmp_path / SHARDS)
 

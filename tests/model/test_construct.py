@@ -218,7 +218,7 @@ def test_low_precision_weights_are_upcast_to_fp32(tmp_path: Path) -> None:
     assert {p.dtype for p in pure.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", sorted(json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())))
+@pytest.mark.parametrize("name", sorted(json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())))
 def test_packaged_architecture_builds_a_config(name: str) -> None:
     """Some are in the format before transformers 5, with `rope_theta` next to `rope_scaling`."""
     facts = architecture(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.schema.reference import value_of
+from fsdp_tune.recipe.schema.keys import value_of
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 

@@ -13,14 +13,16 @@ from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules.contradictions import INACTIVE, RULES
 from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import NOT_YET
-from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, TRAINING_FIELDS
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
+from fsdp_tune.recipe.schema.unsupported import NOT_YET
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [
     ("checkpoint:\n  mirror: memory://runs", 4, "not a URL"),
     ("checkpoint:\n  mirror: file:///runs/one/copy\noutput_dir: /runs/one", 4, "is to outlive"),
+    ("launch:\n  min_machines: 3\n  num_machines: 2", 4, "line 5"),
     ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", 4, "line 5"),
@@ -319,6 +321,8 @@ INACTIVE_EXAMPLES = [
     "training: {hub_model_id: a/b}",
     "precision: {fp8_recipe: tensorwise}",
     "launch: {main_process_ip: 10.0.0.1}",
+    "launch: {num_machines: 2, num_processes: 8, min_machines: 1}",
+    "launch: {replacement_timeout: 1m}",
     "launch: {device: cpu, enable_cpu_affinity: true}",
     "merge: {adapter: both}",
 ]
@@ -349,7 +353,7 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
         "model: {name_or_path: a}\ndata: {train: [{path: b, weight: 1}, {path: c, weight: 2}],"
         " eval: {rows: 2}, packing: true, on_bad_row: skip}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
-        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
+        "launch: {num_machines: 2, max_restarts: 1, min_machines: 1}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]

@@ -81,7 +81,14 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
             "profile: t.json.gz (open it in https://ui.perfetto.dev)",
         ],
     ),
-    "slow_rank": ({"rank": 1, "ratio": 2.0, "behind_seconds": 0.5, "message": "rank 1 is slow"}, ["warning: step 7: rank 1 is slow"]),
+    "slow_rank": (
+        {"rank": 1, "part": "data", "share": 0.2, "behind_seconds": 0.5, "message": "rank 1 is slow"},
+        ["warning: step 7: rank 1 is slow"],
+    ),
+    "rank_recovered": (
+        {"rank": 1, "message": "it is as fast as the others"},
+        ["step 7: rank recovered: it is as fast as the others (rank 1)"],
+    ),
     "loss_spike": (
         {"message": "high", "rows": SPIKE_ROWS, "rows_total": 90},
         [
@@ -101,8 +108,10 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
     "mirrored": ({"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20}, ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s"]),
+    "checkpoint_rejected": ({"checkpoint": "checkpoint-7", "message": "checkpoint-7 is not used: damaged"}, []),
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
     "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
+    "machines_changed": ({"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"}, []),
     "recipe_changed": ({"changes": []}, []),
 }
 """Event → its fields, and what the terminal prints."""

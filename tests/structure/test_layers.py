@@ -132,7 +132,7 @@ def module_name(path: Path, repository: Path) -> str:
 WORLD_SIZE_CALLERS = {
     "worker/agreement.py": "values of every rank",
     "worker/checkpoint/state.py": "a message; and each rank has a file of its own, and verifies its share of all files",
-    "worker/observe/step_progress.py": "compares all ranks",
+    "worker/observe/stragglers.py": "compares all ranks",
     "worker/readback/report.py": "reads the live number of ranks",
     "worker/readback/witness.py": "compares all ranks",
 }

@@ -7,16 +7,13 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
 
 from fsdp_tune.check.comparison.stages import Observation, stages_until
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
 from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -61,8 +58,7 @@ class ObservingChild:
         """`rows`: of each source. `model`: small or full. `shows_defaults`: the stage `defaults` is computed too."""
         self._python, self._folder = python, folder
         self.settings = {"rows": rows, "model": model, "folder": str(folder), "defaults": shows_defaults}
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: IO[str] | None = None
+        self._child: JsonChild | None = None
         self._known: dict[str, tuple[str, Observation]] = {}
         """By recipe: up to which stage it was computed. B with A's values is often A."""
 
@@ -70,14 +66,8 @@ class ObservingChild:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            children.end(self._process)
-            for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
-        if self._errors is not None:
-            self._errors.close()
+        if self._child is not None:
+            self._child.close()
 
     def observe(self, recipe: Recipe, until: str) -> Observation:
         """Compute a resolved recipe up to a stage or beyond. Raises: usage error if the interpreter lacks a package, failed error if it
@@ -91,20 +81,15 @@ class ObservingChild:
     def computed(self, recipe: Recipe, until: str) -> Observation:
         """Compute a recipe, whether or not it is known. Raises: as `observe`."""
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **self.settings}
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line:
-            raise self._crashed(process.wait())
-        return Observation.from_json(json.loads(line))
+        child = self._started()
+        child.send(json.dumps(request))
+        found = child.receive()
+        if found is None:
+            raise self._crashed(child.failure())
+        return Observation.from_json(found)
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
+    def _started(self) -> JsonChild:
+        if self._child is None:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             lent: list[str] = []
             if self._python != sys.executable:
@@ -113,16 +98,10 @@ class ObservingChild:
                 _link([PACKAGE], alone)
                 _link([path for name in LENT for path in _files_of(name)], folder)
                 environment["PYTHONPATH"], lent = str(alone), [str(folder)]
-            environment |= children.QUIET_LIBRARIES
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-            self._process = children.start((self._python, *OBSERVE, *lent), environment, **pipes)
-        return self._process
+            self._child = JsonChild((self._python, *OBSERVE, *lent), environment | QUIET_LIBRARIES)
+        return self._child
 
-    def _crashed(self, code: int) -> FsdpTuneError:
-        assert self._errors is not None
-        self._errors.seek(0)
-        how = children.describe_failure(code, self._errors.read())
+    def _crashed(self, how: str) -> FsdpTuneError:
         if "ImportError" in how or "ModuleNotFoundError" in how:
             own = f"{sys.version_info.major}.{sys.version_info.minor}"
             hint = f"it needs torch and transformers; packages such as pydantic are lent to a Python {own}, and another one needs its own"

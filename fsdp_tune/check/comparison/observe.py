@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import platform
@@ -39,6 +38,7 @@ from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, 
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
 from fsdp_tune.core.devices import installed_versions
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.batches import collate, example_ids, row_order
@@ -278,7 +278,7 @@ class Side:
     def _written(self, small: dict[str, Any]) -> Path:
         """Return the directory of the small model, written once for all sides whose small configuration is the same."""
         written = json.dumps(self.raw_config, sort_keys=True)
-        folder = self.folder / f"model-{hashlib.sha256(written.encode()).hexdigest()[:16]}"
+        folder = self.folder / f"model-{digest(written)}"
         if not folder.is_dir():
             torch.manual_seed(_SEED)
             fields = dict(small)

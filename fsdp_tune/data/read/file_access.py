@@ -18,7 +18,6 @@ memorisation.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -33,6 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.digests import digest, digest_number
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.run.manifest import digest_file
@@ -214,7 +214,7 @@ class FileDigests:
         return [found[path] for path in paths]
 
     def _of_directory(self, directory: Path, paths: list[Path]) -> dict[Path, str]:
-        record = self._folder / f"{hashlib.blake2b(str(directory).encode(), digest_size=16).hexdigest()}.json"
+        record = self._folder / f"{digest(str(directory), size=16)}.json"
         remembered = _read(record)
         found: dict[Path, str] = {}
         changed = False
@@ -314,7 +314,7 @@ def builtin_rows(path: str, split: str) -> list[dict[str, str]]:
 
 def held_out_prompts(count: int | None = None) -> list[tuple[str, str]]:
     """Return the first `count` (prompt, answer) pairs that are in no training row, in a hashed order; an answer starts with a space."""
-    pairs = sorted((pair for pair in _questions() if _is_held_out(pair[0])), key=lambda pair: _digest(pair[0]))
+    pairs = sorted((pair for pair in _questions() if _is_held_out(pair[0])), key=lambda pair: digest_number(pair[0]))
     return pairs[:count]
 
 
@@ -325,11 +325,7 @@ def _questions() -> Iterator[tuple[str, str]]:
 
 
 def _is_held_out(prompt: str) -> bool:
-    return _digest(prompt) < HELD_OUT_SHARE * 2**64
-
-
-def _digest(prompt: str) -> int:
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest())
+    return digest_number(prompt) < HELD_OUT_SHARE * 2**64
 
 
 def builtin_tokenizer(path: str) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from fsdp_tune.core.digests import digest_number
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
 from fsdp_tune.data.format.row_account import KeyUse, Note, RowNotes
@@ -396,7 +396,7 @@ def _work(rows: list[RawRow], check_only: bool) -> Tokenised:  # noqa: FBT001  a
 def content_hash(example: Example) -> int:
     """Return a 64-bit hash of text, messages or ids alone: not of the order of keys, the trained parts or the tokenizer."""
     text = json.dumps(_content(example), sort_keys=True, default=repr)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return digest_number(text)
 
 
 def _content(example: Example) -> list[Any]:

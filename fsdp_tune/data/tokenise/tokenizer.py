@@ -7,7 +7,6 @@ torch in transformers 5 (its configuration module does), about two seconds once.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fsdp_tune.core.atomic import write_file, write_json
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, as_os_error, usage_error
 from fsdp_tune.core.families import CODE, COMPANION
 from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable, resolves_inside
@@ -168,7 +168,7 @@ class TokenizerEncoder:
             json.dumps([self.prefix_ids, self.eos_id, self.bos_id, [token.text for token in self.special_tokens if token.is_added]]),
             self.chat_template or "",
         ]
-        return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return digest(*parts, size=16)
 
 
 def _builtin(name: str) -> PreTrainedTokenizerBase:

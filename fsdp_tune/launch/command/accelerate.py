@@ -22,7 +22,6 @@ How `accelerate launch` 1.15 reads them (accelerate/commands/launch.py):
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import signal
@@ -34,6 +33,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
@@ -366,7 +366,7 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
     if recipe.launch.num_machines == 1:
         settings |= {
             "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
-            "PET_RDZV_ID": hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest(),
+            "PET_RDZV_ID": digest(str(run.path)),
             "PET_LOCAL_ADDR": LOOPBACK,  # otherwise ranks get the host name, which may not resolve
         }
     return recipe.launch.env | settings  # recipe.rules refuses variables that this tool sets; ours have precedence

@@ -287,14 +287,26 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
 def read_resolved(run: RunDir) -> Recipe:
     """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read it."""
     try:
-        recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+        raw = run.recipe_json.read_bytes()
+    except OSError as error:
+        raise _unreadable(str(run.recipe_json), error) from error
+    return parse_resolved(raw, str(run.recipe_json))
+
+
+def parse_resolved(raw: bytes, source: str) -> Recipe:
+    """Return the recipe in a recipe.json. `source`: its path or URL. Raises: FsdpTuneError if this version cannot read it."""
+    try:
+        recipe = Recipe.model_validate_json(raw)
         if recipe.launch.num_processes == "auto":
             raise ValueError("it is not resolved")
-    except (OSError, ValueError) as error:
-        where = Where(str(run.recipe_json))
-        message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
-        raise FsdpTuneError(Problem("run-unreadable", message, where, "continue with the version that wrote it, or start over")) from error
+    except ValueError as error:
+        raise _unreadable(source, error) from error
     return recipe
+
+
+def _unreadable(source: str, error: Exception) -> FsdpTuneError:
+    message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
+    return FsdpTuneError(Problem("run-unreadable", message, Where(source), "continue with the version that wrote it, or start over"))
 
 
 def read_data_key(run: RunDir) -> str | None:

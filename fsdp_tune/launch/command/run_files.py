@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -74,13 +74,28 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
         raise
 
 
-def _update(run: RunDir, files: RunFiles) -> None:
+def write_resized(run: RunDir, recipe: Recipe, reasons: Mapping[str, str], plan: LaunchPlan) -> None:
+    """Replace, between two launches of a command, the files of a run that depend on the number of its machines."""
+    _keep_earlier(run)
+    before = LaunchRecord.read(run.launch_json) or LaunchRecord()
+    clear(run, range(before.facts.get("world_size", 0)), with_verdict=True)
+    write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
+    replace(before, reasons=dict(reasons), facts=plan.to_json()).write(run.launch_json)
+    _write_recipe(run, recipe)
+
+
+def _keep_earlier(run: RunDir) -> None:
+    """Copy the files that a start replaces to history/."""
     DISK.mkdir(run.history)
     number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
     with staged_directory(run.history / f"{number:03d}") as earlier:
         for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
             if path.exists():
                 shutil.copy2(path, earlier / path.name)
+
+
+def _update(run: RunDir, files: RunFiles) -> None:
+    _keep_earlier(run)
     if not run.model.exists():
         with staged_directory(run.model) as stage:
             files.save_model(stage)
@@ -101,7 +116,11 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     ResumeRequest(resume_from, files.start.digests_checked, list(files.start.from_run)).write(run.resume_json)
-    write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
+    _write_recipe(run, files.recipe)
+
+
+def _write_recipe(run: RunDir, recipe: Recipe) -> None:
+    write_file(run.recipe_json, recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
 
 
 def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:

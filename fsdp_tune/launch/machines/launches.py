@@ -3,8 +3,9 @@
 Each machine publishes one document (`launch.machines.channel`): its current launch, and how that ended there. The first machine judges for
 all and alone decides on another launch. The others read only its document, in which it repeats what they need of each other.
 
-A life of the run is one command of the first machine, whose store ends with it. No rank starts before all machines have confirmed the
-launch: they are alike (`launch.machines.identity`), and see the files that the ranks will read.
+A life of the run is one command of the first machine, whose store ends with it. No rank starts before all machines that take part have
+confirmed the launch: they are alike (`launch.machines.identity`), and see the files that the ranks will read. A machine that takes part in
+no launch, since it came after the start of one, waits for the next.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.command import Bar
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.identity import Identity, difference
-from fsdp_tune.launch.machines.report import NOT_STARTED, MachineReport, Relayed, digests_of_files
+from fsdp_tune.launch.machines.report import (
+    NOT_STARTED,
+    MachineReport,
+    Relayed,
+    before_launch,
+    combined,
+    digests_of_files,
+    started_again,
+    verdict_of,
+)
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict, train_command
 
@@ -54,6 +64,22 @@ UNHEARD_SECONDS = 30.0
 """At the end of a launch, machines that have been silent for longer are not waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fewer:
+    """A launch that did not start, since not all of its machines confirmed it in time."""
+
+    present: tuple[int, ...]
+    """Those that did, the first included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """This machine takes part in no launch yet. It joins the next one."""
+
+    members: tuple[int, ...]
+    """The machines of the present launch."""
+
+
 class Machines:
     """This machine in a run over several. A single machine publishes nothing and never waits."""
 
@@ -64,19 +90,23 @@ class Machines:
         count: int = 1,
         *,
         hang_seconds: float = 0.0,
+        replacement_seconds: float = 0.0,
         channel: Channel | None = None,
         identity: Identity | None = None,
     ) -> None:
         """`channel` and `identity`: None on a single machine."""
         self._run, self._machine, self._count = run, machine, count
-        self._hang_seconds = hang_seconds
+        self._hang_seconds, self._replacement_seconds = hang_seconds, replacement_seconds
+        self.members = tuple(range(count))
+        """The machines of the launch. Ranks are numbered in this order."""
+        self._standby: Standby | None = None
         self._open_channel, self._identity = channel, identity
         self._report = MachineReport(token=secrets.token_hex(8), life=secrets.token_hex(8) if machine == 0 else None, identity=identity)
         self._work = 0
         self._work_at = self._polled_at = float("-inf")
         self._reports: dict[int, MachineReport] = {}
         self._tokens: dict[int, str] = {}
-        """On the first machine: the token of each machine that has confirmed the launch."""
+        """On the first machine: the token of each other machine that has confirmed the launch."""
 
     @property
     def _channel(self) -> Channel:
@@ -85,7 +115,8 @@ class Machines:
 
     @property
     def others(self) -> list[int]:
-        return [machine for machine in range(self._count) if machine != self._machine]
+        """The other machines of the launch."""
+        return [machine for machine in self.members if machine != self._machine]
 
     def __enter__(self) -> Self:
         self._publish()
@@ -96,7 +127,7 @@ class Machines:
         if self._open_channel is None:
             return
         if error is not None and self._report.state not in ("ended", "final"):
-            ended = _verdict_of(error)
+            ended = verdict_of(error)
             self.conclude(ended) if self._machine == 0 else self.end(ended)
         self.close()
 
@@ -115,35 +146,61 @@ class Machines:
 
     # ---- The first machine.
 
-    def gather(self, launch: int) -> Verdict | None:
-        """Announce a launch on the first machine and wait until every other machine has confirmed it.
+    def expected(self) -> list[int]:
+        """Return, on the first machine, those to wait for: the machines of the last launch, and others that wait for the next one."""
+        return [machine for machine in range(self._count) if machine in self.members or self._waits(machine)]
 
-        Returns how the run ended if the launch must not start: a missing machine, or one that failed or was stopped before the launch.
+    def _waits(self, machine: int) -> bool:
+        report = self._read(machine)
+        return self._is_there(machine) and report is not None and report.life == self._report.life and report.ended is None
+
+    def _is_there(self, machine: int) -> bool:
+        silent_seconds = self._channel.silent_seconds(machine)
+        return silent_seconds is not None and silent_seconds < UNHEARD_SECONDS
+
+    def gather(
+        self, launch: int, members: Sequence[int] | None = None, is_enough: Callable[[int], bool] | None = None
+    ) -> Verdict | Fewer | None:
+        """Announce a launch of these machines (None: all) on the first one and wait until every other has confirmed it.
+
+        Returns None once it has started. `is_enough`: whether the run can do with a number of machines. Then those that have not confirmed
+        within `launch.replacement_timeout` are left out, and also, after the first launch, those that failed or were stopped.
+        Without it, they end the run, and how is returned.
         """
-        self._begin(launch)
-        if not self.others:
+        self._begin(launch, range(self._count) if members is None else members)
+        if self._open_channel is None:
             return None
         started = time.monotonic()
-        self._publish(launch=launch, state="gathering", ended=None, files=digests_of_files(self._run), rank_states=(), relayed=Relayed())
+        facts: dict[str, Any] = {"members": self.members, "files": digests_of_files(self._run), "relayed": Relayed()}
+        self._publish(launch=launch, state="gathering", ended=None, rank_states=(), **facts)
         while True:
-            self._refuse_fatal()
+            self.advance()  # the others wait for it
             reports = self._read_others()
-            present = [machine for machine, report in reports.items() if report.state == "ready" and report.launch == launch]
-            failure, stopped = self.failure_elsewhere(), self.stopped_elsewhere()
-            if failure is not None:
-                return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, failure)
-            if stopped is not None:
-                return Verdict(EXIT_CODE_OF_REASON[stopped], stopped, 0)
+            ready = [machine for machine, report in reports.items() if report.state == "ready" and report.launch == launch]
+            present = [machine for machine in ready if self._is_there(machine)]
             if len(present) == len(self.others):
                 break
-            if time.monotonic() - started > self._hang_seconds:
-                return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, time.monotonic() - started))
+            waited = time.monotonic() - started
+            if (ended := self._end_before(launch, present, waited, can_be_fewer=is_enough is not None)) is not None:
+                return ended
+            if is_enough is not None and waited > self._replacement_seconds and is_enough(1 + len(present)):
+                return Fewer((0, *sorted(present)))
             time.sleep(READ_SECONDS)
-        self._tokens = {machine: report.token for machine, report in reports.items()}
-        hosts = {0: self._report.identity, **{machine: report.identity for machine, report in reports.items()}}
-        write_json(self._run.machines_json, {str(machine): identity.host for machine, identity in hosts.items() if identity is not None})
+        self._tokens = {machine: reports[machine].token for machine in self.others}
+        hosts = [self._report.identity, *(reports[machine].identity for machine in self.others)]
+        write_json(self._run.machines_json, {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None})
         self._publish(state="running")
         return None
+
+    def _end_before(self, launch: int, present: Sequence[int], waited: float, *, can_be_fewer: bool) -> Verdict | None:
+        """Return how the run ends before a launch: by a machine that failed, was stopped, or is missing for too long."""
+        failure, stopped = self.failure_elsewhere(), self.stopped_elsewhere()
+        is_over = waited > (max(self._hang_seconds, self._replacement_seconds) if can_be_fewer else self._hang_seconds)
+        if failure is not None and (is_over or launch == 0 or not can_be_fewer):
+            return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, failure)
+        if stopped is not None and (is_over or launch == 0 or not can_be_fewer):
+            return Verdict(EXIT_CODE_OF_REASON[stopped], stopped, 0)
+        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited)) if is_over else None
 
     def conclude(self, ended: Verdict) -> None:
         """Publish, on the first machine, that there is no other launch."""
@@ -170,8 +227,7 @@ class Machines:
 
     def _is_heard(self, machine: int) -> bool:
         """Return whether the command that took part in the launch may still report."""
-        silent_seconds = self._channel.silent_seconds(machine)
-        return not self._is_replaced(machine) and silent_seconds is not None and silent_seconds < UNHEARD_SECONDS
+        return not self._is_replaced(machine) and self._is_there(machine)
 
     def _is_replaced(self, machine: int) -> bool:
         """Return whether another command has taken the number of a machine that had confirmed the launch."""
@@ -181,7 +237,8 @@ class Machines:
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
         names = ", ".join(f"machine {machine}" for machine in absent)
-        message = f"{self._count - len(absent)} of {self._count} machines joined within {format_seconds(seconds)}; missing: {names}"
+        count = len(self.members)
+        message = f"{count - len(absent)} of {count} machines joined within {format_seconds(seconds)}; missing: {names}"
         command = train_command(self._run, "--machine-rank", "N")
         hint = f"start `{command}` on each of them, with the same recipe and as many devices; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
@@ -198,7 +255,7 @@ class Machines:
             if first is not None and self._report.life != first.life:  # also that of a command started after the one it had found
                 self._publish(life=first.life)
             if first is not None and first.state == "final":
-                return _before_launch(first.verdict)
+                return before_launch(first.verdict)
             if first is not None and (problem := self._problem_with(first)) is not None:
                 return self._failed(problem)
             if first is not None and first.files is not None:
@@ -237,18 +294,27 @@ class Machines:
         message = f"machine {self._machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
         return Problem("run-directory-not-shared", message, hint="`output_dir` must be one directory that all machines see")
 
-    def next_launch(self) -> int | Verdict | None:
+    def next_launch(self) -> int | Verdict | Standby | None:
         """Wait for the next launch of the first machine and confirm it.
 
-        Returns its number once all machines have confirmed it, or how the run ended; None if the first machine is gone.
+        Returns its number once all its machines have confirmed it, or how the run ended; None if the first machine is gone. The first
+        time that a launch leaves this machine out, returns which machines it has; the next call waits on.
         """
         confirmed: int | None = None
-        while self._progress_seconds() < DECISION_SECONDS:
+        while True:
             first = self._read(0)
             if first is None or self.lost_first() is not None:
                 return None
             if first.state == "final":
                 return first.verdict
+            if self._machine not in first.members:  # it waits as long as the first machine is there
+                if first.state == "running" and self._standby != (standby := Standby(first.members)):
+                    self._standby = standby
+                    return standby
+                time.sleep(READ_SECONDS)
+                continue
+            if self._progress_seconds() > DECISION_SECONDS:
+                return None
             if first.state == "gathering" and first.launch > self._report.launch:
                 if (problem := self._wait_for_files()) is not None:
                     self._publish(launch=first.launch)
@@ -256,11 +322,11 @@ class Machines:
                 confirmed = first.launch
                 self._publish(launch=first.launch, state="ready", ended=None, rank_states=())
             if first.state == "running" and first.launch == confirmed:
-                self._begin(first.launch)
+                self._begin(first.launch, first.members)
+                self._standby = None
                 self._publish(state="running")
                 return first.launch
             time.sleep(READ_SECONDS)
-        return None
 
     def _progress_seconds(self) -> float:
         """Return the seconds without a change of the first machine's document."""
@@ -350,13 +416,14 @@ class Machines:
         if first is None or self._report.life is None or (first.state == "final" and first.life == self._report.life):
             return None
         if first.life != self._report.life or self._is_lost(0):
-            return self._lost_problem(0) if first.life == self._report.life else _restarted(first)
+            return self._lost_problem(0) if first.life == self._report.life else started_again(first)
         if self._channel.refused_seconds > REFUSED_SECONDS:
             message = f"machine 0 is lost: its command has ended ({self._channel.last.fault})"
             return Problem("machine-lost", message, hint="see the output of its command")
         return None
 
-    def _begin(self, launch: int) -> None:
+    def _begin(self, launch: int, members: Sequence[int]) -> None:
+        self.members = tuple(members)
         self._report = replace(self._report, launch=launch)
         self._reports, self._tokens = {}, {}
 
@@ -415,36 +482,3 @@ class CountedBar:
     def advance(self, n: int = 1) -> None:
         self._bar.advance(n)
         self._count(n)
-
-
-def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:
-    """Return `ended` with the cause of the end on any machine, and the largest step."""
-    every = [ended, *elsewhere]
-    failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)
-    cause = failure or next((each for each in every if each.is_stop), ended)
-    step = max(each.step for each in every)
-    return replace(ended, exit_code=cause.exit_code, reason=cause.reason, step=step, problem=cause.problem)
-
-
-def _verdict_of(error: BaseException) -> Verdict:
-    """Return how a command ends that raised before or between launches."""
-    if isinstance(error, KeyboardInterrupt):
-        return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)
-    if not isinstance(error, FsdpTuneError):
-        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, Problem("machine-failed", f"{type(error).__name__}: {error}"))
-    if error.exit_code is ExitCode.PREEMPTED:  # a scheduler's signal
-        return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
-    return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
-
-
-def _before_launch(ended: Verdict | None) -> Verdict | None:
-    """Return how the first machine ended the run before any rank started, as another machine reports it."""
-    if ended is None or ended.problem is None:
-        return ended
-    return replace(ended, problem=replace(ended.problem, code="machine-failed", message=f"machine 0: {ended.problem.message}"))
-
-
-def _restarted(first: MachineReport) -> Problem:
-    host = f" ({first.identity.host})" if first.identity is not None else ""
-    hint = "start this machine's command again, too; it then joins the new one"
-    return Problem("machine-lost", f"machine 0{host} is lost: its command was started again", hint=hint)

@@ -1,16 +1,17 @@
-"""The document of a machine, as it publishes it."""
+"""The document of a machine, as it publishes it, and what follows from those of all machines."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fsdp_tune.core.errors import ExitReason, Problem
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.launch.machines.identity import Identity
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import RankState, Verdict
+from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict
 from fsdp_tune.run.records import Document
 
 NOT_STARTED = -1
@@ -49,6 +50,8 @@ class MachineReport(Document):
     """Only a change of it matters."""
     launch: int = NOT_STARTED
     """0 for the first launch of the command, then one more for each restart."""
+    members: tuple[int, ...] = ()
+    """On the first machine: those that take part in its launch. Ranks are numbered in this order."""
     state: State = "waiting"
     """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
     for the others), and final (there is no other launch)."""
@@ -80,3 +83,36 @@ def digests_of_files(run: RunDir) -> dict[str, str]:
         with suppress(OSError):
             found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return found
+
+
+def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:
+    """Return `ended` with the cause of the end on any machine, and the largest step."""
+    every = [ended, *elsewhere]
+    failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)
+    cause = failure or next((each for each in every if each.is_stop), ended)
+    step = max(each.step for each in every)
+    return replace(ended, exit_code=cause.exit_code, reason=cause.reason, step=step, problem=cause.problem)
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """Return how a command ends that raised before or between launches."""
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)
+    if not isinstance(error, FsdpTuneError):
+        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, Problem("machine-failed", f"{type(error).__name__}: {error}"))
+    if error.exit_code is ExitCode.PREEMPTED:  # a scheduler's signal
+        return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
+    return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
+
+
+def before_launch(ended: Verdict | None) -> Verdict | None:
+    """Return how the first machine ended the run before any rank started, as another machine reports it."""
+    if ended is None or ended.problem is None:
+        return ended
+    return replace(ended, problem=replace(ended.problem, code="machine-failed", message=f"machine 0: {ended.problem.message}"))
+
+
+def started_again(first: MachineReport) -> Problem:
+    host = f" ({first.identity.host})" if first.identity is not None else ""
+    hint = "start this machine's command again, too; it then joins the new one"
+    return Problem("machine-lost", f"machine 0{host} is lost: its command was started again", hint=hint)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.launch.mirror.writer import WRITERS
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
 from fsdp_tune.run.records import Document
@@ -29,6 +31,7 @@ RUN_FILES_KIND = "fsdp-tune run files"
 MODEL_KIND = "fsdp-tune model"
 RUN_FILES = ("recipe.yaml", "recipe.json", "data.json", "environment.json", "plan.json", "readback.json", "trackers.json", "metrics.jsonl")
 """What a resume and a merge read, next to the files in `model/`. Not launch.json, which has the variables of this machine, and no logs."""
+PROBE = ".probe-"
 PROBE_WAITS = (1.0, 2.0)
 """Seconds before the first requests of a command are repeated: the user waits for them."""
 
@@ -69,21 +72,15 @@ class RemoteCheckpoint:
 Listing = Mapping[str, RemoteEntry]
 
 
-def best_step(checkpoint: Path) -> int | None:
-    """Return the step of the best checkpoint at the time of this one, from which a merge may be made."""
-    try:
-        best = json.loads((checkpoint / "trainer_state.json").read_bytes()).get("best_global_step")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return best if isinstance(best, int) else None
-
-
 class RemoteRun:
     """The copy of one run: the directory `name` below the URL of the recipe. One machine writes manifests; all may send files."""
 
     def __init__(self, url: str, name: str) -> None:
         """Connects to nothing. Raises: UrlError if a package is missing."""
         self.directory = RemoteDirectory(f"{url.rstrip('/')}/{name}")
+        self.check: Callable[[], object] = lambda: None
+        """Called before a folder becomes complete or incomplete, and before anything is removed; raises UrlError if the mirror is another
+        command's (`Writer.check`)."""
 
     @property
     def url(self) -> str:
@@ -93,7 +90,7 @@ class RemoteRun:
         """Write, read and remove a small file. Raises: UrlError."""
         if not self.directory.has_place():
             raise UrlError(f"there is no directory {self.directory.url.rpartition('/')[0]}: is it mounted?", "absent")
-        name, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(64)
+        name, data = f"{PROBE}{secrets.token_hex(6)}", secrets.token_bytes(64)
         self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
             raise UrlError("a file that was just written does not read back", "other")
@@ -119,8 +116,9 @@ class RemoteRun:
         return sorted((step for step in steps if f"{run_folder(f'checkpoint-{step}')}/{MANIFEST_NAME}" in listing), reverse=True)
 
     def pending_steps(self, listing: Listing) -> list[int]:
-        """Return the steps of checkpoints that this tool has started or taken back, newest first."""
-        found = (CHECKPOINT_NAME.fullmatch(name.partition("/")[0]) for name in listing if name.endswith(f"/{PENDING_NAME}"))
+        """Return the steps of checkpoints that this tool has started or taken back, newest first. Their run's files come first."""
+        folders = (name.partition("/")[0].removesuffix(run_folder("")) for name in listing if name.endswith(f"/{PENDING_NAME}"))
+        found = (CHECKPOINT_NAME.fullmatch(folder) for folder in folders)
         steps = {int(match[1]) for match in found if match is not None}
         return sorted(steps - set(self.complete_steps(listing)), reverse=True)
 
@@ -160,10 +158,11 @@ class RemoteRun:
         return self.manifest(folder, manifest.kind) == manifest
 
     def begin(self, folder: str, manifest: Manifest, listing: Listing) -> None:
-        """Make a folder incomplete and list what is going to be there. Files that only an earlier manifest lists are removed."""
-        earlier = self._take_back(folder, manifest.kind, listing)
-        for name in sorted(earlier - manifest.files.keys()):
-            self.directory.remove(f"{folder}/{name}")
+        """Make a folder incomplete and list what is going to be there. Files that an earlier manifest lists otherwise are removed."""
+        self.check()
+        for name, entries in sorted(self._take_back(folder, manifest.kind, listing).items()):
+            if entries != {manifest.files.get(name)}:  # also of the same size: another machine goes by the size
+                self.directory.remove(f"{folder}/{name}")
         self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
 
     def finish(self, folder: str, manifest: Manifest) -> None:
@@ -174,6 +173,7 @@ class RemoteRun:
             if found is None or found.size_bytes != entry.size_bytes:
                 size = "missing" if found is None else f"{found.size_bytes} bytes instead of {entry.size_bytes}"
                 raise UrlError(f"{folder}/{name} was sent and is {size}")
+        self.check()
         self.directory.write(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
         if not self.is_complete(folder, manifest):
             raise UrlError(f"{folder}/{MANIFEST_NAME} was written and does not read back")
@@ -182,24 +182,27 @@ class RemoteRun:
 
     def take_back(self, step: int, listing: Listing) -> None:
         """Make a checkpoint incomplete; its files stay until a newer one is complete."""
+        self.check()
         self._take_back(f"checkpoint-{step}", CHECKPOINT_KIND, listing)
 
-    def _take_back(self, folder: str, kind: str, listing: Listing) -> set[str]:
-        """Make a folder incomplete. Returns the files in it that this tool wrote."""
-        written: set[str] = set()
+    def _take_back(self, folder: str, kind: str, listing: Listing) -> dict[str, set[FileEntry | None]]:
+        """Make a folder incomplete. Returns the files in it that this tool wrote, with what they may be."""
+        written: dict[str, set[FileEntry | None]] = {}
         pending = self.manifest(folder, kind, PENDING_NAME) if f"{folder}/{PENDING_NAME}" in listing else ""
         if isinstance(pending, Manifest):
-            written |= pending.files.keys()
+            written = {name: {entry} for name, entry in pending.files.items()}
         if f"{folder}/{MANIFEST_NAME}" in listing:
             manifest = self.manifest(folder, kind)
             if isinstance(manifest, Manifest):
-                written |= manifest.files.keys()
+                for name, entry in manifest.files.items():
+                    written.setdefault(name, set()).add(entry)
                 self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
                 self.directory.remove(f"{folder}/{MANIFEST_NAME}")
         return written
 
     def remove(self, step: int, listing: Listing) -> None:
         """Remove a checkpoint: first its manifest, then the files that this tool wrote, then what lists them."""
+        self.check()
         name = f"checkpoint-{step}"
         for folder, kind in ((name, CHECKPOINT_KIND), (run_folder(name), RUN_FILES_KIND)):
             for file in sorted(self._take_back(folder, kind, listing)):
@@ -207,6 +210,21 @@ class RemoteRun:
             self.directory.remove(f"{folder}/{MISSING_NAME}")
             self.directory.remove(f"{folder}/{PENDING_NAME}")
             self.directory.remove_empty_folders(folder)
+
+    def remove_stages(self, listing: Listing) -> None:
+        """Remove the halves of files that killed owners of the mirror leave on a disk, but not what other commands may be writing."""
+        for name in listing:
+            folder, _, file = name.rpartition("/")
+            if file.startswith(".") and STAGE_MARK in file and folder != WRITERS and PROBE not in file:
+                self.directory.remove(name)
+                if folder:
+                    self.directory.remove_empty_folders(folder)
+
+    def remove_incomplete(self, listing: Listing, *, but: int | None) -> None:
+        """Remove the checkpoints that are not complete, except that of step `but`."""
+        for step in self.pending_steps(listing):
+            if step != but:
+                self.remove(step, listing)
 
     def rotate(self, keep: int | None, *, kept: Collection[int], listing: Listing) -> list[int]:
         """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one replaces.
@@ -231,9 +249,12 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
     return found is not None and found.size_bytes == entry.size_bytes
 
 
-def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
-    """Return the usage error (exit 2) for a store that cannot be used at the start of a command."""
-    where, message = Where(key="checkpoint.mirror"), f"the mirror {url} cannot be used: {error}"
+def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpTuneError:
+    """Return the usage error (exit 2) for a store that cannot be used at the start of a command. `where`: None for `checkpoint.mirror`."""
+    message, named = (
+        (f"it cannot be read: {error}", "the URL") if where else (f"the mirror {url} cannot be used: {error}", "`checkpoint.mirror`")
+    )
+    where = where or Where(key="checkpoint.mirror")
     match error.refusal:
         case "package":
             protocol = url.partition("://")[0]
@@ -241,16 +262,20 @@ def mirror_error(url: str, error: UrlError) -> FsdpTuneError:
             hint = f"`pip install 'fsdp-tune[{extra}]'`, which brings {PACKAGES.get(protocol, 'it')}"
             return usage_error("mirror-package", message, where=where, hint=hint)
         case "absent":
-            hint = "create the bucket, container or directory, or correct `checkpoint.mirror`"
+            parent = url.removeprefix("file://").rpartition("/")[0]
+            hint = f"`mkdir -p {shlex.quote(parent)}`, mount it" if url.startswith("file://") else "create the bucket or container"
+            hint += f", or correct {named}"
             return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
             return usage_error("mirror-clock", message, where=where, hint=hint)
+        case "full":
+            return usage_error("mirror-full", message, where=where, hint=f"free space there, or correct {named}")
         case "credentials" | "other":
             hint = (
                 "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
             )
-            hint += "with the rights to list, read, write and delete; or correct `checkpoint.mirror`"
+            hint += f"with the rights to list, read, write and delete; or correct {named}"
             return usage_error("mirror-refused", message, where=where, hint=hint)
         case None:
             hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"

@@ -1,10 +1,11 @@
 """Send the complete checkpoints and models of a run to its mirror, in a process of its own.
 
-    python -m fsdp_tune.launch.mirror.send RUN URL MACHINE MACHINES KEEP START
+    python -m fsdp_tune.launch.mirror.send RUN URL MACHINE MACHINES KEEP START CLAIM
 
 follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
 One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
 have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
+CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from fsdp_tune.launch.mirror.remote_run import (
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
-    best_step,
     is_there,
     read_identity,
     run_folder,
 )
-from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, checkpoint_step
-from fsdp_tune.run.manifest import MANIFEST_NAME, Digester, FileEntry, Manifest, digest_file, is_inside, list_files, read_manifest
+from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
+from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
 from fsdp_tune.run.metrics_file import MIRROR_FAILED, MIRRORED, EventKind, append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError
@@ -69,6 +70,10 @@ class MirrorState(Document):
     """Of these folders."""
     sent_bytes: int = 0
     """Since the process started."""
+    hashed_bytes: int = 0
+    """Of models, before they are sent."""
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    """Folders that are damaged on this disk and are not sent, with the reason."""
     error: str | None = None
     """Why the last attempt failed; None after a success."""
     failed_since: float | None = None
@@ -110,19 +115,38 @@ class SentFiles:
 class Sender:
     """Sends the folders of one run from one machine."""
 
-    def __init__(self, run: RunDir, remote: RemoteRun, *, machine: int = 0, has_others: bool = False, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        remote: RemoteRun,
+        *,
+        machine: int = 0,
+        has_others: bool = False,
+        keep: int | None = None,
+        claim: str | None = None,
+    ) -> None:
+        """`claim`: that of the command, `Writer.key`; None if it has not tried. Machines other than the first have none."""
         self._has_others = has_others
+        self._writer = Writer(remote.directory, run.path)
+        if claim is not None:
+            self._writer.adopt(claim)
+        if machine == 0:
+            remote.check = self._writer.check
         self._run, self._remote, self._machine, self._keep = run, remote, machine, keep
         self._ledger = SentFiles(run.logs / f"mirror-{machine:02d}.sent.jsonl")
         self._state = MirrorState(url=remote.url, pid=os.getpid())
         self._lock = threading.Lock()
         self._written_at = 0.0
         self._done: dict[str, tuple[int, int] | None] = {}
-        """Identity of the file that completes a local folder, for those that the mirror has."""
+        """Identity of the file that completes a local folder, for those that the mirror has or that are damaged."""
+        self._refused: dict[str, str] = {}
+        self._there: set[str] = set()
+        """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are not reported as missing."""
         self._note()
 
     def open(self, start_step: int | None) -> None:
         """Take back checkpoints of steps that the run trains again, and remove what a killed process left. Raises: UrlError."""
+        self._claim()
         shutil.rmtree(self._run.path / PINS, ignore_errors=True)
         own, there = read_identity(self._run), self._remote.identity()
         if there is None and own is not None:
@@ -130,10 +154,26 @@ class Sender:
         elif there != own:
             raise UrlError(f"{self._remote.url} has the checkpoints of another run", "other")
         listing = self._remote.directory.list()
-        for step in self._remote.complete_steps(listing):
-            if start_step is not None and step > start_step and not self._run.checkpoint(step).is_dir():
-                self._remote.take_back(step, listing)
-        self._note(newest_step=next(iter(self._remote.complete_steps(self._remote.directory.list())), None))
+        self._remote.remove_stages(listing)
+        steps = self._remote.complete_steps(listing)
+        later = [] if start_step is None else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
+        for step in later:
+            self._remote.take_back(step, listing)
+        self._there = {f"checkpoint-{step}" for step in steps if step not in later}
+        self._note(newest_step=next((step for step in steps if step not in later), None))
+
+    def _claim(self) -> None:
+        """Own the mirror from now on. Raises: UrlError while another command does."""
+        if self._writer.is_owner:
+            return
+        try:
+            self._writer.claim()
+        except MirrorInUseError as error:
+            raise UrlError(f"{self._remote.url} is in use: {error}", "other") from error
+
+    def close(self) -> None:
+        """Give the mirror back, unless the claim is the command's."""
+        self._writer.release()
 
     def waiting(self) -> list[str]:
         """Return the names of the local folders that the mirror does not have: the newest checkpoint first, models last."""
@@ -155,13 +195,20 @@ class Sender:
             if self._identity(name) != identity:  # replaced or rotated meanwhile
                 return
             self._done[name] = identity
-            raise ContentError(f"{name} is not sent: {error}") from error
+            self._refused[name] = f"{name} is damaged on this disk and is not sent: {error}"
+            raise ContentError(self._refused[name]) from error
+        except UrlError as error:
+            if error.refusal == "full":  # parts of older checkpoints would keep a newer one out
+                self._remote.remove_incomplete(self._remote.directory.list(), but=step)
+            raise
         self._done[name] = identity
+        self._refused.pop(name, None)
         if size_bytes:
             self._event(MIRRORED, step or 0, folder=name, seconds=time.monotonic() - started, size_bytes=size_bytes)
 
     def _send_model(self, name: str, folder: Path) -> int:
-        return self._send_folder(name, Manifest(MODEL_KIND, {file: digest_file(folder / file) for file in list_files(folder)}), folder)
+        files = {file: digest_file(folder / file, self._hashed) for file in list_files(folder)}
+        return self._send_folder(name, Manifest(MODEL_KIND, files), folder)
 
     def _send_checkpoint(self, step: int, folder: Path) -> int:
         """Send a checkpoint and the files of its run, and rotate. Returns the bytes sent now."""
@@ -177,20 +224,18 @@ class Sender:
             sent = self._send_run_files(step) + self._send_folder(name, manifest, folder)
         listing = self._remote.directory.list()
         local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
-        best = best_step(folder)
-        self._remote.rotate(self._keep, kept=local | {step} | ({best} if best is not None else set()), listing=listing)
+        best = best_so_far(folder)
+        self._remote.rotate(self._keep, kept=local | {step} | ({best.step} if best is not None else set()), listing=listing)
         self._note(newest_step=next(iter(self._remote.complete_steps(listing)), None))
         return sent
 
     def _send_run_files(self, step: int) -> int:
-        contents = _run_files(self._run)
-        manifest = Manifest(RUN_FILES_KIND, {file: _entry_of(data) for file, data in contents.items()}, {"step": step})
-        return self._send_contents(run_folder(f"checkpoint-{step}"), manifest, contents)
-
-    def _send_contents(self, folder: str, manifest: Manifest, contents: dict[str, bytes]) -> int:
+        contents, private = _run_files(self._run)
+        manifest = Manifest(RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step})
+        folder = run_folder(f"checkpoint-{step}")
         self._remote.begin(folder, manifest, self._remote.directory.list(folder))
         for name, data in contents.items():
-            self._remote.directory.write(f"{folder}/{name}", data)
+            self._remote.directory.write(f"{folder}/{name}", data, private=name in private)
             self._advance(len(data))
         self._remote.finish(folder, manifest)
         return manifest.size_bytes
@@ -206,16 +251,16 @@ class Sender:
         missing = sorted(left.keys() - here.keys())
         if missing and not self._has_others:
             raise ContentError(f"{missing[0]} is missing")
-        self._send_files(name, folder, here)
+        self._send_files(name, folder, here, self._writer.check)
         if missing:
             self._wait_for_others(name, manifest, missing)
         self._remote.finish(name, manifest)
         return sum(entry.size_bytes for entry in here.values())
 
-    def _send_files(self, name: str, folder: Path, files: dict[str, FileEntry]) -> None:
+    def _send_files(self, name: str, folder: Path, files: dict[str, FileEntry], check: Callable[[], object]) -> None:
         def send(file: str) -> None:
             remote = f"{name}/{file}"
-            self._remote.directory.send(folder / file, remote, files[file], self._advance)
+            self._remote.directory.send(folder / file, remote, files[file], self._advance, check)
             if (found := self._remote.directory.entry(remote)) is not None:
                 self._ledger.add(remote, files[file], found.stamp)
 
@@ -251,9 +296,16 @@ class Sender:
             wanted = {str(file) for file in json.loads(raw)} & manifest.files.keys()
             here = {file: manifest.files[file] for file in wanted if (self._run.path / folder / file).is_file()}
             left = {file: entry for file, entry in here.items() if not is_there(listing, f"{folder}/{file}", entry)}
-            self._send_files(folder, self._run.path / folder, left)
+            self._send_files(
+                folder, self._run.path / folder, left, lambda folder=folder, manifest=manifest: self._require(folder, manifest)
+            )
             is_found = is_found or bool(left)
         return is_found
+
+    def _require(self, folder: str, pending: Manifest) -> None:
+        """Raises: UrlError if the first machine does not wait for these files any more."""
+        if self._remote.manifest(folder, CHECKPOINT_KIND, PENDING_NAME) != pending:
+            raise UrlError(f"{folder} is not what the first machine sends any more", "other")
 
     def _identity(self, name: str) -> tuple[int, int] | None:
         marker = MERGE_RECORD if checkpoint_step(Path(name)) is None else MANIFEST_NAME
@@ -283,24 +335,36 @@ class Sender:
             shutil.rmtree(self._run.path / PINS, ignore_errors=True)
 
     def failed(self, error: Exception) -> None:
-        """Note a failure; the first of a series is an event."""
+        """Note a failure. The first of a series is an event, as is each damaged folder."""
         text = mask_text(str(error))
+        is_damage = isinstance(error, ContentError)
+        if self._state.failed_since is None or is_damage:
+            self._event(MIRROR_FAILED, self._state.newest_step or 0, message=text if is_damage else f"{self._remote.url}: {text}")
         if self._state.failed_since is None:
-            self._event(MIRROR_FAILED, self._state.newest_step or 0, message=f"{self._remote.url}: {text}")
             self._note(failed_since=time.time())
         self._note(error=text)
 
     def note_progress(self, waiting: list[str]) -> None:
+        waiting = [name for name in waiting if name not in self._there]
         sizes = [sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file()) for name in waiting]
         self._note(waiting=waiting, left_bytes=sum(sizes))
 
     def succeeded(self) -> None:
-        self._note(error=None, failed_since=None)
+        self._note(error=None, failed_since=None, refused=self.refused())
+
+    def refused(self) -> dict[str, str]:
+        """Return the local folders that are damaged and not in the mirror, with the reason."""
+        return {name: reason for name, reason in self._refused.items() if self._done.get(name) == self._identity(name)}
+
+    def _hashed(self, count: int) -> None:
+        self._count(hashed_bytes=count)
 
     def _advance(self, count: int) -> None:
+        self._count(sent_bytes=count)
+
+    def _count(self, **bytes_more: int) -> None:
         with self._lock:
-            sent = self._state.sent_bytes + count
-            self._state = replace(self._state, sent_bytes=sent)
+            self._state = replace(self._state, **{name: getattr(self._state, name) + count for name, count in bytes_more.items()})
             is_due = time.monotonic() - self._written_at > POLL_SECONDS
         if is_due:
             self._note()
@@ -317,21 +381,18 @@ class Sender:
             append_event(self._run, kind, step, **details)
 
 
-def _entry_of(data: bytes) -> FileEntry:
-    digester = Digester()
-    digester.update(data)
-    return digester.entry()
-
-
-def _run_files(run: RunDir) -> dict[str, bytes]:
-    """Return the small files of a run; lines of metrics.jsonl that are still being written are left out."""
+def _run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:
+    """Return the small files of a run, and which only their owner may read. Lines of metrics.jsonl that are being written are left out."""
     contents: dict[str, bytes] = {}
+    private: set[str] = set()
     names = [*RUN_FILES, *(f"model/{name}" for name in list_files(run.model))]
     for name in names:
         with suppress(FileNotFoundError):
             data = (run.path / name).read_bytes()
+            if not (run.path / name).stat().st_mode & 0o077:
+                private.add(name)
             contents[name] = data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data
-    return contents
+    return contents, private
 
 
 def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]) -> bool:
@@ -360,7 +421,7 @@ def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None
             continue
         if not waiting:
             if is_last:
-                return True
+                return not sender.refused()
             wait(POLL_SECONDS)
 
 
@@ -378,7 +439,7 @@ def follow_first_machine(sender: Sender, run: RunDir, is_ending: Callable[[], bo
 
 
 def main(arguments: list[str]) -> int:
-    path, url, machine, machines, keep, start = arguments
+    path, url, machine, machines, keep, start, claim = arguments
     run, ending = RunDir(Path(path)), threading.Event()
     with suppress(OSError):
         os.nice(10)
@@ -389,11 +450,21 @@ def main(arguments: list[str]) -> int:
 
     threading.Thread(target=listen, daemon=True).start()
     remote = RemoteRun(url, run.name)
-    sender = Sender(run, remote, machine=int(machine), has_others=int(machines) > 1, keep=None if keep == "all" else int(keep))
+    sender = Sender(
+        run,
+        remote,
+        machine=int(machine),
+        has_others=int(machines) > 1,
+        keep=None if keep == "all" else int(keep),
+        claim=None if claim == "none" else claim,
+    )
     if int(machine) > 0:
         follow_first_machine(sender, run, ending.is_set, ending.wait)
         return 0
-    return 0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1
+    try:
+        return 0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1
+    finally:
+        sender.close()
 
 
 if __name__ == "__main__":

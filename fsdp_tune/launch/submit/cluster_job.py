@@ -5,13 +5,13 @@ The files are in `RUN.submit`, next to the run directory: this does not exist be
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.run.metrics_file import CHECKPOINT_SAVED, json_objects, number
 
@@ -115,12 +115,12 @@ class JobFiles:
 
         A copy is never changed: an earlier job may still be in the queue.
         """
-        return self.folder / "recipe" / hashlib.blake2b(text.encode(), digest_size=4).hexdigest() / name
+        return self.folder / "recipe" / digest(text, size=4) / name
 
     @property
     def mark(self) -> str:
         """A word that names this run directory to the engine."""
-        return f"fsdp-tune:{hashlib.blake2b(str(self.output_dir).encode(), digest_size=8).hexdigest()}"
+        return f"fsdp-tune:{digest(str(self.output_dir))}"
 
 
 @dataclass(frozen=True, slots=True)

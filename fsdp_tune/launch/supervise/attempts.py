@@ -13,20 +13,51 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.paths import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, Rejected, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, Rejected, checkpoint_step, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
-from fsdp_tune.run.metrics_file import RESTARTED, append_event
+from fsdp_tune.run.metrics_file import CHECKPOINT_REJECTED, MACHINES_CHANGED, RESTARTED, append_event
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
+NewerCopy = Callable[[int, Callable[[int], object]], Path | None]
+"""Download a later checkpoint than a step from elsewhere, counting its bytes, and return its directory, or None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """A run whose files are now those of another number of machines."""
+
+    plan: LaunchPlan
+    step: int
+    """Where its next launch starts."""
+    ranks: int
+    accumulation: int
+    """Micro-batches of a step."""
+
+
+class MachineSizes(Protocol):
+    """A run on some of its machines (`launch.min_machines`)."""
+
+    def allows(self, machines: int) -> bool:
+        """Return whether the run can continue on this number of machines."""
+        ...
+
+    def plan(self, members: Sequence[int]) -> LaunchPlan:
+        """Return the launch of this machine, which is one of them."""
+        ...
+
+    def resize(self, members: Sequence[int]) -> Resized:
+        """Write the files of the run for these machines. Raises: FsdpTuneError."""
+        ...
 
 
 class Attempts:
@@ -39,13 +70,23 @@ class Attempts:
         rows_of_step: RowsOfStep,
         early: EarlyLaunch | None = None,
         machines: Machines | None = None,
+        *,
+        newer_copy: NewerCopy | None = None,
+        sizes: MachineSizes | None = None,
     ) -> None:
-        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine."""
+        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine.
+        `newer_copy`: where restarts look for a checkpoint that is damaged on this disk. `sizes`: None if the run needs all of its machines.
+        """
+        self._newer_copy = newer_copy
         self._early = early
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
         self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
         self._machines = machines or Machines(plan.run)
+        self._sizes = sizes
+        self._numbers = itertools.count()
+        self._members = self._machines.members
+        """The machines for which the files of the run are written, and `_plan` is made."""
 
     def events(self) -> Generator[Event]:
         """Yield the events of all launches. The last is `Verdict`; no process is left by then."""
@@ -53,8 +94,8 @@ class Attempts:
 
     def _lead(self) -> Generator[Event]:
         step = 0
-        for launch in itertools.count():
-            if (ended := self._machines.gather(launch)) is not None:
+        while True:
+            if (ended := (yield from self._gather())) is not None:
                 ended = replace(ended, step=step)
                 ended.write(self._plan.run.outcome_json)
                 self._machines.conclude(ended)
@@ -63,11 +104,11 @@ class Attempts:
             supervisor, judged = yield from self._launch()
             step = judged.step
             self._machines.end(judged)
-            ended = self._machines.verdict(judged)
+            ended = self._without_stopped(self._machines.verdict(judged), supervisor)
             decision: Restart | Problem | None = ended.problem
             checkpoint: Checkpoint | None = None
             if is_transient(ended, supervisor.signals):
-                decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
+                decision, checkpoint = yield from self._decide(ended, has_trained=supervisor.has_trained)
             if not isinstance(decision, Restart):
                 if decision != judged.problem or ended != judged:
                     ended = replace(ended, problem=decision)
@@ -77,15 +118,70 @@ class Attempts:
                 return
             yield Message(self._prepare_restart(decision, checkpoint))
 
+    def _without_stopped(self, ended: Verdict, supervisor: Supervisor) -> Verdict:
+        """Return the verdict, in which the stop of another machine is its loss if the run can do without it.
+
+        The ranks have saved and stopped. A scheduler that ends the job sends its signal to this machine, too.
+        """
+        is_of_other = ended.is_stop and ended.reason is ExitReason.PREEMPTED and not supervisor.signals and bool(self._machines.others)
+        if self._sizes is None or not is_of_other:
+            return ended
+        problem = Problem("machine-lost", "another machine was stopped by a signal", hint="its command has the signal in its output")
+        return replace(ended, exit_code=ExitCode.LOST_RANK, reason=ExitReason.LOST_RANK, problem=problem)
+
+    def _gather(self) -> Generator[Event, None, Verdict | None]:
+        """Start the launch on all machines that are there. Returns how the run ended if it cannot be started."""
+        machines: Sequence[int] = self._machines.expected()
+        is_enough = self._sizes.allows if self._sizes is not None else None
+        while True:
+            try:
+                yield from self._resize(machines)
+            except FsdpTuneError as error:
+                if error.exit_code is ExitCode.PREEMPTED:  # a signal
+                    raise
+                return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
+            found = self._machines.gather(next(self._numbers), self._members, is_enough)
+            if not isinstance(found, Fewer):
+                return found
+            machines = found.present
+
+    def _resize(self, machines: Sequence[int]) -> Generator[Event]:
+        """Make the run one of as many of these machines as it can use, the lowest numbers first."""
+        if self._sizes is None:
+            return
+        size = next(size for size in range(len(machines), 0, -1) if self._sizes.allows(size))
+        before, self._members = self._members, tuple(machines[:size])
+        if before == self._members:
+            return
+        resized = self._sizes.resize(self._members)
+        self._plan = resized.plan
+        lost = [machine for machine in before if machine not in self._members]
+        message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
+        message += f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+        message += "the global batch is the same"
+        facts = {"machines": list(self._members), "ranks": resized.ranks, "gradient_accumulation_steps": resized.accumulation}
+        append_event(self._plan.run, MACHINES_CHANGED, resized.step, **facts, message=message)
+        yield Message(message)
+
     def _follow(self) -> Generator[Event]:
         ended: Verdict | None = None
         while True:
             launch = self._machines.next_launch()
+            if isinstance(launch, Standby):
+                yield Message(f"the run continues on {_named(launch.members)}; this machine joins when it is next restarted")
+                continue
             if not isinstance(launch, int):
                 yield _final(ended, launch, self._machines.lost_first())
                 return
-            _, ended = yield from self._launch()
+            if self._sizes is not None and self._members != self._machines.members:
+                self._members = self._machines.members
+                self._plan = self._sizes.plan(self._members)
+                yield Message(f"this machine runs {_named(self._plan.ranks, 'rank')} of {self._plan.world_size}")
+            supervisor, ended = yield from self._launch()
             self._machines.end(ended)
+            if self._sizes is not None and ended.is_stop and supervisor.signals:  # of this machine; the run may continue without it
+                yield ended
+                return
 
     def _launch(self) -> Generator[Event, None, tuple[Supervisor, Verdict]]:
         early, self._early = self._early, None
@@ -96,20 +192,46 @@ class Attempts:
             yield event
         raise AssertionError("a supervisor ends with a verdict")
 
-    def _decide(self, ended: Verdict, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
+    def _decide(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         progress = self._machines.advance
-        checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
+        checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
         start = self._start_elsewhere() if checkpoint is None else None
         found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
-        if isinstance(found, Rejected):
+        usable = checkpoint or (found if isinstance(found, Checkpoint) else None)
+        usable = self._newer(usable) or usable
+        if isinstance(found, Rejected) and usable is None:
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
-        checkpoint = checkpoint or found
-        checkpoint_step = checkpoint.step if checkpoint else 0
+        checkpoint_step = usable.step if usable else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
-        return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
+        decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
+        if isinstance(decision, Restart):
+            yield from map(Message, self._passed_over(rejected, usable))
+        return decision, usable
+
+    def _newer(self, usable: Checkpoint | None) -> Checkpoint | None:
+        """Return a newer checkpoint that has been downloaded for a restart, or None."""
+        if self._newer_copy is None or len(self._failures) >= self._recipe.launch.max_restarts:
+            return None
+        path = self._newer_copy(usable.step if usable else 0, self._machines.advance)
+        found = inspect_checkpoint(path, digests=False) if path is not None else None
+        return found if isinstance(found, Checkpoint) else None
+
+    def _passed_over(self, rejected: Sequence[Rejected], usable: Checkpoint | None) -> list[str]:
+        """Write an event for each newer checkpoint that a restart does not use. Returns the messages to print."""
+        step = usable.step if usable else 0
+        messages: list[str] = []
+        for each in rejected:
+            rejected_step = checkpoint_step(each.path) or 0
+            if rejected_step < step:
+                continue
+            replaced = usable is not None and usable.path == each.path
+            message = f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+            append_event(self._plan.run, CHECKPOINT_REJECTED, step, checkpoint=each.path.name, message=message)
+            messages.append(message)
+        return messages
 
     def _start_elsewhere(self) -> Path | None:
         """Return the checkpoint of another directory that the run continues; None if it started at step 0 or from one of its own."""
@@ -145,6 +267,18 @@ class Attempts:
         again = max(0, failure.step - start_step)
         lost = f"; {again} {'steps' if again > 1 else 'step'} will be repeated" if again else ""
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+
+
+def _named(numbers: Sequence[int], what: str = "machine") -> str:
+    """Describe `machine 0`, `machines 0, 2`, or `ranks 0 to 7`."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{what}s {numbers[0]} to {numbers[-1]}" if is_range else f"{what}s {', '.join(map(str, numbers))}"
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -> Verdict:

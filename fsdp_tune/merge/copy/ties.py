@@ -22,8 +22,8 @@ import numpy as np
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.families import TIE_KEY, is_embedding, tie_setting, tied_candidates
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Box, TensorReader, boxes, intersection
-from fsdp_tune.merge.formats.contents import CheckpointTensors
-from fsdp_tune.merge.formats.reader import Chunk, ChunkPart, LowRankOfExperts, SourceTensor
+from fsdp_tune.merge.read.contents import CheckpointTensors
+from fsdp_tune.merge.read.reader import Chunk, ChunkPart, LowRankOfExperts, SourceTensor
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 
 

@@ -47,8 +47,8 @@ from fsdp_tune.merge.copy.gather import (
     read_factor,
     rounded_to_nf4,
 )
-from fsdp_tune.merge.formats.contents import CheckpointTensors
-from fsdp_tune.merge.formats.reader import LowRankOfExperts, SourceTensor
+from fsdp_tune.merge.read.contents import CheckpointTensors
+from fsdp_tune.merge.read.reader import LowRankOfExperts, SourceTensor
 from fsdp_tune.merge.source import INDEX_NAME, SINGLE_NAME
 
 PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones

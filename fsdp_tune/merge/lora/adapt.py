@@ -26,9 +26,9 @@ from fsdp_tune.core.tensors.peft_fields import (
     unwrapped,
 )
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
-from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
-from fsdp_tune.merge.formats.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.lora.targets import AdapterConfig, Layers, add_layers, derive_config, find_config
+from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
+from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER

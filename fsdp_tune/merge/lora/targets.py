@@ -34,7 +34,7 @@ from fsdp_tune.core.tensors.peft_fields import (
 )
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
-from fsdp_tune.merge.formats.reader import LowRank, LowRankOfExperts, SourceTensor
+from fsdp_tune.merge.read.reader import LowRank, LowRankOfExperts, SourceTensor
 
 MAX_CONFIG_BYTES = 16 << 20
 

@@ -9,7 +9,6 @@ draws from the generator of each rank, and saves what one rank holds.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import re
 import warnings
@@ -24,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fsdp_tune.core.digests import digest_number
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.peft_fields import PREFIX, pattern_matches, tensor_name, value_for
 from fsdp_tune.model.adapters.nf4 import count_elements
@@ -420,7 +420,7 @@ def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
 
 def first_values(lora: Lora, part: str, shape: tuple[int, ...], rank: int, key: str) -> torch.Tensor:
     """Return the values of a full tensor in fp32, as PEFT's `reset_lora_parameters` draws them. `key` seeds the generator."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big"))
+    generator = torch.Generator().manual_seed(digest_number(key, size=7))
     values = torch.empty(shape, dtype=torch.float32)
     if part == "embedding_B":
         return values.normal_(generator=generator)

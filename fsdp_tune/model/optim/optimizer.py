@@ -25,8 +25,7 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE, refresh_scales
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
-from fsdp_tune.recipe.schema.recipe import Recipe, Training
-from fsdp_tune.recipe.schema.training_fields import (
+from fsdp_tune.recipe.schema.optimizers import (
     BLOCK,
     DEFAULT_BLOCK,
     MUON_DEFAULTS,
@@ -36,8 +35,9 @@ from fsdp_tune.recipe.schema.training_fields import (
     optimizer_name,
     state_bits,
     state_dtype,
-    training_value,
 )
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def sums_need_fp32(recipe: Recipe) -> bool:

@@ -1,10 +1,7 @@
-"""The memory of a step over time, its totals by component, and whether it fits.
+"""Predict the memory of a step over time and by component, whether it fits, and disk use, host memory and the steps of a run.
 
-Replay the allocations of a trace through the caching allocator: peak device memory by component and time.
-
-Predict disk use, host memory and the number of steps of a run.
-
-Decide whether a recipe fits a GPU, from reserved memory, memory outside the allocator, and the error of the prediction.
+The allocations of a trace are replayed through the caching allocator. Whether a recipe fits follows from reserved memory, memory outside
+the allocator, and the error of the prediction.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.predict.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.trace_format import EVALUATION, EVENT, KINDS, PHASES, Records, Segments, Trace
+from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import optimizer_name, state_bytes, training_value
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 TIMELINE_POINTS = 2000
 
@@ -202,16 +200,28 @@ class DiskUse:
 def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
     """Predict disk use. `tokens` is that of the prepared data, if known."""
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
-    kept = recipe.training.save_total_limit
-    best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
     saved_bytes = counts.parameter_bytes if recipe.lora is None else counts.trained_parameters * size
     as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
     return DiskUse(
         checkpoint_bytes=saved_bytes + _state_bytes(recipe, trace, size),
-        most_checkpoints=None if kept is None else kept + best + 1,
+        most_checkpoints=most_checkpoints(recipe),
         merged_bytes=as_wanted if recipe.merge.at_end else 0,
         cache_bytes=None if tokens is None else 5 * tokens,
     )
+
+
+def most_checkpoints(recipe: Recipe) -> int | None:
+    """Return the most checkpoints at one time, including the one being written; None: all are kept."""
+    kept = recipe.training.save_total_limit
+    best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
+    return None if kept is None else kept + best + 1
+
+
+def least_checkpoint_bytes(recipe: Recipe, parameters: int, trained_parameters: int) -> int:
+    """Return the bytes of a checkpoint without a trace: with Muon, a part of its state is left out."""
+    size = DTYPE_BYTES[recipe.model.dtype]
+    saved = parameters if recipe.lora is None else trained_parameters
+    return saved * size + round(state_bytes(recipe.training, size) * trained_parameters)
 
 
 def _state_bytes(recipe: Recipe, trace: Trace, size: int) -> int:

@@ -24,14 +24,24 @@ from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
-from fsdp_tune.recipe.read.yaml_text import check_characters, read_text
-from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, Node, ScalarNode, compose, entries_of, plain_value
+from fsdp_tune.recipe.read.yaml_source import (
+    ListNode,
+    MappingEntry,
+    MappingNode,
+    Node,
+    ScalarNode,
+    check_characters,
+    compose,
+    entries_of,
+    plain_value,
+    read_text,
+)
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
 from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.reference import refused
+from fsdp_tune.recipe.schema.unsupported import refused
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -74,7 +84,7 @@ def headline(path: Path) -> str:
 
 def architecture(name: str) -> dict[str, Any] | None:
     """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
-    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
     facts = raw.get(name)
     return dict(facts) if facts is not None else None
 

@@ -9,7 +9,6 @@ What each tracker of `training.report_to` needs, as the callback of transformers
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import shlex
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.scalars import shown
@@ -125,7 +125,7 @@ def values_without_secrets(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("secret-in-recipe", (key,), message, hint)
 
 
-_MIRRORS = re.compile(r"(s3|gs|gcs|az|abfs|abfss)://[^/?#:]+(/[^?#]*)?|file:///[^?#]+")
+MIRROR_URL = re.compile(r"(s3|gs|gcs|az|abfs|abfss)://[^/?#:]+(/[^?#]*)?|file:///[^?#]+")
 """Protocols of `fsspec` that keep files, without `memory`, chains (`filecache::s3://…`) and options in the URL."""
 
 
@@ -133,7 +133,7 @@ def mirror_url(recipe: Recipe) -> Iterator[Finding]:
     url, keys = recipe.checkpoint.mirror, ("checkpoint.mirror",)
     if url is None or has_secret_shape(url):  # `values_without_secrets` refuses it, without its text
         return
-    if not _MIRRORS.fullmatch(url) or ".." in url.split("/"):
+    if not MIRROR_URL.fullmatch(url) or ".." in url.split("/"):
         message = f"`checkpoint.mirror: {shown(url)}` is not a URL of a directory at s3, gs, az or file"
         hint = "for example `s3://bucket/runs`, or `file:///mnt/backup/runs` for a directory"
         yield Finding("bad-mirror", keys, message, hint)
@@ -155,7 +155,14 @@ def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
             yield from _texts(inner, f"{key}[{index}]")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url)
+def at_most_all_machines(recipe: Recipe) -> Iterator[Finding]:
+    fewest, machines = recipe.launch.min_machines, recipe.launch.num_machines
+    if fewest is not None and fewest > machines:
+        message = f"`launch.min_machines: {fewest}` is more than `launch.num_machines: {machines}`"
+        yield Finding("contradiction", ("launch.min_machines", "launch.num_machines"), message, f"write at most {machines}")
+
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url, at_most_all_machines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +237,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_recent(package: str, least: str) -> bool:
-    try:
-        return _numbers(importlib.metadata.version(package)) >= _numbers(least)
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    found = installed_versions([package])[package]
+    return found is not None and _numbers(found) >= _numbers(least)
 
 
 def _numbers(version: str) -> list[int]:

@@ -1,8 +1,6 @@
-"""Schedules of the learning rate: their arguments, and the rates that they give over the run.
+"""Contradictions inside `training:`, and between it and `data.eval`; arguments of optimizers and of schedules.
 
-Arguments of optimizers, and where each optimizer works. Part of `rules.contradictions.RULES`.
-
-Contradictions inside `training:`, and between it and `data.eval`. Part of `rules.contradictions.RULES`.
+The rules are part of `rules.contradictions.RULES`.
 """
 
 from __future__ import annotations
@@ -16,17 +14,9 @@ from fsdp_tune.recipe.rules.launch import TRACKERS
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schedule import Rates, nominal_steps, rates, schedule_arguments
 from fsdp_tune.recipe.schema.keys import closest
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, STATE_DTYPE, STOCHASTIC, TRUE_WORDS, optimizer_name, pairs_of, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import (
-    OPTIMIZERS,
-    STATE_DTYPE,
-    STOCHASTIC,
-    TRUE_WORDS,
-    optimizer_name,
-    pairs_of,
-    state_bits,
-    training_value,
-)
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def warmup_ends(recipe: Recipe) -> Iterator[Finding]:

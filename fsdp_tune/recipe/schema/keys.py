@@ -1,4 +1,4 @@
-"""The keys of a recipe as a list: lookup by path, descriptions of the accepted values, and suggestions for unknown keys."""
+"""The keys of a recipe as a list: lookup by path, values, descriptions of the accepted values, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
+from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
 from fsdp_tune.recipe.synonyms import synonym_hint
 
 Path = tuple[str | int, ...]
@@ -209,3 +209,14 @@ def _homes(name: str, parent: tuple[str, ...]) -> list[str]:
         return ["training"]
     found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, ("data", "eval")}]
     return list(dict.fromkeys(found))
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of a key, such as `fsdp.version`, or of a passed field of TrainingArguments."""
+    section: Any = recipe
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent)
+    if parents == ["training"] and name not in Training.model_fields:
+        return training_value(recipe.training, name)
+    return getattr(section, "async_" if name == "async" else name)

@@ -1,9 +1,4 @@
-"""The sections of a recipe but for `training:`: model, data, kernels, checkpoint, launch, merge.
-
-The sections `model:`, `data:`, `lora:` and `quantization:` of a recipe.
-
-The sections `kernels:`, `checkpoint:`, `launch:` and `merge:` of a recipe.
-"""
+"""The sections of a recipe but for `training:`: model, data, LoRA, quantization, kernels, checkpoint, launch, merge."""
 
 from __future__ import annotations
 
@@ -430,6 +425,10 @@ class Launch(Section):
     """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
     """Restarts after a failure."""
+    min_machines: Annotated[Whole | None, Effect(NOTHING, FREE)] = None
+    """Fewest machines on which a restart continues when others are lost, with the same global batch; null = all."""
+    replacement_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "5m"
+    """With min_machines, time for which a launch waits for a missing machine or its replacement before it starts on fewer."""
     max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None
     """Time limit from the start of the launcher, saving included (11h30m)."""
     hang_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "30m"

@@ -39,7 +39,7 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.wrap import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir, complete_checkpoints
+from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
@@ -194,7 +194,6 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
 
 
-TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"
 
 
@@ -225,6 +224,8 @@ class Checkpointer:
     report: Callable[[Saved], None]
     heartbeat: HeartbeatWriter
     last_step: int | None = None
+    written_seconds: float = 0.0
+    """Time that this rank has spent writing its own files of sharded checkpoints."""
     longest_seconds: float = 0.0
     """Duration of the slowest save of this launch, including the probe."""
     _group: Any = field(default=None)
@@ -392,11 +393,13 @@ class Checkpointer:
         else:
             entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
             entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
+        started = time.perf_counter()
         name = live_state.rank_file(rank)
         entries[name] = write_torch(stage / name, snapshot.rank)
         if rank == 0:
             raw = snapshot.trainer.encode()
             entries[TRAINER_STATE] = _write_bytes(stage / TRAINER_STATE, raw)
+        self.written_seconds += time.perf_counter() - started
         return entries
 
     def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
@@ -407,6 +410,8 @@ class Checkpointer:
             rank, (cause, _) = next(iter(error.failures.items()))
             message = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
             raise failed_error("save-failed", message, hint=SAVE_HINT) from error
+        finally:
+            self.written_seconds += files.seconds  # without the waits of DCP for other ranks
         return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
 
 

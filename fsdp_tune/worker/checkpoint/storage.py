@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shutil
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,8 @@ class HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.entries: dict[str, FileEntry] = {}
+        self.seconds = 0.0
+        """For which files were open to be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -98,6 +101,7 @@ class HashingFileSystem(FileSystem):
             with open(path, mode) as plain:
                 yield cast(io.IOBase, plain)
             return
+        started = time.perf_counter()
         stream = HashingStream(Path(path))
         try:
             yield stream
@@ -107,6 +111,7 @@ class HashingFileSystem(FileSystem):
             raise
         finally:
             stream.close()
+            self.seconds += time.perf_counter() - started
         self.entries[Path(path).name] = stream.entry()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -1,8 +1,7 @@
 """The heartbeat file of each rank: its step, its phase, and how long ago it last made progress. Read by `status` and the supervisor.
 
 The training thread only records where it is. A thread of its own writes the file once a second, so that a rank that waits in a
-collective still shows that it is alive. That thread also samples the training thread a few times a second, to separate the time
-in which this rank waits for others from the time in which it works.
+collective still shows that it is alive.
 
 Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
 reads and writes. What the heartbeat thread itself reads and writes is never progress.
@@ -21,13 +20,11 @@ import contextlib
 import json
 import os
 import resource
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fsdp_tune.core.errors import failed_error
@@ -36,14 +33,12 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Collective, Heartbeat
 
 INTERVAL_SECONDS = 1.0
-SAMPLE_SECONDS = 0.1
+PERIOD_SECONDS = 0.1
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
 """Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
 In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
 LEAST_MOVED_BYTES = 64 * KIB
 """Fewer bytes are not progress: a thread of a library may write a log line while the training thread hangs."""
-_WAITING_FRAMES = 4
-"""How many calls, from the innermost one, are searched for torch.distributed's own code."""
 
 
 class HeartbeatWriter:
@@ -66,7 +61,6 @@ class HeartbeatWriter:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._trained = threading.get_ident()
         self._silence_seconds, self._on_silence = silence_seconds, on_silence
         self._is_gone = False
         self.step = 0
@@ -74,8 +68,6 @@ class HeartbeatWriter:
         """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
         self._counted = (0, 0)
         """Finished and planned batches of the phase."""
-        self.waited_seconds = 0.0
-        """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.observe.step_progress`."""
 
     def count_before(self, phase_seconds: Mapping[str, float]) -> None:
         """Count phases before this object existed."""
@@ -87,7 +79,7 @@ class HeartbeatWriter:
         return self._phase
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Record the phase and the step. A new phase is written at once, a new step by the heartbeat thread within `SAMPLE_SECONDS`.
+        """Record the phase and the step. A new phase is written at once, a new step by the heartbeat thread within `PERIOD_SECONDS`.
 
         Raises: FailedError when the run directory is gone.
         """
@@ -135,8 +127,7 @@ class HeartbeatWriter:
             self.mark(before)
 
     def start(self) -> None:
-        """Start the heartbeat thread. Call on the training thread, which is the one that is sampled."""
-        self._trained = threading.get_ident()
+        """Start the heartbeat thread."""
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -147,8 +138,7 @@ class HeartbeatWriter:
 
     def _keep_beating(self) -> None:
         reported_at = 0.0
-        while not self._ended.wait(SAMPLE_SECONDS):
-            self._sample()
+        while not self._ended.wait(PERIOD_SECONDS):
             now = time.monotonic()
             # A new step is not held back by a write without one, so that a message can name the step that is being trained.
             written_at = self._step_written_at if self.step != self._written_step else self._written_at
@@ -164,11 +154,6 @@ class HeartbeatWriter:
                 except Exception:  # noqa: BLE001  a report that fails must not end the heartbeat
                     traceback.print_exc()
                 self._write()
-
-    def _sample(self) -> None:
-        frame = sys._current_frames().get(self._trained)
-        if frame is not None and is_waiting(frame):
-            self.waited_seconds += SAMPLE_SECONDS
 
     def _count_moved_bytes(self, now: float) -> None:
         """Called on the heartbeat thread, whose own bytes are left out."""
@@ -224,19 +209,6 @@ def _io_bytes(path: Path) -> int:
         return 0
     counted = ("rchar", "wchar", "read_bytes", "write_bytes")
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in counted)
-
-
-def is_waiting(frame: FrameType) -> bool:
-    """Return whether one of the innermost calls of a thread is torch.distributed's own code."""
-    below: FrameType | None = frame
-    for _ in range(_WAITING_FRAMES):
-        if below is None:
-            return False
-        file = below.f_code.co_filename
-        if "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file:  # DCP reads and writes files
-            return True
-        below = below.f_back
-    return False
 
 
 ENTRIES = 2000

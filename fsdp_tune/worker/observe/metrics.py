@@ -11,7 +11,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fsdp_tune.model.step import compute_context, micro_batch_loss
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
-from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 
 class Sums:
@@ -338,26 +338,35 @@ class Stopwatch:
 
 
 class StepShares(StepObserver, TrainerCallback):
-    """Measure the logged steps; `facts` returns and resets."""
+    """Measure the logged steps; `facts` returns and resets. On a CPU, the collectives of all steps are counted as waits."""
+
+    _times: RankTimes | None = None
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
         self._watch = Stopwatch(device)
+        self.has_device_clock = device.type == "cuda"
+        self.on_device: tuple[float, float] | None = None
+        """Seconds of the last logged step on the device, and of them in communication; None: not measured."""
         self._spans: dict[str, list[tuple[Moment, Moment]]] = defaultdict(list)
         self._is_measuring = False
         self._step_began: Moment | None = None
         self._optimizer_began: Moment | None = None
         groups = fsdp_groups(wrapped)
-        self._sees_communication = bool(groups)
+        self.sees_communication = bool(groups)
         for group in groups:
             for name in _COMMUNICATING:
                 setattr(group, name, self._timed(getattr(group, name)))
 
+    def attach(self, trainer: Any) -> None:
+        self._times = None if self.has_device_clock else trainer.times
+
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_measuring:
-                return call(*args, **kwargs)
-            with self._span(COMMUNICATION):
-                return call(*args, **kwargs)
+            with self._times.waiting() if self._times is not None else nullcontext():
+                if not self._is_measuring:
+                    return call(*args, **kwargs)
+                with self._span(COMMUNICATION):
+                    return call(*args, **kwargs)
 
         return timed
 
@@ -372,10 +381,12 @@ class StepShares(StepObserver, TrainerCallback):
         self._is_measuring = False
         sums = {kind: sum(self._watch.seconds(*span) for span in spans) for kind, spans in self._spans.items()}
         self._spans.clear()
+        step_seconds = sums.get(STEP)
+        self.on_device = None if step_seconds is None or not self.has_device_clock else (step_seconds, sums.get(COMMUNICATION, 0.0))
         return {
-            "last_step_seconds": sums.get(STEP),
+            "last_step_seconds": step_seconds,
             "optimizer_seconds": sums.get(OPTIMIZER),
-            "exposed_communication_seconds": sums.get(COMMUNICATION) if self._sees_communication else None,
+            "exposed_communication_seconds": sums.get(COMMUNICATION) if self.sees_communication else None,
         }
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -34,8 +34,8 @@ from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
+from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds

@@ -8,7 +8,6 @@ stops the run on every rank and names the parameter and the ranks.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +21,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import gathered_units, units_of
-from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
+from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.metrics_file import WITNESS_COST, WITNESSED
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
@@ -132,7 +132,7 @@ class Witness(AttachedCallback):
                 facts,
                 rows=[row for batch in trainer.batches for row in batch.row_ids],
                 found=[*_of_gathered(gathered_units(self._units)), *self._unknown_to_optimizer()],
-                recipe=_digest(trainer.parts.recipe.model_dump_json()),
+                recipe=digest(trainer.parts.recipe.model_dump_json()),
                 parameter_names=self._digest_of_names(),
                 copies=self._copies(all_buffers=True),
             )
@@ -196,7 +196,7 @@ class Witness(AttachedCallback):
         return checksums({name: parameter for name, parameter in self._parameters() if not parameter.requires_grad})
 
     def _digest_of_names(self) -> str:
-        return _digest(repr([name for name, _ in self._parameters()]))
+        return digest(repr([name for name, _ in self._parameters()]))
 
     def _copies(self, *, all_buffers: bool) -> dict[str, str]:
         """Return digests of replicated tensors; `_checksums` keeps their parts, by the ranks that must have equal copies.
@@ -216,7 +216,7 @@ class Witness(AttachedCallback):
         kept = _persistent_buffers(wrapped)
         same["all"] |= {plain_name(name): buffer for name, buffer in wrapped.named_buffers() if all_buffers or name in kept}
         self._checksums = {ranks: checksums(tensors) for ranks, tensors in same.items()} if dist.get_world_size() > 1 else {}
-        return {ranks: _digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
+        return {ranks: digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
 
     # ---- How
 
@@ -289,8 +289,8 @@ def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
 def _copies_differ(every: list[RankFacts]) -> bool:
     digests: dict[str, set[str]] = defaultdict(set)
     for facts in every:
-        for key, digest in facts.copies.items():
-            digests[key].add(digest)
+        for key, checksum in facts.copies.items():
+            digests[key].add(checksum)
     return any(len(found) > 1 for found in digests.values())
 
 
@@ -349,11 +349,7 @@ def _generators(device: torch.device) -> dict[str, str]:
     states = {"CPU": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state(device)
-    return {kind: _digest(state.numpy().tobytes()) for kind, state in states.items()}
-
-
-def _digest(content: str | bytes) -> str:
-    return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=8).hexdigest()
+    return {kind: digest(state.numpy().tobytes()) for kind, state in states.items()}
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:

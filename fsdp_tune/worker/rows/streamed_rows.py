@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.store import Origin, RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
@@ -92,7 +92,7 @@ class StreamedRows(StepObserver):
     def digest(self) -> str:
         stream = self.stream
         facts = [stream.names, stream.lanes, stream.seed, stream.shuffle, stream.window_rows, stream.shares, stream.global_batch]
-        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+        return digest(json.dumps(facts))
 
     def rows_of_all_ranks(self, step: int) -> list[int]:
         start = self.first_row + (step - self.first_step) * self.global_batch

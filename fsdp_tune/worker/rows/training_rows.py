@@ -14,7 +14,6 @@ The training rows of a run on this rank: what the trainer needs of them, whether
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.data.batches import (
     RowOrder,
@@ -190,7 +190,7 @@ class MicroBatches(BatchSampler):
 
     def digest(self, epoch: int = 0) -> str:
         """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batch."""
-        return hashlib.blake2b(np.ascontiguousarray(self.order.rows_of(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
+        return digest(np.ascontiguousarray(self.order.rows_of(epoch), dtype=np.int64).tobytes())
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return this rank's rows in step `step` (from 0) of the current epoch."""

@@ -49,12 +49,48 @@ int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
   (void)handle;
   memory->total = (unsigned long long)(atof(named("EMULATED_CUDA_MEMORY_GIB", "79.6")) * (1ULL << 30));
-  memory->used = 500ULL << 20;
+  memory->used = (unsigned long long)(atof(named("EMULATED_CUDA_USED_GIB", "0.5")) * (1ULL << 30));
   memory->free = memory->total - memory->used;
   return 0;
 }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
   (void)handle;
   return sscanf(named("EMULATED_CUDA_CAPABILITY", "9.0"), "%d.%d", major, minor) == 2 ? 0 : 3; /* NVML_ERROR_NOT_SUPPORTED */
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+  long number;
+  if (sscanf(uuid, "GPU-00000000-0000-0000-0000-%ld", &number) != 1) return 6; /* NVML_ERROR_NOT_FOUND */
+  *handle = (void *)number;
+  return is_lost((unsigned)number - 1) ? 15 : 0;
+}
+int nvmlDeviceGetUtilizationRates(void *handle, unsigned *rates) {
+  (void)handle;
+  rates[0] = rates[1] = (unsigned)atoi(named("EMULATED_CUDA_BUSY_PERCENT", "0"));
+  return 0;
+}
+int nvmlDeviceGetPowerManagementDefaultLimit(void *handle, unsigned *milliwatts) {
+  (void)handle;
+  *milliwatts = 700000;
+  return 0;
+}
+int nvmlDeviceGetPowerManagementLimit(void *handle, unsigned *milliwatts) {
+  (void)handle;
+  *milliwatts = 1000 * (unsigned)atoi(named("EMULATED_CUDA_POWER_WATTS", "700"));
+  return 0;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *reasons) {
+  (void)handle;
+  *reasons = strtoull(named("EMULATED_CUDA_SLOWED", "0"), NULL, 0);
+  return 0;
+}
+int nvmlDeviceGetClockInfo(void *handle, unsigned clock, unsigned *mhz) {
+  (void)handle, (void)clock;
+  *mhz = 1980;
+  return 0;
+}
+int nvmlDeviceGetTotalEccErrors(void *handle, unsigned error, unsigned counter, unsigned long long *errors) {
+  (void)handle, (void)error, (void)counter;
+  *errors = strtoull(named("EMULATED_CUDA_ECC_ERRORS", "0"), NULL, 0);
+  return 0;
 }
 const char *nvmlErrorString(int result) { return result == 0 ? "Success" : result == 15 ? "GPU is lost" : "Unknown Error"; }

@@ -7,22 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe import heartbeat as heartbeats
-from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, is_waiting
-from fsdp_tune.worker.observe.step_progress import Slowest, StepProgress, slowest
-from tests.cuda.devices import on_devices
-from tests.parity import runs
-from tests.parity.bench import Bench
-from tests.parity.cases import Case
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 
 @pytest.fixture
@@ -48,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
 def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatWriter]:
     """A heartbeat that writes its file twenty times a second."""
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "PERIOD_SECONDS", 0.01)
     beat = HeartbeatWriter(run, 0)
     beat.start()
     yield beat
@@ -57,7 +49,7 @@ def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatW
 
 def test_waiting_rank_is_alive_without_progress(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "PERIOD_SECONDS", 0.01)
     beat = HeartbeatWriter(run, 0)
     beat.start()
     try:
@@ -85,7 +77,7 @@ def test_marks_inside_a_step_write_no_file(run: RunDir) -> None:
 
 def test_rank_detects_its_own_silence(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "PERIOD_SECONDS", 0.01)
     told = threading.Event()
     beat = HeartbeatWriter(run, 0, silence_seconds=0.2, on_silence=told.set)
     beat.start()
@@ -160,81 +152,6 @@ def test_deleted_run_directory_ends_the_rank(tmp_path: Path) -> None:
         beat.beat("saving", 2)
     assert caught.value.problems[0].code == "run-directory-gone"
     assert not run.path.exists(), "nothing is created in its place"
-
-
-def stand_in(path: str, depth: int) -> FrameType:
-    """A frame whose caller, `depth` calls up, is code of the file `path`."""
-    source = "def bottom(give):\n    return give()\n"
-    namespace: dict[str, Any] = {}
-    exec(compile(source, path, "exec"), namespace)
-
-    def give(left: int) -> FrameType:
-        import sys
-
-        return give(left - 1) if left else sys._getframe()
-
-    frame: FrameType = namespace["bottom"](lambda: give(depth))
-    return frame
-
-
-@pytest.mark.parametrize(
-    ("path", "depth", "waits"),
-    [
-        ("/x/torch/distributed/distributed_c10d.py", 0, True),
-        ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, True),
-        ("/x/torch/distributed/distributed_c10d.py", 9, False),
-        ("/x/torch/nn/modules/linear.py", 0, False),
-        ("/x/torch/distributed/checkpoint/filesystem.py", 0, False),
-    ],
-)
-def test_innermost_calls_distinguish_waiting_from_working(path: str, depth: int, waits: bool) -> None:
-    assert is_waiting(stand_in(path, depth)) is waits
-
-
-def test_slowest_is_compared_with_the_median_of_the_others() -> None:
-    found = slowest([2.0, 8.0, 2.0, 2.2], steps=3)
-    assert (found.rank, found.ratio, found.behind_seconds) == (1, 4.0, 2.0)
-    assert slowest([1.0, 1.0], steps=1).ratio == 1.0
-    assert slowest([0.0, 3.0], steps=1).ratio == float("inf")
-
-
-@pytest.mark.parametrize(("behind_seconds", "told"), [(0.02, 0), (0.2, 1)])
-def test_slow_rank_needs_a_minimum_wait_of_others(run: RunDir, behind_seconds: float, told: int) -> None:
-    metrics = MetricsFile(run, resume_step=None, enabled=True)
-    progress = StepProgress(HeartbeatWriter(run, 0), metrics)
-    progress._tell(Slowest(1, 2.5, behind_seconds), 10)
-    metrics.close()
-    assert len(run.metrics_jsonl.read_text().splitlines()) == told
-
-
-def run_with_a_slow_rank(path: str) -> dict[str, Any]:
-    """Rank 1 takes 0.4 s longer for each of its micro-batches: more than a busy machine takes from the other."""
-    import torch.distributed as dist
-
-    from fsdp_tune.worker.observe import step_progress as progress
-    from fsdp_tune.worker.trainer import FsdpTrainer
-
-    original = FsdpTrainer.training_step
-
-    def slow(self: Any, *arguments: Any, **options: Any) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(0.4)
-        return original(self, *arguments, **options)
-
-    with patch.object(FsdpTrainer, "training_step", slow), patch.object(progress, "WINDOW_SECONDS", 0.5):
-        return runs.run_worker(path)
-
-
-@pytest.mark.ranks
-@pytest.mark.e2e
-@on_devices
-def test_slow_rank_is_logged_as_event(bench: Bench) -> None:
-    run = bench.fresh_run(Case(), run_with_a_slow_rank)
-    events = [line for line in runs.lines(run) if line.get("event") == "slow_rank"]
-    assert events, "nobody was told"
-    assert {event["rank"] for event in events} == {1}
-    assert all(event["ratio"] > 1.5 and event["behind_seconds"] > 0.05 for event in events)
-    assert events[0]["message"].startswith("rank 1 works ")
 
 
 def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(ticking: HeartbeatWriter, run: RunDir) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_tune.model.optim.adamw import AdamW, LeanAdamW
 from fsdp_tune.model.optim.full_tensors import Muon, ShardedAdafactor
 from fsdp_tune.model.optim.optimizer import round_before_step
-from fsdp_tune.recipe.schema.training_fields import MUON_DEFAULTS
+from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_tune.core.atomic import refuse_existing, write_file
+from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
@@ -126,7 +126,7 @@ def cloud_task(
 
 def _load(source: str, overrides: Sequence[str], options: KubernetesOptions | CloudOptions, name: str | None) -> LoadedRecipe:
     if options.output is not None:
-        refuse_existing(options.output)
+        check_output_file(options.output)
     return sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name)
 
 

@@ -27,7 +27,7 @@ from fsdp_tune.core.tensors import safetensors_header as header
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.core.tensors.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, DType, Extent, Shape, row_major
-from fsdp_tune.merge.formats.reader import ArchiveExtent, Chunk, ChunkPart, SourceFiles, SourceTensor, model_names, optimizer_state
+from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, ChunkPart, SourceFiles, SourceTensor, model_names, optimizer_state
 from fsdp_tune.merge.source import HF_SHARD, INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.manifest import is_inside
 

@@ -1,6 +1,6 @@
 """Read the tables of contents of the checkpoints to merge, and compare them with the files and with each other.
 
-Find the weights in a tree of folders that another tool wrote, such as {model, optimizer}: by the names of what each folder holds.
+In a tree of folders that another tool wrote, such as {model, optimizer}, the weights are found by the names of what each folder holds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
-from fsdp_tune.merge.formats.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
-from fsdp_tune.merge.formats.stored import only_optimizer_state, read_dcp, read_hf_shards, read_safetensors
+from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
+from fsdp_tune.merge.read.stored import only_optimizer_state, read_dcp, read_hf_shards, read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 

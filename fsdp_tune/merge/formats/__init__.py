@@ -1,1 +1,0 @@
-"""Readers of checkpoint files that run no code."""

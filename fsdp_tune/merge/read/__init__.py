@@ -1,0 +1,1 @@
+"""Read checkpoint files of any tool, without running code in them."""

@@ -1,0 +1,65 @@
+"""The checks of `doctor` that `train` makes before its ranks start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.devices import GpuState
+from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs import doctor
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.launch.test_accelerate import plan, resolved
+
+IDLE = GpuState(300 << 20, 0, 1980, 0, 700.0, 700.0, ())
+TWO_MACHINES = ("launch.num_machines=2", "launch.main_process_ip=10.0.0.1", "launch.num_processes=4")
+
+
+def machine(tmp_path: Path, *overrides: str, machine_rank: int = 0) -> tuple[Recipe, LaunchPlan]:
+    return resolved(tmp_path, *overrides), plan(tmp_path, *overrides, machine_rank=machine_rank)
+
+
+def test_healthy_machine_has_no_findings_within_three_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert doctor.notices_of_machine(*machine(tmp_path)) == []
+    assert time.monotonic() - began < 3.0
+
+
+def test_name_that_resolves_to_loopback_is_a_finding_unless_the_launch_chose_an_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    recipe, launched = machine(tmp_path, *TWO_MACHINES)
+    unset = {name: value for name, value in launched.env.items() if name != "GLOO_SOCKET_IFNAME"}
+    (notice,) = doctor.notices_of_machine(recipe, replace(launched, env=unset))
+    assert "resolves to 127.0.1.1" in notice.message
+    assert notice.hint is not None
+    assert "GLOO_SOCKET_IFNAME" in notice.hint
+    assert doctor.notices_of_machine(recipe, replace(launched, env=unset | {"GLOO_SOCKET_IFNAME": "eth0"})) == []
+
+
+def test_gpu_in_use_is_named_with_the_rank_that_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpu_states", lambda _: [IDLE, replace(IDLE, used_bytes=20 * GIB)])
+    monkeypatch.setattr(doctor, "shared_memory", lambda *_: 0)
+    recipe, launched = machine(tmp_path)
+    recipe = recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"device": "cuda"})})
+    (notice,) = doctor.notices_of_machine(recipe, launched)
+    assert notice.message.startswith("GPUs: the GPU of rank 1 on ")
+    assert "20.00 GiB of its memory in use" in notice.message
+
+
+@pytest.mark.parametrize(("kept", "free_checkpoints", "words"), [(2, 1.5, "3 checkpoints need"), (2, 3.5, None), (0, 2.5, None)])
+def test_space_is_compared_with_all_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, free_checkpoints: float, words: str | None
+) -> None:
+    recipe = resolved(tmp_path, f"training.save_total_limit={kept}")
+    one_bytes = 1000 * (4 + 8)  # fp32 and the two moments of AdamW
+    usage = doctor.shutil.disk_usage(tmp_path)._replace(free=int(free_checkpoints * one_bytes))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    found = doctor.check_space(recipe, parameters=1000, trained_parameters=1000)
+    assert [each.message.partition("; ")[2].startswith(words) for each in found if words] == ([True] if words else [])
+    assert len(found) == (1 if words else 0)

@@ -1,0 +1,279 @@
+"""A run over several machines continues on fewer of them, and on all again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.machines import launches as machines
+from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
+from fsdp_tune.launch.supervise.attempts import Attempts, Resized
+from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.metrics_file import read_metrics
+from tests.launch.conftest import PlanOf
+from tests.launch.links import Answers, Play, start, until
+from tests.launch.test_accelerate import resolved
+
+PATIENCE_SECONDS = 0.3
+pytestmark = pytest.mark.usefixtures("quick_machines")
+
+
+def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
+    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
+
+
+def two_or_more(count: int) -> bool:
+    return count >= 2
+
+
+@pytest.fixture
+def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tuple[Play, list[Machines]]:
+    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    played = play_of(3)
+    every = [played.machine(number, replacement_seconds=PATIENCE_SECONDS) for number in range(3)]
+    start(*every)
+    return played, every
+
+
+# ---- Machines that agree on a launch.
+
+
+def test_launch_without_a_lost_machine_numbers_the_others_anew(three: tuple[Play, list[Machines]]) -> None:
+    played, (first, second, third) = three
+    second.close()
+    following = Answers(third.next_launch)
+    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
+    assert first.gather(2, (0, 2), two_or_more) is None
+    assert following.all() == [2]
+    assert (first.members, third.members) == ((0, 2), (0, 2))
+    assert (first.others, third.others) == ([2], [0])
+    assert first.environment() == third.environment()
+    assert '"1": "host-2"' in played.run.machines_json.read_text()
+
+
+def test_too_few_machines_end_the_run(three: tuple[Play, list[Machines]], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (first, second, third) = three
+    second.close()
+    third.close()
+    monkeypatch.setattr(first, "_hang_seconds", 3 * PATIENCE_SECONDS)
+    verdict = first.gather(1, first.expected(), two_or_more)
+    assert isinstance(verdict, Verdict)
+    assert verdict.problem is not None
+    assert verdict.problem.code == "machines-missing"
+    assert verdict.problem.message.endswith("; missing: machine 1, machine 2")
+
+
+def test_machine_that_comes_back_waits_and_joins_the_next_launch(three: tuple[Play, list[Machines]]) -> None:
+    played, (first, second, third) = three
+    second.close()
+    following = Answers(third.next_launch)
+    assert isinstance(first.gather(1, first.expected(), two_or_more), Fewer)
+    assert first.gather(2, (0, 2), two_or_more) is None
+    assert following.all() == [2]
+    again = played.machine(1)
+    waiting = Answers(again.join, again.next_launch, again.next_launch)
+    until(lambda: len(waiting.found) == 2)
+    assert waiting.found == [None, Standby((0, 2))]
+    assert first.failure_elsewhere() is None
+    until(lambda: first.expected() == [0, 1, 2])
+    following = Answers(third.next_launch)
+    assert first.gather(3, first.expected(), two_or_more) is None
+    assert (following.all(), waiting.all()[-1]) == ([3], 3)
+    assert again.members == (0, 1, 2)
+
+
+def test_machine_that_waits_outside_a_launch_neither_ends_nor_stops_it(three: tuple[Play, list[Machines]]) -> None:
+    played, (first, second, third) = three
+    second.close()
+    following = Answers(third.next_launch)
+    assert isinstance(first.gather(1, first.expected(), two_or_more), Fewer)
+    assert first.gather(2, (0, 2), two_or_more) is None
+    following.all()
+    other = played.machine(1, versions={"torch": "2.0"})
+    (refused,) = Answers(other.join).all()
+    assert isinstance(refused, Verdict)
+    assert refused.problem is not None
+    assert refused.problem.code == "machines-differ"
+    until(lambda: (report := first._read(1)) is not None and report.verdict is not None)
+    assert (first.failure_elsewhere(), first.stopped_elsewhere()) == (None, None)
+    assert first.expected() == [0, 2]
+
+
+def test_replacement_that_differs_is_left_out_of_a_restart(three: tuple[Play, list[Machines]]) -> None:
+    played, (first, second, third) = three
+    second.close()
+    other = played.machine(1, versions={"torch": "2.0"})
+    joining, following = Answers(other.join), Answers(third.next_launch)
+    joining.all()
+    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
+    first.conclude(ended(ExitReason.FINISHED))
+    following.all()
+
+
+# ---- The launches of a run.
+
+
+class Sizes:
+    """A run that can do with two of three machines, or with one if `fits`."""
+
+    def __init__(self, plan: LaunchPlan, *, fits: bool = True) -> None:
+        self.made, self.fits = plan, fits
+        self.written: list[tuple[int, ...]] = []
+
+    def allows(self, machines: int) -> bool:
+        return machines in (1, 2, 3)
+
+    def plan(self, members: Sequence[int]) -> LaunchPlan:
+        return replace(self.made, world_size=len(members))
+
+    def resize(self, members: Sequence[int]) -> Resized:
+        if not self.fits:
+            raise FsdpTuneError(Problem("does-not-fit", "too large"), exit_code=ExitCode.USAGE)
+        self.written.append(tuple(members))
+        return Resized(self.plan(members), 4, len(members), 6 // len(members))
+
+
+class Scripted(Attempts):
+    """Launches that end as scripted, or when another machine fails."""
+
+    script: list[Callable[[Machines], Verdict]]
+    has_signal = False
+
+    def _launch(self) -> Generator[Event, None, Any]:
+        first, others = self._machines, self._machines.others
+        if first._machine == 0:  # a launch takes time, in which the others see that it has started
+            until(lambda: all((report := first._read(each)) is not None and report.state in ("running", "ended") for each in others))
+        verdict = self.script.pop(0)(self._machines)
+        yield Message(f"ran on {len(self._machines.members)}")
+
+        class Done:
+            signals = [15] if self.has_signal else []
+            has_trained = True
+
+        return Done(), verdict
+
+
+def loses_a_peer(machine: Machines) -> Verdict:
+    return ended(ExitReason.LOST_RANK, "lost-rank")
+
+
+def finishes(machine: Machines) -> Verdict:
+    return ended(ExitReason.FINISHED)
+
+
+class Command:
+    """The command of one machine, in a thread."""
+
+    def __init__(
+        self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, fits: bool = True, signal: bool = False
+    ) -> None:
+        self.sizes = Sizes(plan, fits=fits)
+        self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, sizes=self.sizes)
+        self.attempts.script, self.attempts.has_signal = script, signal
+        self.events: list[Event] = []
+        self.thread = threading.Thread(target=self._run, args=(machine,), daemon=True)
+        self.thread.start()
+
+    def _run(self, machine: Machines) -> None:
+        if machine._machine > 0:
+            assert machine.join() is None
+        with suppress(Killed):
+            self.events.extend(self.attempts.events())
+            machine.close()
+
+    def end(self) -> Verdict:
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+        assert isinstance(self.events[-1], Verdict)
+        return self.events[-1]
+
+    @property
+    def said(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Message)]
+
+
+@pytest.fixture
+def commands(
+    play_of: Callable[[int], Play],
+    plan_of: PlanOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., list[Command]]:
+    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    recipe = resolved(tmp_path, "launch.max_restarts=3")
+    plan = plan_of({"0": []})
+
+    def run(*scripts: list[Any], **changes: dict[int, Any]) -> list[Command]:
+        played = play_of(3)
+        made = list[Command]()
+        for number, script in enumerate(scripts):
+            machine = played.machine(number, replacement_seconds=PATIENCE_SECONDS)
+            own = {name: values[number] for name, values in changes.items() if number in values}
+            made.append(Command(machine, replace(plan, machine_rank=number), recipe, script, **own))
+        return made
+
+    return run
+
+
+class Killed(Exception):
+    """Ends the command of a machine without a word."""
+
+
+def dies(machine: Machines) -> Verdict:
+    machine.close()
+    raise Killed
+
+
+def test_run_continues_on_two_of_three_machines(commands: Callable[..., list[Command]], run: RunDir) -> None:
+    first, _, third = commands([loses_a_peer, finishes], [dies], [loses_a_peer, finishes])
+    assert (first.end().exit_code, third.end().exit_code) == (0, 0)
+    assert first.sizes.written == [(0, 2)]
+    said = "continuing on machines 0, 2, without machine 1: 2 ranks × 3 micro-batches a step; the global batch is the same"
+    assert said in first.said
+    assert "this machine runs rank 0 of 2" in third.said
+    restarted, changed = [line for line in read_metrics(run) if line["event"] in ("restarted", "machines_changed")]
+    assert restarted["code"] == "machine-lost"
+    assert {name: changed[name] for name in ("step", "machines", "ranks", "gradient_accumulation_steps", "message")} == {
+        "step": 4,
+        "machines": [0, 2],
+        "ranks": 2,
+        "gradient_accumulation_steps": 3,
+        "message": said,
+    }
+
+
+def test_run_continues_alone(commands: Callable[..., list[Command]]) -> None:
+    first, *_ = commands([loses_a_peer, finishes], [dies], [dies])
+    assert first.end().exit_code == 0
+    assert first.sizes.written == [(0,)]
+
+
+def test_machine_that_a_scheduler_stops_is_left_out(commands: Callable[..., list[Command]]) -> None:
+    stopped: Callable[[Machines], Verdict] = lambda machine: ended(ExitReason.PREEMPTED)  # noqa: E731
+    first, second, third = commands([stopped, finishes], [stopped], [stopped, finishes], signal={1: True})
+    assert [each.end().exit_code for each in (first, second, third)] == [0, 143, 0]
+    assert first.sizes.written == [(0, 2)]
+
+
+def test_signal_to_the_first_machine_stops_all(commands: Callable[..., list[Command]]) -> None:
+    stopped: Callable[[Machines], Verdict] = lambda machine: ended(ExitReason.PREEMPTED)  # noqa: E731
+    every = commands([stopped], [stopped], [stopped], signal={0: True})
+    assert [each.end().exit_code for each in every] == [143, 143, 143]
+
+
+def test_fewer_machines_without_enough_memory_end_the_run(commands: Callable[..., list[Command]]) -> None:
+    first, _, third = commands([loses_a_peer], [dies], [loses_a_peer], fits={0: False})
+    end = first.end()
+    assert end.problem is not None
+    assert (end.exit_code, end.problem.code) == (2, "does-not-fit")
+    assert third.end().exit_code == 2
