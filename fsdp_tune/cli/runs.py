@@ -315,7 +315,10 @@ def show_evaluation(screen: Screen, found: Evaluation) -> None:
     for label, result in found.sets.items():
         for line in _notes(found, result):
             screen.message(f"{label}: {line}")
-    screen.message(f"evaluated in {format_seconds(found.seconds)} on {found.device}")
+    shared = f", rows shared by {found.processes} processes" if found.processes > 1 else ""
+    screen.message(f"evaluated in {format_seconds(found.seconds)} on {found.device}{shared}")
+    if found.card is not None:
+        screen.message(f"the model card has the result: {found.card}")
 
 
 def _notes(found: Evaluation, result: SetResult) -> list[str]:
