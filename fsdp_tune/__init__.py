@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.compare import compare
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.generate import generate
-    from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.inspection import prepare
+    from fsdp_tune.jobs.make_recipe import import_recipe
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
@@ -59,7 +59,7 @@ _MODULES = {
     "compare": "jobs.compare",
     "evaluate": "jobs.evaluate",
     "generate": "jobs.generate",
-    "import_recipe": "jobs.import_recipe",
+    "import_recipe": "jobs.make_recipe",
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.results",
     "plan": "jobs.plan",

@@ -1,7 +1,4 @@
-"""The commands about this machine: `env`, and `cache` for prepared data.
-
-`env`: versions, devices and limits for a bug report, and known-bad combinations.
-"""
+"""Commands about machines: `env` shows this one, `doctor` checks those of a recipe before its run."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import verb
+from fsdp_tune.cli.verbs import NamedRecipe, Screen, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import GIB, format_age, format_bytes, parse_seconds
+from fsdp_tune.jobs.options import DoctorOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.data.cache import CacheEntry
@@ -35,7 +32,6 @@ def env(screen: Screen) -> None:
     Example:
         fsdp-tune env --json > env.json
     """
-    from fsdp_tune.cli.env import known_bad
     from fsdp_tune.jobs.answers import EnvironmentAnswer, KnownBadAnswer
 
     facts = gather()
@@ -218,6 +214,31 @@ def _seconds(older_than: str | None) -> float:
         return parse_seconds(older_than) if older_than is not None else 0.0
     except ValueError as error:
         raise usage_error("usage", f"`--older-than`: {error}", hint="for example `--older-than 30d`") from error
+
+
+@verb
+def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
+    """Start the ranks of a recipe for some seconds and check their machines: disk, inputs, limits, clocks, devices, links.
+
+    Trains nothing and leaves nothing on disk. With several machines, start it on each of them, as `train`. Ends with exit code 1 if a
+    check fails, not for warnings.
+
+    \b
+    Examples:
+        fsdp-tune doctor --config my.yaml
+        fsdp-tune doctor --config my.yaml --machine-rank 1
+    """
+    from fsdp_tune.jobs.doctor import doctor as check
+    from fsdp_tune.jobs.doctor import refuse_failed
+
+    screen.phase("reading the recipe")
+    answer = check(recipe.load(), options, observer=screen)
+    screen.end_phase()
+    screen.document(answer)
+    for each in answer.checks:
+        if each.state != "fail":  # failures follow as errors, with their hints
+            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""))
+    refuse_failed(answer)
 
 
 # ---- Combinations that are known to fail, hang or be slow, each with its remedy and its source

@@ -1,7 +1,4 @@
-"""Show a plan: on the terminal, and as one HTML page.
-
-Write a plan as one HTML page: memory of a step over time by component, and the ranked recipes. No scripts or external files.
-"""
+"""Show a plan: on the terminal, and as one HTML page without scripts or external files."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ import numpy.typing as npt
 from fsdp_tune.core.units import GIB, format_figure, format_seconds
 from fsdp_tune.pages.html_pages import html_document, html_table
 from fsdp_tune.planner.predict.memory import Timeline
-from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.predict import FigureError, Plan, ScalingRow
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.terminal import Terminal
-    from fsdp_tune.planner.predict.predict import Plan
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 360, 56, 34
@@ -152,17 +148,17 @@ def _ranking(plan: Plan) -> str:
     return f"<h2>Ranked recipes</h2>\n{because}\n" + html_table(head, rows)
 
 
-def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
+def _scaling(scaling: Sequence[ScalingRow]) -> str:
     if not scaling:
         return ""
     rows = [
         (
-            str(row["num_processes"]),
-            f'<span class="{escape(row["fits"])}">{escape(row["fits"])}</span>',
-            escape(_seconds(row["step_seconds"])),
-            _number(row["tokens_per_second"], ",.0f"),
-            _number(row["efficiency"], ".0%"),
-            f"{row['peak_reserved_gib']:.1f}",
+            str(row.num_processes),
+            f'<span class="{escape(row.fits)}">{escape(row.fits)}</span>',
+            escape(_seconds(row.step_seconds)),
+            _number(row.tokens_per_second, ",.0f"),
+            _number(row.efficiency, ".0%"),
+            f"{row.peak_reserved_gib:.1f}",
         )
         for row in scaling
     ]
@@ -177,10 +173,10 @@ def _footer(plan: Plan) -> str:
     return f"<footer><h2>Accuracy and assumptions</h2><ul>{errors}{notes}</ul></footer>"
 
 
-def describe_error(error: dict[str, Any]) -> str:
-    if error.get("median_percent") is None:
+def describe_error(error: FigureError) -> str:
+    if error.median_percent is None:
         return "not measured"
-    return f"median error {error['median_percent']:.1f} %, nine of ten below {error['p90_percent']:.1f} % ({error['rows']} published runs)"
+    return f"median error {error.median_percent:.1f} %, nine of ten below {error.p90_percent:.1f} % ({error.rows} published runs)"
 
 
 def describe_changes(changes: dict[str, Any]) -> str:
@@ -241,11 +237,11 @@ def bar(size: float, largest: float) -> str:
 
 
 def time_line(plan: Plan) -> str:
-    if plan.step_seconds is None or plan.tokens_per_second_per_device is None:
+    if plan.step_seconds is None or plan.tokens_per_second_per_device is None or plan.time is None:
         return "unknown"
     share = f", MFU {plan.mfu:.1%}" if plan.mfu is not None else ""
     step = f"{format_figure(plan.step_seconds)} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a second and GPU{share}"
-    exposed = plan.time["exposed_seconds"] / plan.step_seconds
+    exposed = plan.time.exposed_seconds / plan.step_seconds
     return f"{step}; {exposed:.0%} of it waiting for communication"
 
 
@@ -268,7 +264,7 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
     if plan.best_because:
         screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:
-        screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
+        screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware.num_processes} × {plan.smallest_hardware.gpu}")
     _show_other_trainings(screen, plan)
 
 
@@ -304,12 +300,12 @@ def show_scaling(screen: Terminal, plan: Plan) -> None:
         return
     rows = [
         (
-            str(row["num_processes"]),
-            "unknown" if row["step_seconds"] is None else format_figure(row["step_seconds"]),
-            "unknown" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
-            "unknown" if row["efficiency"] is None else f"{row['efficiency']:.0%}",
-            row["fits"],
-            f"{row['peak_reserved_gib']:.1f}",
+            str(row.num_processes),
+            "unknown" if row.step_seconds is None else format_figure(row.step_seconds),
+            "unknown" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            "unknown" if row.efficiency is None else f"{row.efficiency:.0%}",
+            row.fits,
+            f"{row.peak_reserved_gib:.1f}",
         )
         for row in plan.scaling
     ]
@@ -319,16 +315,14 @@ def show_scaling(screen: Terminal, plan: Plan) -> None:
 def _other_lines(plan: Plan) -> list[str]:
     sent, disk, host, run = plan.communication_gib, plan.disk_gib, plan.host_gib_per_machine, plan.run
     lines: list[str] = []
-    if sent["within_machine"] is not None and sent["between_machines"] is not None:
-        lines.append(
-            f"sent by each GPU in a step: {sent['within_machine']:.2f} GiB in the machine, {sent['between_machines']:.2f} to others"
-        )
-    lines.append(f"host memory of a machine: {host['peak']:.1f} GiB, besides Python, torch and CUDA themselves")
-    most = "all are kept" if disk["checkpoints_at_most"] is None else f"at most {disk['checkpoints_at_most']:.1f} GiB at a time"
-    lines.append(f"disk: {disk['checkpoint']:.1f} GiB a checkpoint, {most}; {disk['merged']:.1f} GiB merged")
-    if run["seconds"] is not None:
-        cost = "" if run["dollars"] is None else f", {run['dollars']:,.0f} dollars"
-        lines.append(f"the run: {run['steps']:,.0f} steps, {format_seconds(run['seconds'])}{cost}")
+    if sent.within_machine is not None and sent.between_machines is not None:
+        lines.append(f"sent by each GPU in a step: {sent.within_machine:.2f} GiB in the machine, {sent.between_machines:.2f} to others")
+    lines.append(f"host memory of a machine: {host.peak:.1f} GiB, besides Python, torch and CUDA themselves")
+    most = "all are kept" if disk.checkpoints_at_most is None else f"at most {disk.checkpoints_at_most:.1f} GiB at a time"
+    lines.append(f"disk: {disk.checkpoint:.1f} GiB a checkpoint, {most}; {disk.merged:.1f} GiB merged")
+    if run.seconds is not None:
+        cost = "" if run.dollars is None else f", {run.dollars:,.0f} dollars"
+        lines.append(f"the run: {run.steps:,.0f} steps, {format_seconds(run.seconds)}{cost}")
     return lines
 
 

@@ -1,7 +1,4 @@
-"""The commands about recipes: the catalogue, `import`, `explain`, and the chat templates of the package.
-
-`recipes list|show|copy|new|schema`: the catalogue in the package, a recipe for a model and GPUs, and the JSON Schema for editors.
-"""
+"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, `explain`, and the chat templates."""
 
 from __future__ import annotations
 
@@ -13,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import given, verb
+from fsdp_tune.cli.verbs import Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.jobs.options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.answers import CodeExplanation, KeyExplanation, TemplateAnswer
-    from fsdp_tune.jobs.import_recipe import Import
+    from fsdp_tune.jobs.make_recipe import Import
 
 
 Name = Annotated[str, Argument("A name from `fsdp-tune recipes list`.", metavar="NAME")]
@@ -119,7 +115,7 @@ def write_new_recipe(
         fsdp-tune recipes new Qwen/Qwen3-8B chats.jsonl --gpu H100-SXM --num-gpus 8
     """
     from fsdp_tune.jobs.answers import NewRecipeAnswer
-    from fsdp_tune.jobs.new_recipe import new_recipe
+    from fsdp_tune.jobs.make_recipe import new_recipe
 
     made = new_recipe(model, data, options, screen)
     text = made.path.read_text(encoding="utf-8")
@@ -169,7 +165,7 @@ def import_config(
     """
     from fsdp_tune.cli.compare import show_comparison
     from fsdp_tune.core.errors import ExitCode
-    from fsdp_tune.jobs.import_recipe import check_import, nothing_to_check
+    from fsdp_tune.jobs.make_recipe import check_import, nothing_to_check
 
     if options.check and options.output is None:
         raise nothing_to_check()

@@ -1,7 +1,4 @@
-"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`.
-
-`status`: the status of a run, from its files alone.
-"""
+"""The commands about runs that exist: `status`, `report`, `evaluate`, `merge-checkpoint`, `push`."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.terminal import trend
-from fsdp_tune.cli.verbs import Overrides, given, verb
+from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds

@@ -1,7 +1,4 @@
-"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`.
-
-`validate`: check a recipe without GPUs.
-"""
+"""The commands about a run that is to start: `validate`, `plan`, `rehearse`, `train`."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, given, verb
+from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import format_seconds

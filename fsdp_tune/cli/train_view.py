@@ -1,7 +1,4 @@
-"""Output of `train`: the inputs before the start, a line for each logged step, and the card at the end.
-
-The card at the end of a run: time, tokens, losses, memory compared with the plan, size on disk, and the next commands.
-"""
+"""Output of `train`: the inputs before the start, a line for each logged step, and the card at the end."""
 
 from __future__ import annotations
 

@@ -1,21 +1,196 @@
-"""Commands made of functions: a parameter that is a group of options (`jobs/options.py`) becomes one option for each of its fields."""
+"""Commands made of functions: a parameter that is a group of options (`jobs/options.py`) becomes one option for each of its fields.
+
+`Screen` observes the command's job, and `command` is the only error boundary: a problem becomes lines, a JSON document and an exit code.
+"""
 
 from __future__ import annotations
 
+import errno
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from fsdp_tune.cli.completion import COMPLETERS
-from fsdp_tune.cli.output import command
-from fsdp_tune.core.command import Argument, Only, Option
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.cli.terminal import Terminal, printable, write_text
+from fsdp_tune.core.command import Argument, Bar, Only, Option
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
+from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.units import MIB
+from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
+    from fsdp_tune.cli.bars import LiveBar
+    from fsdp_tune.cli.train_view import StepView
+    from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+    from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.recipe.read.loader import LoadedRecipe
+    from fsdp_tune.run.directory import RunDir
+
+# ---- The observer and the error boundary
+
+
+class Screen(Terminal, Observer):
+    """The terminal, as the observer of a command's job."""
+
+    def __init__(self, *, json_output: bool) -> None:
+        super().__init__(json_output=json_output)
+        self.log_directory: Path | None = None
+        """Where the traceback of a bug goes; None: a temporary file."""
+        self.verbose = False
+        """Whether `train` prints every value and kernel that was chosen."""
+        self._steps: StepView | None = None
+        self._phase: LiveBar | None = None
+
+    def phase(self, name: str) -> None:
+        """Show the phase with its time on a terminal; elsewhere print nothing."""
+        if not self.is_live:
+            return
+        if self._phase is None:
+            from fsdp_tune.cli.bars import LiveBar
+
+            self._phase = LiveBar(self, name, None, "")
+            self._phase.__enter__()
+        self._phase.enter(name)
+
+    def end_phase(self) -> None:
+        """Remove the phase that is shown, before something else is."""
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+    def close(self, problems: Sequence[Problem] = ()) -> None:
+        self.end_phase()
+        super().close(problems)
+
+    @contextmanager
+    def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
+        """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
+        from fsdp_tune.cli.bars import ByteBar, LiveBar, PlainBar
+
+        self.end_phase()
+        kind = LiveBar if self.is_live else PlainBar
+        if unit != "bytes":
+            with kind(self, label, total, unit) as bar:
+                yield bar
+        else:
+            with kind(self, label, None if total is None else -(-total // MIB), "MiB") as bar:
+                yield ByteBar(bar)
+
+    def planned(self, plan: Plan, stage: PlanStage) -> None:
+        from fsdp_tune.cli import plan_view
+
+        {"recipe": plan_view.show_plan, "ranking": plan_view.show_ranking, "scaling": plan_view.show_scaling}[stage](self, plan)
+
+    def inputs_checked(self, inputs: TrainingInputs) -> None:
+        from fsdp_tune.cli.train_view import show_inputs
+
+        show_inputs(self, inputs, verbose=self.verbose)
+
+    def run_opened(self, run: RunDir, log: Path) -> None:
+        self.log_directory = run.logs
+        self.log_to(log)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Keep a bar below the lines of the steps while ranks run."""
+        from fsdp_tune.cli.bars import LiveBar, SilentBar
+        from fsdp_tune.cli.train_view import StepView
+
+        self.end_phase()
+        bar = (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps")
+        self._steps = StepView(self, bar)
+        with bar:
+            yield
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        if self._steps is not None:
+            self._steps.show(line)
+
+    def position(self, step: int, phase: str, done: int, planned: int) -> None:
+        if self._steps is not None:
+            self._steps.move(step, phase, done, planned)
+
+    def run_ended(self, result: TrainResult) -> None:
+        self.document(result.as_dict())
+
+
+@contextmanager
+def command(json_output: bool) -> Iterator[Screen]:
+    """Run a command inside its error boundary: every exception becomes a documented exit code."""
+    screen = Screen(json_output=json_output)
+    try:
+        with stop_signals_raise():
+            yield screen
+    except typer.Exit:
+        screen.close()
+        raise
+    except FsdpTuneError as error:
+        screen.close(error.problems)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        screen.close([Problem("interrupted", "interrupted")])
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except OSError as error:
+        screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
+        raise typer.Exit(ExitCode.FAILED) from None
+    except Exception as error:  # noqa: BLE001  the boundary: any other exception is a bug of this package, and is reported as one
+        log, found = _log_traceback(screen.log_directory), as_os_error(error)
+        screen.close([_file_system_problem(found, log) if isinstance(found, OSError) else _bug_problem(error, log)])
+        raise typer.Exit(ExitCode.FAILED) from None
+    else:
+        screen.close()
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
+    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
+}
+
+
+def _file_system_problem(error: OSError, log: str) -> Problem:
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
+        return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
+    what = error.strerror or type(error).__name__
+    names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    remedy = _REMEDIES.get(error.errno or 0)
+    hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
+    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
+
+
+def _bug_problem(error: Exception, log: str) -> Problem:
+    return Problem(
+        "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
+    )
+
+
+def _log_traceback(directory: Path | None) -> str:
+    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else to stderr."""
+    text = traceback.format_exc()
+    for parent in (directory, None):
+        try:
+            handle, name = tempfile.mkstemp(prefix="fsdp-tune-traceback-", suffix=".log", dir=parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            return name
+        except OSError:
+            continue
+    write_text(sys.stderr, printable(text))
+    return "the lines above (no log file could be written)"
+
+
+# ---- Options
+
 
 Typed = Mapping[str, Any]
 """Parameter of the command line → what was typed."""

@@ -165,7 +165,7 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
     """Rename a finished directory to its final name. With `replace`, an existing one is kept until then.
 
     Between the two renames of a replacement `final` is briefly absent. The old directory is then next to it under a stage
-    name, and the next writer restores it (`merge.destination.bring_back`, `worker.checkpoint.save`).
+    name, and the next writer restores it (`merge.output_directory.bring_back`, `worker.checkpoint.save`).
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():

@@ -1,10 +1,6 @@
-"""What a command takes, reports while it works, and answers.
+"""What commands and jobs share: declared options, the base of `--json` answers, and the interface by which long work reports progress.
 
-Options of the command line, declared at the fields of the jobs' arguments; `cli/verbs.py` makes commands of them.
-
-The base of what commands print with `--json`.
-
-The interface by which long work reports its progress.
+Options are declared at the fields of the jobs' arguments; `cli/verbs.py` makes commands of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""GPUs: vendor data, looked up by name, and model FLOPs utilisation.
+"""GPUs: vendor data, looked up by name or by the driver's device name, or read from a user's file; and model FLOPs utilisation.
 
-GPUs: vendor data (`hardware.yaml`), looked up by name or by the driver's device name, or read from a user's file.
-
-Model FLOPs utilisation, by the convention of PaLM (arXiv:2204.02311, appendix B).
+The vendor data are in `hardware.yaml`. Utilisation is by the convention of PaLM (arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations

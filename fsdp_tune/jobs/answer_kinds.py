@@ -35,7 +35,7 @@ from fsdp_tune.jobs.doctor import DoctorAnswer
 from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
-from fsdp_tune.jobs.import_recipe import ImportAnswer
+from fsdp_tune.jobs.make_recipe import ImportAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.submit_containers import ManifestAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer

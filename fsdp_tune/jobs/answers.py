@@ -1,9 +1,8 @@
 """The answers of the commands with `--json`, a class each. Those of `status`, `evaluate`, `plan` and `merge-checkpoint` are next to
 what makes them.
 
-`scripts/generate` writes their JSON Schemas. Fields are added, and none is renamed or taken away.
-
-Results of `train`: the inputs checked before the start, and how the run ended.
+`scripts/generate` writes their JSON Schemas. Fields are added, and none is renamed or taken away. The results that `train` returns in
+Python are here too.
 """
 
 from __future__ import annotations

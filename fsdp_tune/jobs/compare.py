@@ -30,15 +30,19 @@ from fsdp_tune.check.comparison.causes import (
 from fsdp_tune.check.comparison.causes import Path as KeyPath
 from fsdp_tune.check.comparison.child import ObservingChild, find_interpreter
 from fsdp_tune.check.comparison.openai_server import is_url
-from fsdp_tune.check.comparison.runs import FP32_TOLERANCE, HALF_TOLERANCE, TITLES, DifferentStep, compare_lines
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
+    FP32_TOLERANCE,
+    HALF_TOLERANCE,
     OTHER_VERSIONS_HALF_TOLERANCE,
     OTHER_VERSIONS_TOLERANCE,
+    TITLES,
     TOLERANCE,
     ComparedStage,
+    DifferentStep,
     Observation,
     StageDifference,
+    compare_lines,
     compare_observations,
     compare_stage,
 )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_tune.check.comparison.causes import DifferentKey
-from fsdp_tune.check.comparison.runs import DifferentStep
 from fsdp_tune.check.comparison.served import ServedNumbers
-from fsdp_tune.check.comparison.stages import ComparedStage, StageDifference
+from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, StageDifference
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.jobs.answers import ImportedKey
 

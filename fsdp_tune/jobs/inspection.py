@@ -1,10 +1,7 @@
-"""Look at the inputs of a recipe before a run, and prepare its data.
+"""Inspect the inputs of a recipe before a run, and prepare its data. `train` does both by the same functions.
 
-Inspect the model and the data of a resolved recipe without a GPU: both exist, and the first rows of each source can be used.
-
-The model is inspected in a child process, since this one never imports torch.
-
-Prepare data: tokenise and pack once, and account for what is trained. `train` prepares its data by the same functions.
+The model and the data of a resolved recipe are inspected without a GPU: both exist, and the first rows of each source can be used. The
+model is inspected in a child process, since this one never imports torch.
 """
 
 from __future__ import annotations

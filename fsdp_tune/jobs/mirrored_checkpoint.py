@@ -17,8 +17,8 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.mirror.fetch import fetch_checkpoint
 from fsdp_tune.launch.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, mirror_error
-from fsdp_tune.merge.destination import check_target, writing_to
 from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.output_directory import check_target, writing_to
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import FileEntry

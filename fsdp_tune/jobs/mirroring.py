@@ -92,8 +92,8 @@ class Mirroring:
             self._was_read = True
             return downloaded
         except UrlError as error:
-            if error.refusal is None and start.checkpoint is not None:
-                message = f"the mirror {self.remote.url} cannot be reached: {error}; the run continues from this disk"
+            if error.refusal in (None, "full") and start.checkpoint is not None:
+                message = f"the mirror {self.remote.url} cannot be used: {error}; the run continues from this disk"
                 self.observer.notices([Notice("mirror-unreachable", message, Where(key="checkpoint.mirror"), "it is tried again")])
                 return False
             raise mirror_error(self.remote.url, error) from error
@@ -113,7 +113,7 @@ class Mirroring:
 
     def _claim(self) -> None:
         """Own the mirror until `close`. Raises: usage error if another command does; UrlError."""
-        writer = Writer(self.remote.directory, self.run.path)
+        self._writer = Writer(self.remote.directory, self.run.path)
 
         def wait(other: WriterRecord | None) -> None:
             seconds = f"up to {SILENCE_SECONDS:.0f} s"
@@ -121,7 +121,7 @@ class Mirroring:
             self.observer.phase("waiting for the other command's sign of life")
 
         try:
-            taken = writer.claim_patiently(wait)
+            taken = self._writer.claim_patiently(wait)
         except MirrorInUseError as error:
             raise usage_error(
                 "mirror-in-use",
@@ -129,7 +129,6 @@ class Mirroring:
                 where=Where(key="checkpoint.mirror"),
                 ways_out=("stop that command, or wait for its end", "--set checkpoint.mirror=… or --set output_dir=… names another place"),
             ) from error
-        self._writer = writer
         if taken is not None:
             message = f"{self.remote.url} was claimed by {taken}, which has ended or does not respond: it is taken over"
             self.observer.notices([Notice("mirror-taken-over", message)])
@@ -270,7 +269,7 @@ class Mirroring:
         keep, start = self.recipe.training.save_total_limit, self._start_step
         words = [str(self.run.path), str(self.recipe.checkpoint.mirror), str(self.machine), str(self.recipe.launch.num_machines)]
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
-        words += [(self._writer.key if self._writer is not None else None) or "none"]
+        words += [self._writer.key if self._writer is not None else "none"]
         command = [sys.executable, "-m", "fsdp_tune.launch.mirror.send", *words]
         with DISK.open_private(self.run.logs / f"mirror-{self.machine:02d}.log", "ab") as log:
             self._child = children.start(command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log)

@@ -1,6 +1,6 @@
-"""Steps that jobs plan with: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
+"""Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
 
-Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
+Other jobs use the steps: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.planner import tracing as traces
-from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.memory import disk
-from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.search.candidates import (
@@ -178,13 +177,13 @@ class PlanSession:
         """Rank other recipes; `progress` is called with the changes of each recipe that is tried."""
         return rank_recipes(self._search(progress), self.recipe, self.trace(), target)
 
-    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
+    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> SmallestHardware | None:
         return smallest_hardware(self._search(), self.recipe, ranked)
 
     def other_trainings(self) -> tuple[Plan, ...]:
         return tuple(each.plan for each in other_trainings(self._search(), self.recipe))
 
-    def scaling(self) -> list[dict[str, Any]]:
+    def scaling(self) -> list[ScalingRow]:
         return scaling_table(self._search(), self.recipe)
 
     def calibrate(self, run: Path) -> str:

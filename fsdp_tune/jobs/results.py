@@ -1,13 +1,4 @@
-"""What is made of a run: a merged model, its upload, and a report.
-
-Merge a sharded checkpoint into a model directory, and upload the model of a run.
-
-Merge a sharded checkpoint into a model directory.
-
-Push the model of a finished run, or another merged directory, to the Hugging Face hub.
-
-Report on runs: their curves, events, data, recipes and environments, and how they differ, from their files alone.
-"""
+"""What is made of runs: a merged model directory, its upload to the hub, and a report about one or several runs from their files alone."""
 
 from __future__ import annotations
 
@@ -26,9 +17,9 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
-from fsdp_tune.merge.destination import RECORD_NAME
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
+from fsdp_tune.merge.output_directory import RECORD_NAME
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
 from fsdp_tune.pages.live_page import LivePage

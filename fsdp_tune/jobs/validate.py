@@ -1,9 +1,4 @@
-"""Check a recipe before it runs: without GPUs, or in a rehearsal on CPU ranks.
-
-Validate a recipe: everything that can be checked without GPUs, all mistakes at once.
-
-Rehearse a recipe on CPU ranks with a scaled-down model, through all stages of a real run.
-"""
+"""Check a recipe before it runs: without GPUs and with all mistakes at once, or in a rehearsal on CPU ranks with a scaled-down model."""
 
 from __future__ import annotations
 

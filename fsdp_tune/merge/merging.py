@@ -14,15 +14,15 @@ from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
-from fsdp_tune.merge import destination as place
+from fsdp_tune.merge import output_directory as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.ties import Tied, as_base, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Layout, Written, plan_layout, write_tensors
 from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk, check_headers, compare_parameters, load_and_run
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
+from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
-from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.run.base_model import BaseLayout
 

@@ -15,8 +15,7 @@ from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
-from fsdp_tune.merge.destination import RECORD_NAME
-from fsdp_tune.merge.record import CARD_NAME, without_folders
+from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, without_folders
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
 

@@ -1,6 +1,6 @@
-"""Cache of plans: replaying the step of a hundred layers takes longer than reading a stored plan.
+"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
 
-Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
+Plans are cached too: replaying the step of a hundred layers takes longer than reading a stored plan.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
 (`recipe.schema.kinds`), the model's configuration, this package's sources, and the installed packages with their versions.
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,15 @@ def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
     """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not readable as a plan."""
     try:
         found: Any = json.loads((cache / f"{key}.json").read_text(encoding="utf-8"))
-        return replace(Plan(**found), recipe=recipe.name or "recipe")
-    except (OSError, ValueError, TypeError):
+        return replace(Plan.from_dict(found), recipe=recipe.name or "recipe")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def keep_plan(cache: Path, key: str, plan: Plan) -> None:
-    """Store a plan without alternatives, other trainings and scaling, which depend on the search."""
-    known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "other_trainings", "scaling"}
+    """Store a plan; `kept_plan` leaves out what depends on the search."""
     cache.mkdir(parents=True, exist_ok=True)
-    write_json(cache / f"{key}.json", {name: getattr(plan, name) for name in sorted(known)})
+    write_json(cache / f"{key}.json", plan.as_dict())
 
 
 CONFIG = "config.json"

@@ -1,8 +1,7 @@
 """The JSON documents of a run directory: how each is written and read, and those that a start of the run leaves.
 
-Each is a dataclass that writes and reads its own file, with a version of its fields.
-
-environment.json, plan.json and readback.json: what a start of the run found on the machine, predicted, and found on the ranks.
+Each is a dataclass that writes and reads its own file, with a version of its fields. environment.json, plan.json and readback.json have
+what a start of the run found on the machine, predicted, and found on the ranks.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ PART_BYTES = 64 << 20
 """Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
 
 T = TypeVar("T")
-Refusal = Literal["absent", "credentials", "clock", "package", "other"]
+Refusal = Literal["absent", "credentials", "clock", "full", "package", "other"]
 
 _NO_CREDENTIALS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError", "ProfileNotFound"),
@@ -92,6 +92,8 @@ def refusal_of(error: Exception) -> Refusal | None:
         return "absent"
     if isinstance(error, ImportError):
         return "package"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "full"
     status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return None if status in (408, 429) or status >= 500 else "other"

@@ -91,17 +91,7 @@ def build_trainer(
     )
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
-    profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
-    observers: list[StepObserver] = [
-        (shares := StepShares(loaded.wrapped, device)),
-        *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
-        *([Profile(run, profiled, rank.index)] if profiled else []),
-        *([CompileReport(say)] if recipe.kernels.compile else []),
-        witness,
-        callback,
-        *([Samples(start)] if recipe.training.sample is not None else []),
-        *(StepProgress(heartbeat), Stragglers(shares, parts.metrics)),
-    ]
+    observers = _observers(parts, witness, callback, device, rank, start, say)
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
@@ -117,6 +107,26 @@ def build_trainer(
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume
+
+
+def _observers(
+    parts: Parts, witness: Witness, callback: RunCallback, device: torch.device, rank: Rank, start: Recipe, say: Callable[[str], None]
+) -> list[StepObserver]:
+    """Return the observers of the steps in the order in which they add to a line. `start`: the recipe with the run's own inputs."""
+    recipe, loaded, run = parts.recipe, parts.loaded, parts.run
+    profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
+    shares = StepShares(loaded.wrapped, device)
+    return [
+        shares,
+        *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
+        *([Profile(run, profiled, rank.index)] if profiled else []),
+        *([CompileReport(say)] if recipe.kernels.compile else []),
+        witness,
+        callback,
+        *([Samples(start)] if recipe.training.sample is not None else []),
+        StepProgress(parts.heartbeat),
+        Stragglers(shares, parts.metrics),
+    ]
 
 
 def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:

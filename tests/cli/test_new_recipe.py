@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.jobs import new_recipe as job
+from fsdp_tune.jobs import make_recipe as job
 from fsdp_tune.jobs.options import NewRecipeOptions
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document

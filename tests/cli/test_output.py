@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from fsdp_tune.cli.output import Screen, command, printable
+from fsdp_tune.cli.verbs import Screen, command, printable
 from fsdp_tune.core import atomic
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, rust_errors_as_os_errors, usage_error
 
@@ -173,7 +173,7 @@ def test_closed_pipe_does_not_stop_a_command() -> None:
     read, write = os.pipe()
     os.close(read)
     program = (
-        "import sys\nfrom fsdp_tune.cli.output import command\n"
+        "import sys\nfrom fsdp_tune.cli.verbs import command\n"
         "with command(False) as screen:\n for _ in range(9): screen.message('x')\nsys.stderr.write('end')"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
@@ -200,7 +200,7 @@ def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_childre
 
 
 def test_full_disk_on_stdout_is_an_error() -> None:
-    program = "from fsdp_tune.cli.app import main\nfrom fsdp_tune.cli.output import command\nwith command(True) as s: s.document({'a': 1})"
+    program = "from fsdp_tune.cli.app import main\nfrom fsdp_tune.cli.verbs import command\nwith command(True) as s: s.document({'a': 1})"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode != 0
@@ -208,7 +208,7 @@ def test_full_disk_on_stdout_is_an_error() -> None:
 
 
 def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
-    program = "from fsdp_tune.cli.output import Screen\nScreen(json_output=False).message('→ 漢')"
+    program = "from fsdp_tune.cli.verbs import Screen\nScreen(json_output=False).message('→ 漢')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout == "\\u2192 \\u6f22\n"

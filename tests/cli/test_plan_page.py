@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_tune.cli.plan_view import describe_changes, html_page
-from fsdp_tune.planner.predict.predict import plan
+from fsdp_tune.planner.predict.predict import ScalingRow, plan
 from tests.planner.recipes import resolved
 from tests.planner.test_predict import A100, step
 
@@ -20,7 +20,7 @@ def test_page_is_complete_and_escapes_every_name() -> None:
 
 
 def test_page_shows_which_sizes_fit() -> None:
-    row = {"num_processes": 2, "fits": "no", "step_seconds": None, "tokens_per_second": None, "efficiency": None, "peak_reserved_gib": 99.0}
+    row = ScalingRow(2, 1, step_seconds=None, tokens_per_second=None, fits="no", peak_reserved_gib=99.0, efficiency=None)
     assert '<td>2</td><td><span class="no">no</span></td>' in html_page(replace(plan(resolved(), A100, step()), scaling=(row,)))
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.cli import bars
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
+from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import Resolution
@@ -56,7 +56,7 @@ def shown_on_a_terminal(program: str, columns: int = 0) -> str:
 
 def test_lines_are_printed_above_a_live_bar() -> None:
     program = (
-        "from fsdp_tune.cli.output import command\n"
+        "from fsdp_tune.cli.verbs import command\n"
         "with command(False) as screen, screen.progress('training', None, 'steps') as bar:\n"
         "    bar.start(0, 60); screen.message('said → in between'); bar.at(60, 'loss 1.5')"
     )
@@ -66,7 +66,7 @@ def test_lines_are_printed_above_a_live_bar() -> None:
 
 
 def test_unused_bar_leaves_no_line() -> None:
-    program = "from fsdp_tune.cli.output import command\nwith command(False) as screen, screen.progress('x', None, 'rows'): pass"
+    program = "from fsdp_tune.cli.verbs import command\nwith command(False) as screen, screen.progress('x', None, 'rows'): pass"
     assert shown_on_a_terminal(program).split("\n")[-1].strip("\r ") == ""
 
 
@@ -104,7 +104,7 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 
 LONG_RUN = (
-    "from fsdp_tune.cli.output import command\n"
+    "from fsdp_tune.cli.verbs import command\n"
     "line = {'loss': 2.5, 'grad_norm': 1.25, 'learning_rate': 1e-4, 'tokens_per_second_per_device': 1234.5, 'peak_host_gib': 0.5}\n"
     "line |= {'step_seconds': 2.0, 'data_wait_seconds': 0.02, 'mfu': 0.412, 'last_step_seconds': 1.0, 'optimizer_seconds': 0.05}\n"
     "with command(False) as screen, screen.training():\n"
@@ -131,7 +131,7 @@ def test_logged_steps_stay_on_screen_with_step_time_left_and_loss_first(columns:
 
 def frames(program: str) -> list[str]:
     """What the bar has shown, without repetitions."""
-    start = "import time\nfrom fsdp_tune.cli.output import command\nwith command(False) as screen, screen.training():\n"
+    start = "import time\nfrom fsdp_tune.cli.verbs import command\nwith command(False) as screen, screen.training():\n"
     shown = shown_on_a_terminal(start + "".join(f"    {line}; time.sleep(0.3)\n" for line in program.splitlines()), 120)
     return list(dict.fromkeys(line.rstrip() for line in re.split(r"[\r\n]+", shown) if line.strip()))
 
@@ -148,7 +148,7 @@ screen.position(0, 'loading the model', 0, 0)"""
 
 def test_phases_before_the_ranks_are_shown_from_the_first_second() -> None:
     program = (
-        "import time\nfrom fsdp_tune.cli.output import command\n"
+        "import time\nfrom fsdp_tune.cli.verbs import command\n"
         "with command(False) as screen:\n"
         "    screen.phase('reading the recipe'); time.sleep(0.2); screen.began -= 60\n"
         "    screen.phase('planning'); screen.message('a line'); time.sleep(0.2)\n"
@@ -195,7 +195,7 @@ def test_quiet_prints_problems_and_warnings_alone(capsys: pytest.CaptureFixture[
 
 
 LOSSES = (
-    "from fsdp_tune.cli.output import command\nimport time\n"
+    "from fsdp_tune.cli.verbs import command\nimport time\n"
     "with command(False) as screen, screen.training():\n"
     "    screen.metrics({'event': 'train_started', 'step': 0, 'total_steps': 20000})\n"
     "    for step in range(1, 31): screen.metrics({'loss': 40.0 - step, 'step': 600 * step})\n"
@@ -284,7 +284,7 @@ def test_every_resolved_value_is_printed_with_its_reason(capsys: pytest.CaptureF
 
 def test_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
     program = (
-        "from fsdp_tune.cli.output import command\n"
+        "from fsdp_tune.cli.verbs import command\n"
         "with command(False) as screen: screen.table('t', ['key', 'because'], [['a.key', 'words ' * 30], ['b', 'short']])"
     )
     lines = shown_on_a_terminal(program, 60).replace("\r", "").splitlines()
@@ -296,7 +296,7 @@ def test_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
 def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
     path = "/a/long-path/" + "x" * 50
     program = (
-        "from fsdp_tune.cli.output import command\n"
+        "from fsdp_tune.cli.verbs import command\n"
         f"row = ['train', '1,234,567', {path!r}, 'two words ' * 10, '']\n"
         "with command(False) as screen: screen.table('t', ['set', 'rows', 'path', 'because', 'last'], [row, ['b', '2', '/b', 'c', 'd']])"
     )
@@ -314,7 +314,7 @@ def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
 def test_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
     program = (
         "from types import SimpleNamespace\n"
-        "from fsdp_tune.cli.output import command\n"
+        "from fsdp_tune.cli.verbs import command\n"
         "from fsdp_tune.cli import prepare\n"
         "from fsdp_tune.data.report import DataReport\n"
         "prepare._lines = lambda report: []\n"

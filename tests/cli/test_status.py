@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.cli import runs
-from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.run_status import DirectoryStatus, run_status
 from fsdp_tune.run.directory import RunDir

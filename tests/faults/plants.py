@@ -153,20 +153,20 @@ PLANTS: tuple[Plant, ...] = (
         rows="F055",
     ),
     # recipe
-    plant("second YAML document ignored", "recipe.read.yaml_tree:_Composer.document", drop("two-documents"), rows="F001"),
-    plant("duplicate key: last one used", "recipe.read.yaml_tree:_Composer._insert", always("first"), rows="F002 F003"),
+    plant("second YAML document ignored", "recipe.read.yaml_source:_Composer.document", drop("two-documents"), rows="F001"),
+    plant("duplicate key: last one used", "recipe.read.yaml_source:_Composer._insert", always("first"), rows="F002 F003"),
     plant("infinity accepted as a number", "recipe.scalars:_float", condition("math.isfinite", "math.isnan(value)"), rows="F004"),
     plant(
         "node limit fifty times too high",
-        "recipe.read.yaml_tree:_Composer._count",
+        "recipe.read.yaml_source:_Composer._count",
         condition("MAX_NODES", "self._nodes > 50 * MAX_NODES"),
         rows="F005",
     ),
-    plant("nesting depth not limited", "recipe.read.yaml_tree:_Composer._descend", never("MAX_DEPTH"), rows="F006"),
-    plant("YAML tags accepted", "recipe.read.yaml_tree:_Composer._node", drop("yaml-tag"), rows="F007"),
+    plant("nesting depth not limited", "recipe.read.yaml_source:_Composer._descend", never("MAX_DEPTH"), rows="F006"),
+    plant("YAML tags accepted", "recipe.read.yaml_source:_Composer._node", drop("yaml-tag"), rows="F007"),
     plant(
         "FIFO opened as a recipe",
-        "recipe.read.yaml_text:_read_bytes",
+        "recipe.read.yaml_source:_read_bytes",
         condition("stat.S_ISREG", "stat.S_ISDIR(facts.st_mode)"),
         rows="F008",
     ),
@@ -211,7 +211,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F104",
     ),
     plant("holes in a safetensors file accepted", "core.tensors.safetensors_header:read_header", never("entry.first_byte"), rows="F117"),
-    plant("free space not checked before a merge", "merge.destination:check_space", never("free_bytes"), rows="F103"),
+    plant("free space not checked before a merge", "merge.output_directory:check_space", never("free_bytes"), rows="F103"),
     plant(
         "NaN and infinity merged",
         "merge.copy.gather:all_finite",
@@ -224,7 +224,7 @@ PLANTS: tuple[Plant, ...] = (
         statement("values.dtype", "values = np.trunc(values * 64) / 64; _"),
         rows="F113",
     ),
-    plant("existing output replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
+    plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
     plant("differing ranks accepted", "launch.health:differences", never("first"), rows="F032"),
     plant("loader processes handle stop signals", "worker.rows.training_rows:loader", value("worker_init_fn", "None"), rows="F062"),
@@ -247,11 +247,11 @@ PLANTS: tuple[Plant, ...] = (
     plant("closed terminal ends the run", "cli.terminal:write_text", condition("errno.EPIPE", "error.errno"), rows="F060"),
     plant(
         "deleted working directory reported as a bug",
-        "cli.output:_file_system_problem",
+        "cli.verbs:_file_system_problem",
         never("FileNotFoundError error.filename"),
         rows="F039",
     ),
-    plant("recipe of another version reported as a bug", "launch.command.resume:read_resolved", catch("OSError"), rows="F085"),
+    plant("recipe of another version reported as a bug", "launch.command.resume:parse_resolved", catch("OSError"), rows="F085"),
     # more of recipe, data, merge, security
     plant("indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
     plant("unexpanded home directory accepted", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
@@ -285,7 +285,7 @@ PLANTS: tuple[Plant, ...] = (
         statement("return ties", "return Tied({}, {KEY: True} if ties else {})"),
         rows="F107",
     ),
-    plant("file size limit reported as a bug", "merge.destination", replace("errno.EFBIG", "errno.ENOSPC"), rows="F052 F103"),
+    plant("file size limit reported as a bug", "merge.output_directory", replace("errno.EFBIG", "errno.ENOSPC"), rows="F052 F103"),
     # data that is padded, what strangers send
     plant(
         "tokens equal to the padding id not trained",
@@ -304,7 +304,7 @@ PLANTS: tuple[Plant, ...] = (
         ),
         rows="F119",
     ),
-    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present"), rows="F031"),
+    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present others"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
         "launch.supervise.rank_watch:first_exception",

@@ -9,7 +9,7 @@ import pytest
 
 import fsdp_tune
 from fsdp_tune.check.comparison.child import ObservingChild
-from fsdp_tune.jobs.import_recipe import check_import
+from fsdp_tune.jobs.make_recipe import check_import
 from tests.jobs.test_compare import LLAMA, in_process
 from tests.recipe.foreign_files import AXOLOTL
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs import mirroring as jobs
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.mirror import writer as writing
 from fsdp_tune.launch.mirror.remote_run import RemoteRun
-from fsdp_tune.launch.mirror.send import Sender
+from fsdp_tune.launch.mirror.send import MirrorState, Sender
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
@@ -218,3 +221,18 @@ def test_restart_continues_from_this_disk_if_the_mirror_cannot_be_read(
     monkeypatch.setattr(RemoteRun, "identity", fails)
     assert found.newer_copy(100, lambda _: None) is None
     assert "timed out" in messages[0]
+
+
+@pytest.mark.parametrize("is_hashing", [True, False])
+def test_end_waits_while_a_model_is_hashed(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch, *, is_hashing: bool
+) -> None:
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    found, count = mirroring(*mirrored), itertools.count()
+    monkeypatch.setattr(Mirroring, "_state", lambda _: MirrorState("-", waiting=["merged"], hashed_bytes=next(count) if is_hashing else 0))
+    child = subprocess.Popen(["sleep", "1"], text=True)
+    found._wait(child)
+    assert (child.poll() is not None) == is_hashing
+    child.kill()
+    child.wait()

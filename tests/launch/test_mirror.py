@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint,
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
 
@@ -161,6 +162,31 @@ def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path,
     save(run, 20)
     assert send_all(run, remote, start=5)
     assert not (tmp_path / "mirror" / "run" / "checkpoint-15").exists(), "a newer one replaces it"
+
+
+def test_halves_that_a_killed_process_left_are_removed(
+    tmp_path: Path, remote: RemoteRun, faulty: Callable[[dict[int, str]], Faults]
+) -> None:
+    run = make_run(tmp_path / "run")
+    for step, calls in ((5, 16), (10, 30)):
+        faulty({calls: "crash"})
+        save(run, step)
+        with suppress(Crash):
+            send_all(run, remote, start=step)
+        shutil.rmtree(run.checkpoint(step))
+    faulty({})
+    left = {name.partition("/")[0] for name in remote.directory.list()}
+    assert left >= {"checkpoint-5.run", "checkpoint-10.run", "checkpoint-10"}
+    assert "checkpoint-5" not in left, "it was killed among the files of the run"
+    assert remote.complete_steps(remote.directory.list()) == []
+    folder = tmp_path / "mirror" / "run" / "checkpoint-15" / "shards"
+    folder.mkdir(parents=True)
+    (folder / ".__0_0.distcp.stage-123").write_text("half")
+    save(run, 15)
+    assert send_all(run, remote, start=15)
+    names = {name.partition("/")[0] for name in remote.directory.list()}
+    assert names == {"mirror.json", "writers", "checkpoint-15", "checkpoint-15.run"}
+    assert not [name for name in remote.directory.list() if ".stage-" in name]
 
 
 def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, remote: RemoteRun) -> None:
@@ -306,6 +332,32 @@ def test_rotated_checkpoint_is_still_sent_from_its_links(tmp_path: Path, remote:
     assert not (run.path / sending.PINS).exists()
 
 
+def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
+    tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write, capacity = make_run(tmp_path / "run"), Disk.write, 40_000
+
+    def limited(self: Disk, file: IO[bytes], data: bytes | memoryview) -> None:
+        used = sum(path.stat().st_size for path in (tmp_path / "mirror").rglob("*") if path.is_file() and path.suffix == ".distcp")
+        if "/mirror/" in file.name and "distcp" in file.name and used + len(data) > capacity:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, file, data)
+
+    monkeypatch.setattr(Disk, "write", limited)
+    save(run, 5, size=4)  # 16,800 bytes
+    assert send_all(run, remote)
+    save(run, 10, size=8)  # 33,600 bytes: one of two files fits
+    assert not send_all(run, remote)
+    state = MirrorState.read(state_path(run, 0))
+    assert state is not None
+    assert "No space left" in (state.error or "")
+    assert state.waiting == ["checkpoint-10"], "and not checkpoint-5, which is there"
+    shutil.rmtree(run.checkpoint(10))
+    save(run, 15, size=5)  # 21,000 bytes: fits without the half of checkpoint-10
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [15, 5]
+
+
 class Faults:
     """Counts the operations of a remote directory; the planned ones fail before or after they happen, or kill the process."""
 
@@ -353,6 +405,10 @@ FAULT = st.sampled_from(["crash", "crash after", "fail", "fail after"])
 LIVES = st.lists(st.dictionaries(st.integers(1, 70), FAULT, max_size=4), min_size=1, max_size=4)
 
 
+def step_of(name: str) -> int:
+    return int(name.partition("/")[0].removesuffix(".run").partition("-")[2])
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lives=LIVES, steps=st.lists(st.sampled_from([5, 10, 15, 20]), min_size=1, max_size=4))
 def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
@@ -375,5 +431,40 @@ def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
     assert send_all(run, remote, keep=1, start=steps[(len(lives) - 1) % len(steps)])
     local = sorted((int(path.name.partition("-")[2]) for path in run.path.glob("checkpoint-*")), reverse=True)
     assert complete_and_verified(remote, tmp_path / "check") == local
-    for name in remote.directory.list():
-        assert not name.endswith("pending.json") or int(name.partition("/")[0].removesuffix(".run").partition("-")[2]) > local[0]
+    for name in remote.directory.list():  # the rest is of later steps, which the run trains again
+        assert name in ("mirror.json",) or name.startswith("writers/") or step_of(name) in local or step_of(name) > local[0], name
+
+
+def test_private_files_stay_private_in_a_directory(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    run.recipe_json.chmod(0o600)
+    secret = save(run, 5) / "trainer_state.json"
+    secret.chmod(0o600)
+    assert send_all(run, remote)
+    folder = tmp_path / "mirror" / "run"
+    modes = {name: (folder / name).stat().st_mode & 0o777 for name in ("checkpoint-5.run/recipe.json", "checkpoint-5/trainer_state.json")}
+    assert set(modes.values()) == {0o600}, modes
+    assert (folder / "checkpoint-5.run" / "metrics.jsonl").stat().st_mode & 0o777 == run.metrics_jsonl.stat().st_mode & 0o777
+
+
+def test_file_of_an_earlier_checkpoint_with_the_same_size_is_not_taken_for_the_new_one(tmp_path: Path, remote: RemoteRun) -> None:
+    """Another machine sends what the first misses and the mirror lacks, by name and size."""
+    run = make_run(tmp_path / "run")
+    save(run, 5)
+    assert send_all(run, remote)
+    save(run, 5, seed=1)
+    manifest = read_manifest(run.checkpoint(5))
+    assert manifest is not None
+    remote.begin("checkpoint-5", manifest, remote.directory.list())
+    assert not [name for name in remote.directory.list("checkpoint-5") if name.endswith(".distcp")]
+
+
+def test_hashing_a_model_counts_as_progress(tmp_path: Path, remote: RemoteRun) -> None:
+    run = make_run(tmp_path / "run")
+    run.merged.mkdir()
+    (run.merged / "model.safetensors").write_bytes(b"x" * 1000)
+    (run.merged / MERGE_RECORD).write_text("{}")
+    assert send_all(run, remote)
+    state = MirrorState.read(state_path(run, 0))
+    assert state is not None
+    assert state.hashed_bytes == 1002

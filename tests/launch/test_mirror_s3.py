@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,11 +15,14 @@ import pytest
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
+from fsdp_tune.launch.mirror import writer as writing
 from fsdp_tune.launch.mirror.remote_run import RemoteRun, mirror_error
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
+from fsdp_tune.launch.mirror.writer import MirrorInUseError
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.remote_files import UrlError
 from tests.launch.test_mirror import complete_and_verified, make_run, save, send_all
+from tests.launch.test_mirror_writer import Elsewhere
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,12 +32,16 @@ pytestmark = [
 ]
 
 Fault = Callable[[str, str], "str | tuple[int, str] | None"]
-"""From method and path: `cut` closes the connection half-way, (status, code) is an error of S3, None passes the request on."""
+"""From method and path: `cut` closes the connection half-way, `cut after` when the request has been done, (status, code) is an error of S3,
+None passes the request on."""
 
 
 class Proxy:
     def __init__(self, target: tuple[str, int]) -> None:
         self.fault: Fault = lambda method, path: None
+        self.refuses_conditions = False
+        """Whether `If-None-Match` is not implemented."""
+        self.refused: list[str] = []
         self.requests: list[tuple[str, str]] = []
         proxy = self
 
@@ -53,9 +62,19 @@ class Proxy:
                     text = f"<Error><Code>{fault[1]}</Code><Message>{fault[1]}</Message></Error>".encode()
                     self._answer(fault[0], [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
                     return
+                if proxy.refuses_conditions and "If-None-Match" in self.headers:
+                    proxy.refused.append(self.path)
+                    text = b"<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>"
+                    self._answer(501, [("Content-Type", "application/xml")], text)
+                    return
                 connection = http.client.HTTPConnection(*target)
                 connection.request(self.command, self.path, body, dict(self.headers))
                 answer = connection.getresponse()
+                if fault == "cut after":
+                    answer.read()
+                    self.close_connection = True
+                    self.connection.close()
+                    return
                 self._answer(answer.status, answer.getheaders(), answer.read())
                 connection.close()
 
@@ -223,3 +242,65 @@ def test_clock_that_is_off_for_a_while_delays_the_mirror(tmp_path: Path, remote:
     assert follow(sender, lambda: len(waits) > 3, 0, wait)
     assert waits[:3] == [5.0, 15.0, 30.0]
     assert complete_and_verified(remote, tmp_path / "check") == [5]
+
+
+def test_of_several_commands_one_claims_a_bucket(remote: RemoteRun) -> None:
+    writers, owned, barrier = [Elsewhere(remote.directory, f"node{each}") for each in range(4)], list[Elsewhere](), threading.Barrier(4)
+
+    def claim(writer: Elsewhere) -> None:
+        barrier.wait()
+        with suppress(MirrorInUseError):
+            writer.claim()
+            owned.append(writer)
+
+    threads = [threading.Thread(target=claim, args=(writer,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = owned
+    winner.check()
+    winner.release()
+    assert Elsewhere(remote.directory).claim() is None, "it was given back"
+
+
+def test_claim_whose_answer_was_lost_is_recognised(remote: RemoteRun, proxy: Proxy) -> None:
+    is_cut = False
+
+    def cut_once(method: str, path: str) -> str | None:
+        nonlocal is_cut
+        if method == "PUT" and "writers" in path and not is_cut:
+            is_cut = True
+            return "cut after"
+        return None
+
+    proxy.fault = cut_once
+    writer = Elsewhere(remote.directory)
+    assert writer.claim() is None
+    assert is_cut
+    writer.check()
+    writer.release()
+
+
+def test_store_without_conditional_writes_is_claimed_and_checked(remote: RemoteRun, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SETTLE_SECONDS", 0.0)
+    proxy.refuses_conditions = True
+    first = Elsewhere(remote.directory)
+    assert first.claim() is None
+    assert proxy.refused, "the condition was sent"
+    with pytest.raises(MirrorInUseError):
+        Elsewhere(remote.directory, "node8").claim()
+    first.release()
+
+
+def test_silent_command_is_taken_over_by_the_clock_of_the_store(remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SILENCE_SECONDS", 2.0)
+    first, second = Elsewhere(remote.directory), Elsewhere(remote.directory, "node8")
+    first.claim()
+    first.dies()
+    time.sleep(4)  # S3 dates files to the second
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock of this machine is of no account
+    assert second.claim() is not None
+    with pytest.raises(UrlError, match="taken it over"):
+        first.check()
+    second.release()

@@ -192,3 +192,25 @@ def test_sender_whose_mirror_was_taken_over_changes_nothing_in_it(tmp_path: Path
     }
     other.release()
     assert complete_and_verified(remote, tmp_path / "check") == [5]
+
+
+def test_claim_whose_answers_were_all_lost_is_completed_by_the_process_that_sends(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, command = RemoteDirectory.create, Writer(directory, Path("run"))
+
+    def lose_answer(self: RemoteDirectory, name: str, data: bytes) -> bool:
+        create(self, name, data)
+        raise UrlError("timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "create", lose_answer)
+        with pytest.raises(UrlError):
+            command.claim()
+    assert not command.is_owner
+    sender = Elsewhere(directory)  # another process, for which the command's is a live one
+    sender.adopt(command.key)
+    assert not sender.is_owner
+    assert sender.claim() is None
+    sender.check()
+    sender.release()

@@ -12,7 +12,7 @@ from fsdp_tune.core.gpus import ModelDimensions, find_hardware, mfu
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.memory import fit_into
-from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.predict.predict import Plan, SentGib, plan
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
@@ -63,10 +63,10 @@ def test_alternatives_have_the_same_keys_and_their_changes() -> None:
 def test_unknown_figures_are_null_and_named() -> None:
     made = plan(resolved(), find_hardware("V100-32GB"), step())
     assert (made.step_seconds, made.tokens_per_second_per_device, made.mfu) == (None, None, None)
-    assert made.communication_gib == {"within_machine": None, "between_machines": None}
+    assert made.communication_gib == SentGib(None, None)
     assert any(text.startswith("step_seconds: V100-32GB") for text in made.unknown)
-    assert made.run["dollars"] is None
-    assert plan(resolved(), replace(A100, dollars_per_hour=2.0), step()).run["dollars"] is not None
+    assert made.run.dollars is None
+    assert plan(resolved(), replace(A100, dollars_per_hour=2.0), step()).run.dollars is not None
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_removing_work_from_the_step_changes_the_prediction() -> None:
 def test_disk_and_host_memory_follow_the_recipe() -> None:
     """The hand-made model has 1,000 parameters of 4 bytes; AdamW keeps two more."""
     made = plan(resolved(), A100, step(), rows=1000, tokens=5000)
-    assert made.disk_gib["checkpoint"] == 12_000 / GIB
-    assert made.disk_gib["checkpoints_at_most"] == 3 * 12_000 / GIB, "two are kept, and one is being written"
-    assert made.disk_gib["merged"] == 2000 / GIB
-    assert made.disk_gib["cache"] == 5 * 5000 / GIB, "an id and a flag a token"
-    assert made.host_gib_per_machine["staging"] == 12_000 / GIB
+    assert made.disk_gib.checkpoint == 12_000 / GIB
+    assert made.disk_gib.checkpoints_at_most == 3 * 12_000 / GIB, "two are kept, and one is being written"
+    assert made.disk_gib.merged == 2000 / GIB
+    assert made.disk_gib.cache == 5 * 5000 / GIB, "an id and a flag a token"
+    assert made.host_gib_per_machine.staging == 12_000 / GIB
     synchronous = plan(resolved(checkpoint={"async": False}), A100, step())
-    assert synchronous.host_gib_per_machine["staging"] == 0
+    assert synchronous.host_gib_per_machine.staging == 0
     whole = resolved(gpus=16, machines=2, checkpoint={"async": False}, fsdp={"state_dict_type": "FULL_STATE_DICT"})
-    assert plan(whole, A100, step(topology=Topology(shard=16))).host_gib_per_machine["staging"] == 12_000 / GIB, "rank 0 gathers it all"
-    assert made.run["steps"] == 10
+    assert plan(whole, A100, step(topology=Topology(shard=16))).host_gib_per_machine.staging == 12_000 / GIB, "rank 0 gathers it all"
+    assert made.run.steps == 10
 
 
 def test_pinned_memory_is_counted_in_the_powers_of_two_that_torch_pins() -> None:
@@ -113,20 +113,20 @@ def test_pinned_memory_is_counted_in_the_powers_of_two_that_torch_pins() -> None
     third = 3 * GIB
     hand = Hand().hold(0, GIB).hold(1, third, kind="parameters", host=True).hold(2, third, kind="optimizer state", host=True)
     moved = hand.hold(3, third, host=True).hold(3, -third, host=True).hold(4, 2 * GIB, host=True)
-    assert plan(resolved(), A100, moved.op("mm", flops=1e12).trace()).host_gib_per_machine["offloaded"] == 8 * (4 + 3 + 4)
+    assert plan(resolved(), A100, moved.op("mm", flops=1e12).trace()).host_gib_per_machine.offloaded == 8 * (4 + 3 + 4)
 
 
 def test_merge_that_keeps_dtypes_has_the_size_of_the_checkpoint() -> None:
     half_frozen = step()
     half_frozen = replace(half_frozen, counts=replace(half_frozen.counts, trained_parameters=500, parameter_bytes=3000))
-    assert plan(resolved(merge={"dtype": "keep"}), A100, half_frozen).disk_gib["merged"] == 3000 / GIB
-    assert plan(resolved(merge={"dtype": "fp32"}), A100, half_frozen).disk_gib["merged"] == 4000 / GIB
+    assert plan(resolved(merge={"dtype": "keep"}), A100, half_frozen).disk_gib.merged == 3000 / GIB
+    assert plan(resolved(merge={"dtype": "fp32"}), A100, half_frozen).disk_gib.merged == 4000 / GIB
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 16), (1.5, 24), (0.1, 2), (2.01, 33)])
 def test_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
     recipe = resolved(training={"max_steps": -1, "num_train_epochs": epochs})
-    assert plan(recipe, A100, step(), rows=1000).run["steps"] == steps, "sixteen steps of 64 rows an epoch, the last one short"
+    assert plan(recipe, A100, step(), rows=1000).run.steps == steps, "sixteen steps of 64 rows an epoch, the last one short"
 
 
 @pytest.mark.parametrize("active", [1000, 400, None])
@@ -158,6 +158,6 @@ def test_every_plan_reports_its_errors() -> None:
     over: Plan = plan(resolved(gpus=16, machines=2), A100, step(topology=Topology(shard=16)))
     alone: Plan = plan(resolved(), A100, step())
     assert over.errors["step_seconds"] != alone.errors["step_seconds"]
-    assert alone.errors["step_seconds"]["rows"] > 0
-    assert alone.errors["step_seconds"]["median_percent"] <= 10
-    assert over.errors["step_seconds"]["median_percent"] <= 20
+    assert alone.errors["step_seconds"].rows > 0
+    assert alone.errors["step_seconds"].median_percent <= 10
+    assert over.errors["step_seconds"].median_percent <= 20

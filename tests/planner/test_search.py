@@ -241,28 +241,28 @@ def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
     ranking = Ranking(tuple(each for each in ranking.ranked if not each.recipe.fsdp.offload_params), None)
     found = smallest_hardware(search, recipe, ranking.ranked)
     assert found is not None
-    assert (found["gpu"], found["num_processes"]) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
+    assert (found.gpu, found.num_processes) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
 
 
 def test_more_gpus_are_proposed_if_no_gpu_is_large_enough() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(1500)
     found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
     assert found is not None
-    assert (found["gpu"], found["num_processes"]) == ("H200", 16)
+    assert (found.gpu, found.num_processes) == ("H200", 16)
 
 
 def test_more_gpus_keep_the_global_batch() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(1500)
     found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
     assert found is not None
-    assert found["recipe_changes"]["training.gradient_accumulation_steps"] == 64 // 16
+    assert found.recipe_changes["training.gradient_accumulation_steps"] == 64 // 16
 
 
 def test_proposed_gpu_for_fp8_supports_fp8() -> None:
     recipe, tracer = resolved(gpus=2, precision={"mixed_precision": "fp8"}), ModelTracer(55)
     found = smallest_hardware(Search(find_hardware("L4"), tracer), recipe, ())
     assert found is not None
-    assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
+    assert found.gpu == "L40S", "an A100-40GB would be large enough"
 
 
 HUB_MODEL = {"from_config": None, "name_or_path": "meta-llama/Llama-3.1-8B"}
@@ -300,9 +300,9 @@ def test_only_qlora_is_planned_for_a_recipe_with_adapters() -> None:
 def test_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
     tracer = ModelTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
-    assert [(row["num_processes"], row["num_machines"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
+    assert [(row.num_processes, row.num_machines) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
     rows = scaling_table(Search(A100, tracer), resolved(gpus=16))
-    assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
+    assert next(row.num_machines for row in rows if row.num_processes == 16) == 1, "sixteen on one machine, as the recipe says"
 
 
 def test_scaling_of_many_ranks_is_interpolated() -> None:
@@ -322,7 +322,7 @@ def test_shards_of_experts_are_traced_at_every_size() -> None:
     """The number of ranks decides in which dimension experts are sharded, which no line through two sizes shows."""
     tracer = MixtureTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved())
-    assert {recipe.world_size for recipe in tracer.seen} == {row["num_processes"] for row in rows} == {1 << power for power in range(11)}
+    assert {recipe.world_size for recipe in tracer.seen} == {row.num_processes for row in rows} == {1 << power for power in range(11)}
 
 
 def test_unknown_time_still_ranks_what_fits() -> None:
@@ -337,12 +337,12 @@ def test_unknown_time_still_ranks_what_fits() -> None:
 def test_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> None:
     tracer = ModelTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved(fsdp={"sharding_strategy": strategy}))
-    assert [row["num_processes"] for row in rows] == [1 << power for power in range(11)]
-    assert [row["num_machines"] for row in rows][-1] == 128
-    speeds = [row["efficiency"] for row in rows]
+    assert [row.num_processes for row in rows] == [1 << power for power in range(11)]
+    assert [row.num_machines for row in rows][-1] == 128
+    speeds = [row.efficiency for row in rows]
     assert speeds[0] == 1.0
     assert speeds[-1] <= speeds[3] + 1e-9
-    shards = [row["peak_reserved_gib"] for row in rows]
+    shards = [row.peak_reserved_gib for row in rows]
     assert (shards[0] > shards[-1]) == (strategy == "FULL_SHARD")
 
 

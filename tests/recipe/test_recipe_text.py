@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.recipe.read.foreign.importing import scalar
-from fsdp_tune.recipe.read.yaml_tree import MappingNode, compose, plain_value
+from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SCALARS = st.one_of(TEXT, st.integers(-(10**15), 10**15), st.booleans(), st.floats(1e-9, 1e9), st.sampled_from(["no", "1_0", "0o7", "1e5"]))

@@ -1,13 +1,7 @@
-"""Rows of an evaluation, what is asked about them, and the statistics of the answers.
-
-The examples of a prepared set, each with its prompt and its answer: the ids that training sees.
-
-The requests to the process that scores (the models, the prepared sets and the measure) and to the one that answers prompts.
-
-Intervals of a metric over rows, and the comparison of two models on the same rows. Levels are 95 %.
+"""Rows of an evaluation with their prompts and answers, the requests to the processes that run models, and the statistics of the answers.
 
 A row has a total and a count. A metric is the sum of the totals over the sum of the counts: rows that match over rows, token losses over
-tokens. So rows are the units that are resampled, and tokens of one row stay together.
+tokens. So rows are the units that are resampled, and tokens of one row stay together. Levels of intervals are 95 %.
 """
 
 from __future__ import annotations

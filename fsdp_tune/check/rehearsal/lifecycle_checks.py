@@ -1,8 +1,7 @@
-"""Child processes of a rehearsal: `fsdp-tune` itself, and the two scripts in `check/parity/` that need torch.
+"""The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
 
-The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
-
-Torch-free: the checks run commands as a user would, and read the files that these write.
+Torch-free: the checks run `fsdp-tune` itself, as a user would, and the two scripts in `check/parity/` that need torch, as child
+processes, and read the files that these write.
 """
 
 from __future__ import annotations

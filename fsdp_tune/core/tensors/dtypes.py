@@ -1,9 +1,4 @@
-"""The element types of stored tensors, and where their elements are in a file.
-
-The element types of checkpoints: torch's name, safetensors' name, bytes, and the numpy type that holds them.
-
-Where the elements of a stored tensor are in a file.
-"""
+"""The element types of stored tensors: torch's name, safetensors' name, bytes, and the numpy type; and where the elements are in a file."""
 
 from __future__ import annotations
 

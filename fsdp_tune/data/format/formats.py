@@ -1,6 +1,6 @@
-"""Read the functions of a row, and check its calls and results against them.
+"""Convert rows of seven formats to joined text, a chat or token ids, with a trained flag for each part.
 
-Convert rows of seven formats to joined text, a chat or token ids, with a trained flag for each part.
+The functions of a row are read too, and its calls and results are checked against them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rows of files: JSON text, Parquet and Arrow.
+"""Read rows of files: JSON text, Parquet and Arrow.
 
-Read rows from JSON text. Refuses duplicate keys, NaN, unpaired surrogates, oversized numbers and excessive nesting.
-
-Read rows of Parquet and Arrow files, counted from 1. A few megabytes of rows at a time are converted to Python objects.
+JSON with duplicate keys, NaN, unpaired surrogates, oversized numbers or excessive nesting is refused. Rows of Parquet and Arrow are
+counted from 1, and a few megabytes of them at a time are converted to Python objects.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
@@ -33,11 +34,15 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
         publish(stage, final, replace=final.exists())
         return final
     stage = _stage_of_run(run)
+    built = stage / "run"
+    if (built / final.name).is_dir() and not (stage / final.name).exists():  # of a process that was killed before the last rename
+        DISK.rename(built / final.name, stage / final.name)
     _fill(remote, found.name, found.manifest, stage / final.name, advance)
     DISK.mkdir(stage / run_folder(found.name))
     (stage / run_folder(found.name)).chmod(0o700)  # the recipe and the environment are private
     _fill(remote, run_folder(found.name), found.run_files, stage / run_folder(found.name), advance)
-    with staged_directory(run.path, last=run.recipe_json.name) as inside:
+    fills = needs_filling(run.path)
+    with staged_directory(run.path, last=run.recipe_json.name) if fills else _built(built, run.path) as inside:
         DISK.mkdir(RunDir(inside).logs)
         if identity is not None:
             MirrorIdentity(identity).write(RunDir(inside).mirror_json)
@@ -45,6 +50,16 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
         DISK.rename(stage / final.name, inside / final.name)
     shutil.rmtree(stage, ignore_errors=True)
     return final
+
+
+@contextmanager
+def _built(stage: Path, final: Path) -> Iterator[Path]:
+    """Yield an empty directory and publish it, as `staged_directory`; that of a killed process is used again."""
+    shutil.rmtree(stage, ignore_errors=True)
+    DISK.mkdir(stage)
+    yield stage
+    fsync_tree(stage)
+    publish(stage, final)
 
 
 def _stage_of_run(run: RunDir) -> Path:

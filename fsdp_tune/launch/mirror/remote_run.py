@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.launch.mirror.writer import WRITERS
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_inside
 from fsdp_tune.run.records import Document
@@ -30,6 +31,7 @@ RUN_FILES_KIND = "fsdp-tune run files"
 MODEL_KIND = "fsdp-tune model"
 RUN_FILES = ("recipe.yaml", "recipe.json", "data.json", "environment.json", "plan.json", "readback.json", "trackers.json", "metrics.jsonl")
 """What a resume and a merge read, next to the files in `model/`. Not launch.json, which has the variables of this machine, and no logs."""
+PROBE = ".probe-"
 PROBE_WAITS = (1.0, 2.0)
 """Seconds before the first requests of a command are repeated: the user waits for them."""
 
@@ -88,7 +90,7 @@ class RemoteRun:
         """Write, read and remove a small file. Raises: UrlError."""
         if not self.directory.has_place():
             raise UrlError(f"there is no directory {self.directory.url.rpartition('/')[0]}: is it mounted?", "absent")
-        name, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(64)
+        name, data = f"{PROBE}{secrets.token_hex(6)}", secrets.token_bytes(64)
         self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
             raise UrlError("a file that was just written does not read back", "other")
@@ -114,8 +116,9 @@ class RemoteRun:
         return sorted((step for step in steps if f"{run_folder(f'checkpoint-{step}')}/{MANIFEST_NAME}" in listing), reverse=True)
 
     def pending_steps(self, listing: Listing) -> list[int]:
-        """Return the steps of checkpoints that this tool has started or taken back, newest first."""
-        found = (CHECKPOINT_NAME.fullmatch(name.partition("/")[0]) for name in listing if name.endswith(f"/{PENDING_NAME}"))
+        """Return the steps of checkpoints that this tool has started or taken back, newest first. Their run's files come first."""
+        folders = (name.partition("/")[0].removesuffix(run_folder("")) for name in listing if name.endswith(f"/{PENDING_NAME}"))
+        found = (CHECKPOINT_NAME.fullmatch(folder) for folder in folders)
         steps = {int(match[1]) for match in found if match is not None}
         return sorted(steps - set(self.complete_steps(listing)), reverse=True)
 
@@ -160,7 +163,6 @@ class RemoteRun:
         for name, entries in sorted(self._take_back(folder, manifest.kind, listing).items()):
             if entries != {manifest.files.get(name)}:  # also of the same size: another machine goes by the size
                 self.directory.remove(f"{folder}/{name}")
-        self._remove_stages(folder, listing)
         self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
 
     def finish(self, folder: str, manifest: Manifest) -> None:
@@ -205,16 +207,24 @@ class RemoteRun:
         for folder, kind in ((name, CHECKPOINT_KIND), (run_folder(name), RUN_FILES_KIND)):
             for file in sorted(self._take_back(folder, kind, listing)):
                 self.directory.remove(f"{folder}/{file}")
-            self._remove_stages(folder, listing)
             self.directory.remove(f"{folder}/{MISSING_NAME}")
             self.directory.remove(f"{folder}/{PENDING_NAME}")
             self.directory.remove_empty_folders(folder)
 
-    def _remove_stages(self, folder: str, listing: Listing) -> None:
-        """Remove the halves of files that a killed process leaves on a disk."""
+    def remove_stages(self, listing: Listing) -> None:
+        """Remove the halves of files that killed owners of the mirror leave on a disk, but not what other commands may be writing."""
         for name in listing:
-            if name.startswith(f"{folder}/") and STAGE_MARK in name.rpartition("/")[2]:
+            folder, _, file = name.rpartition("/")
+            if file.startswith(".") and STAGE_MARK in file and folder != WRITERS and PROBE not in file:
                 self.directory.remove(name)
+                if folder:
+                    self.directory.remove_empty_folders(folder)
+
+    def remove_incomplete(self, listing: Listing, *, but: int | None) -> None:
+        """Remove the checkpoints that are not complete, except that of step `but`."""
+        for step in self.pending_steps(listing):
+            if step != but:
+                self.remove(step, listing)
 
     def rotate(self, keep: int | None, *, kept: Collection[int], listing: Listing) -> list[int]:
         """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one replaces.
@@ -259,6 +269,8 @@ def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpT
         case "clock":
             hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
             return usage_error("mirror-clock", message, where=where, hint=hint)
+        case "full":
+            return usage_error("mirror-full", message, where=where, hint=f"free space there, or correct {named}")
         case "credentials" | "other":
             hint = (
                 "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "

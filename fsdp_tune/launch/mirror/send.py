@@ -5,7 +5,7 @@
 follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
 One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
 have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
-CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has none yet.
+CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Sender:
         keep: int | None = None,
         claim: str | None = None,
     ) -> None:
-        """`claim`: that of the command, `Writer.key`; None claims the mirror when it is opened. Machines other than the first have none."""
+        """`claim`: that of the command, `Writer.key`; None if it has not tried. Machines other than the first have none."""
         self._has_others = has_others
         self._writer = Writer(remote.directory, run.path)
         if claim is not None:
@@ -140,6 +140,8 @@ class Sender:
         self._done: dict[str, tuple[int, int] | None] = {}
         """Identity of the file that completes a local folder, for those that the mirror has or that are damaged."""
         self._refused: dict[str, str] = {}
+        self._there: set[str] = set()
+        """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are not reported as missing."""
         self._note()
 
     def open(self, start_step: int | None) -> None:
@@ -152,15 +154,17 @@ class Sender:
         elif there != own:
             raise UrlError(f"{self._remote.url} has the checkpoints of another run", "other")
         listing = self._remote.directory.list()
+        self._remote.remove_stages(listing)
         steps = self._remote.complete_steps(listing)
         later = [] if start_step is None else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
         for step in later:
             self._remote.take_back(step, listing)
+        self._there = {f"checkpoint-{step}" for step in steps if step not in later}
         self._note(newest_step=next((step for step in steps if step not in later), None))
 
     def _claim(self) -> None:
         """Own the mirror from now on. Raises: UrlError while another command does."""
-        if self._writer.key is not None:
+        if self._writer.is_owner:
             return
         try:
             self._writer.claim()
@@ -193,6 +197,10 @@ class Sender:
             self._done[name] = identity
             self._refused[name] = f"{name} is damaged on this disk and is not sent: {error}"
             raise ContentError(self._refused[name]) from error
+        except UrlError as error:
+            if error.refusal == "full":  # parts of older checkpoints would keep a newer one out
+                self._remote.remove_incomplete(self._remote.directory.list(), but=step)
+            raise
         self._done[name] = identity
         self._refused.pop(name, None)
         if size_bytes:
@@ -337,6 +345,7 @@ class Sender:
         self._note(error=text)
 
     def note_progress(self, waiting: list[str]) -> None:
+        waiting = [name for name in waiting if name not in self._there]
         sizes = [sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file()) for name in waiting]
         self._note(waiting=waiting, left_bytes=sum(sizes))
 

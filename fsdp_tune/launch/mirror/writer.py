@@ -97,14 +97,19 @@ class Writer:
         self._beats: threading.Thread | None = None
 
     @property
-    def key(self) -> str | None:
-        """Return what another process of this command passes to `adopt`, or None if the mirror is not claimed."""
-        return f"{self._number}:{self._record.owner.claim}" if self._number is not None else None
+    def is_owner(self) -> bool:
+        """Whether the mirror has been claimed; `check` finds out whether it still is."""
+        return self._number is not None
+
+    @property
+    def key(self) -> str:
+        """Return what another process of this command passes to `adopt`."""
+        return f"{self._number or 0}:{self._record.owner.claim}"
 
     def adopt(self, key: str) -> None:
-        """Write under the claim of the process that started this one, which keeps it."""
+        """Write under the claim of the process that started this one, which keeps it, or claim in its place if it has not succeeded."""
         number, _, claim = key.partition(":")
-        self._number = int(number)
+        self._number = int(number) or None
         self._record = replace(self._record, owner=replace(self._record.owner, claim=claim))
 
     def claim(self) -> WriterRecord | None:
@@ -116,20 +121,15 @@ class Writer:
         if number := max(numbers, default=0):
             raw = self._directory.read(_name(number))
             other = WriterRecord.from_json(raw) if raw is not None else None
-            if other is None or not other.has_ended:
+            is_own = other is not None and other.owner.claim == self._record.owner.claim  # whose answer was lost
+            if not is_own and (other is None or not other.has_ended):
                 self._require_dead(number, raw, other)
                 taken = other
-        is_exclusive = self._create(number + 1)
-        if not is_exclusive:
+        if not self._create(number + 1):
             time.sleep(SETTLE_SECONDS)
+            if not self._is_mine(number + 1):
+                raise MirrorInUseError(None, is_certain=False)
         self._number = number + 1
-        try:
-            self.check()
-        except UrlError as error:
-            self._number, self._is_lost = None, False
-            if error.refusal is None:
-                raise
-            raise MirrorInUseError(None, is_certain=False) from error
         for old in numbers:
             with suppress(UrlError):
                 self._directory.remove(_name(old))
@@ -159,7 +159,8 @@ class Writer:
         if not self._is_lost:
             highest = max(self._numbers(), default=0)
             if not highest and not self._is_mine(number):  # someone has emptied the mirror
-                self._create(number)
+                with suppress(MirrorInUseError):  # another command was faster
+                    self._create(number)
             self._is_lost = (highest or number) != number or not self._is_mine(number)
         if self._is_lost:
             raise UrlError("another command has taken it over, since this one was silent for a minute", "other")
@@ -170,7 +171,7 @@ class Writer:
         if self._beats is not None:
             self._beats.join(RELEASE_SECONDS)
             if not self._beats.is_alive() and not self._is_away:
-                with suppress(UrlError, MirrorInUseError):
+                with suppress(OSError):
                     self._write(has_ended=True)
             self._beats = None
         self._number = None
@@ -180,7 +181,7 @@ class Writer:
             try:
                 self._write()
                 self._is_away = False
-            except (UrlError, MirrorInUseError):
+            except OSError:
                 self._is_away = True
 
     def _write(self, *, has_ended: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Read the tables of contents of the checkpoints to merge, and compare them with the files and with each other.
 
-Find the weights in a tree of folders that another tool wrote, such as {model, optimizer}: by the names of what each folder holds.
+In a tree of folders that another tool wrote, such as {model, optimizer}, the weights are found by the names of what each folder holds.
 """
 
 from __future__ import annotations

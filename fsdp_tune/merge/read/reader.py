@@ -1,10 +1,7 @@
-"""What a source of tensors is: names, readers of byte ranges, and the tensors in them.
+"""What a source of tensors is: named tensors made of chunks, the location of each chunk's elements, and positional reads of them.
 
-Select the model's entries of a checkpoint and map them to its parameter names. docs/guide/merging.md has the table.
-
-Positional reads of checkpoint files: exact, bounded, through descriptors that all threads share.
-
-The common representation of checkpoints: named tensors made of chunks, and the location of each chunk's elements.
+Reads are exact and bounded, through descriptors that all threads share. The model's entries of a checkpoint are selected and mapped to
+its parameter names; docs/guide/merging.md has the table.
 """
 
 from __future__ import annotations

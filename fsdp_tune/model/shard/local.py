@@ -1,13 +1,7 @@
-"""Parameters of a sharded model, by name and by the part that a rank holds.
+"""Parameters of a sharded model: the part that a rank holds, dtypes by the names of recipes, and names and class without wrappers.
 
-torchao's tensors: whether it is installed, and weights that are gathered in fp8, in a subclass that the rest of the package unwraps.
-
-The inner shard is what is stored, saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for the full
-weight, which all ranks compute beforehand.
-
-This rank's part of a tensor.
-
-Parameters of a model: dtypes by the names of recipes, names and class without wrappers, and which of them decay.
+Weights that are gathered in fp8 are in a subclass of torchao that the rest of the package unwraps. Its inner shard is what is stored,
+saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for the full weight, which all ranks compute beforehand.
 """
 
 from __future__ import annotations

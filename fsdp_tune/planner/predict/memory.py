@@ -1,10 +1,7 @@
-"""The memory of a step over time, its totals by component, and whether it fits.
+"""Predict the memory of a step over time and by component, whether it fits, and disk use, host memory and the steps of a run.
 
-Replay the allocations of a trace through the caching allocator: peak device memory by component and time.
-
-Predict disk use, host memory and the number of steps of a run.
-
-Decide whether a recipe fits a GPU, from reserved memory, memory outside the allocator, and the error of the prediction.
+The allocations of a trace are replayed through the caching allocator. Whether a recipe fits follows from reserved memory, memory outside
+the allocator, and the error of the prediction.
 """
 
 from __future__ import annotations

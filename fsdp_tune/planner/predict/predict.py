@@ -1,14 +1,21 @@
-"""`plan(recipe, hardware, trace)`: predict memory, time and cost of one recipe on one kind of GPU."""
+"""`plan(recipe, hardware, trace)`: predict memory, time and cost of one recipe on one kind of GPU.
+
+`calibrate` learns from a run on this machine one factor for the compute time of its GPU model.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import statistics
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.families import expert_count
-from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, mfu
+from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, detect, mfu
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, disk, fit, host_memory, total_steps
@@ -17,6 +24,179 @@ from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import batch_arithmetic
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.records import Environment
+
+# ---- Calibration
+
+
+FEWEST_LINES = 3
+"""Lines of metrics.jsonl, without the first one, which includes the warm-up."""
+_FACTORS = (0.1, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    recipe: Recipe
+    step_seconds: float
+    """Median over the lines of metrics.jsonl."""
+    steps: int
+
+
+def read_run(path: Path, hardware: Hardware) -> Measured:
+    """Return the measured step time of a run on `hardware`. Raises: FsdpTuneError for a run on another device, or with too few lines."""
+    run = RunDir(path)
+    try:
+        recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+        devices = (Environment.read(run.environment_json) or Environment()).devices
+        lines = read_metrics(run)
+    except (OSError, ValueError) as error:
+        raise usage_error("calibrate-no-run", f"{path} cannot be used for calibration: {error}") from error
+    found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None
+    if found is None or found.name != hardware.name:
+        ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
+        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and {hardware.name} is to be calibrated")
+    took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
+    if len(took) < FEWEST_LINES:
+        raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed")
+    return Measured(recipe, statistics.median(seconds for _, seconds in took), int(took[-1][0]))
+
+
+def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> tuple[Efficiency, float]:
+    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted before."""
+    machines = measured.recipe.launch.num_machines
+    try:
+        predicted = step_time(trace, hardware, machines).step_seconds
+        low, high = _FACTORS
+        for _ in range(20):
+            middle = (low * high) ** 0.5
+            slower = step_time(trace, hardware, machines, scaled(efficiency_of(hardware), middle)).step_seconds
+            low, high = (middle, high) if slower < measured.step_seconds else (low, middle)
+    except UnknownFigure as error:
+        raise usage_error("calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}") from error
+    factor = (low * high) ** 0.5
+    known = _read(cache)
+    known[hardware.name] = {"factor": factor, "steps": measured.steps}
+    cache.mkdir(parents=True, exist_ok=True)
+    write_json(_file(cache), known)
+    return scaled(efficiency_of(hardware), factor), measured.step_seconds / predicted
+
+
+def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
+    """Return the constants for compute that takes `factor` times as long."""
+    return replace(
+        efficiency,
+        matmul=efficiency.matmul / factor,
+        attention_forward=efficiency.attention_forward / factor,
+        attention_backward=efficiency.attention_backward / factor,
+        bandwidth=efficiency.bandwidth / factor,
+        is_measured=True,
+    )
+
+
+def calibrated_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
+    """Return the calibrated constants of a GPU on this machine; None if it was not calibrated."""
+    found = _read(cache).get(hardware.name)
+    return scaled(efficiency_of(hardware), found["factor"]) if found else None
+
+
+def _file(cache: Path) -> Path:
+    return cache / "calibration.json"
+
+
+def _read(cache: Path) -> dict[str, dict[str, float]]:
+    path = _file(cache)
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it") from error
+
+
+# ---- Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts(JsonAnswer):
+    """Where the seconds of a step go. Communication and computation overlap."""
+
+    phases: dict[str, float]
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    """Communication that nothing hides."""
+    waiting_for_host_seconds: float
+    """The GPU waits until the host has issued its next kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentGib(JsonAnswer):
+    """What each GPU sends in a step."""
+
+    within_machine: float | None
+    between_machines: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostGib(JsonAnswer):
+    """Host memory of the machine with most, in addition to Python, torch and CUDA."""
+
+    peak: float
+    loading: float
+    offloaded: float
+    staging: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGib(JsonAnswer):
+    checkpoint: float
+    checkpoints_at_most: float | None
+    """Null if all checkpoints are kept."""
+    merged: float
+    cache: float | None
+    """Null if the data is not prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTotals(JsonAnswer):
+    steps: int | None
+    seconds: float | None
+    dollars: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FigureError(JsonAnswer):
+    """Error of a figure on published runs."""
+
+    median_percent: float | None
+    p90_percent: float | None
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow(JsonAnswer):
+    """The recipe on another number of GPUs, with as many sequences on each."""
+
+    num_processes: int
+    num_machines: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+    """Of all GPUs."""
+    fits: Fits
+    peak_reserved_gib: float
+    efficiency: float | None
+    """Speed of a GPU relative to that in the smallest number of GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestHardware(JsonAnswer):
+    """The least hardware that fits, and the recipe for it."""
+
+    gpu: str
+    num_processes: int
+    recipe_changes: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +220,16 @@ class Plan:
     step_seconds: float | None
     tokens_per_second_per_device: float | None
     mfu: float | None
-    time: dict[str, Any]
-    communication_gib: dict[str, float | None]
-    host_gib_per_machine: dict[str, float]
-    disk_gib: dict[str, float | None]
-    run: dict[str, float | None]
+    time: StepParts | None
+    communication_gib: SentGib
+    host_gib_per_machine: HostGib
+    disk_gib: DiskGib
+    run: RunTotals
     batch: str
     rate: str
     """Learning rate at the start, at its peak, and at the end."""
     tokens_per_step: int
-    errors: dict[str, Any]
-    """Error of each figure on published runs: median, 90th percentile, rows."""
+    errors: dict[str, FigureError]
     unknown: list[str]
     assumptions: list[str]
     recipe_changes: dict[str, Any]
@@ -60,9 +239,9 @@ class Plan:
     decided: dict[str, str] = field(default_factory=dict[str, str])
     """Values that the recipe leaves to the plan, by key, each with its reason."""
     alternatives: tuple[Plan, ...] = ()
-    scaling: tuple[dict[str, Any], ...] = ()
+    scaling: tuple[ScalingRow, ...] = ()
     best_because: str | None = None
-    smallest_hardware: dict[str, Any] | None = None
+    smallest_hardware: SmallestHardware | None = None
     other_trainings: tuple[Plan, ...] = ()
     """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model: nothing applies them."""
     memory: Memory | None = None
@@ -70,12 +249,29 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON, without alternatives of alternatives and without timeline."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
+        found = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
+        found["errors"] = {name: error.as_dict() for name, error in self.errors.items()}
+        found["scaling"] = [row.as_dict() for row in self.scaling]
         for name in ("alternatives", "other_trainings"):
-            fields[name] = [_short(other) for other in getattr(self, name)]
-        return fields
+            found[name] = [_short(other) for other in getattr(self, name)]
+        return found
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Self:
+        """Return the plan of `as_dict` without other plans. Raises: TypeError, ValueError or KeyError for other fields."""
+        parts: dict[str, Any] = {
+            "time": None if found["time"] is None else StepParts(**found["time"]),
+            "communication_gib": SentGib(**found["communication_gib"]),
+            "host_gib_per_machine": HostGib(**found["host_gib_per_machine"]),
+            "disk_gib": DiskGib(**found["disk_gib"]),
+            "run": RunTotals(**found["run"]),
+            "errors": {name: FigureError(**error) for name, error in found["errors"].items()},
+        }
+        return cls(**{name: value for name, value in found.items() if name not in _OF_THE_SEARCH} | parts)
 
 
+_OF_THE_SEARCH = ("alternatives", "other_trainings", "scaling", "best_because", "smallest_hardware")
 SHORT = (
     "place",
     "recipe_changes",
@@ -187,45 +383,39 @@ def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[st
     return None if speed is None or size is None else mfu(size, float(trace.shapes.tokens), speed, peak)
 
 
-def _time(timed: StepTime | None) -> dict[str, Any]:
+def _time(timed: StepTime | None) -> StepParts | None:
     if timed is None:
-        return {}
-    return {
-        "phases": timed.phases,
-        "compute_seconds": timed.compute_seconds,
-        "communication_seconds": timed.communication_seconds,
-        "exposed_seconds": timed.exposed_seconds,
-        "waiting_for_host_seconds": timed.issue_seconds,
-    }
+        return None
+    return StepParts(
+        phases=timed.phases,
+        compute_seconds=timed.compute_seconds,
+        communication_seconds=timed.communication_seconds,
+        exposed_seconds=timed.exposed_seconds,
+        waiting_for_host_seconds=timed.issue_seconds,
+    )
 
 
-def _communication(timed: StepTime | None) -> dict[str, float | None]:
-    return {
-        "within_machine": timed.volume.machine_link_bytes / GIB if timed else None,
-        "between_machines": timed.volume.network_bytes / GIB if timed else None,
-    }
+def _communication(timed: StepTime | None) -> SentGib:
+    if timed is None:
+        return SentGib(None, None)
+    return SentGib(timed.volume.machine_link_bytes / GIB, timed.volume.network_bytes / GIB)
 
 
-def _host(recipe: Recipe, trace: Trace, memory: Memory) -> dict[str, float]:
+def _host(recipe: Recipe, trace: Trace, memory: Memory) -> HostGib:
     host = host_memory(recipe, trace, memory)
-    parts = {name.removesuffix("_bytes"): size / GIB for name, size in asdict(host).items()}
-    return {"peak": host.peak_bytes / GIB, **parts}
+    return HostGib(host.peak_bytes / GIB, host.loading_bytes / GIB, host.offloaded_bytes / GIB, host.staging_bytes / GIB)
 
 
-def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) -> dict[str, float | None]:
+def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) -> DiskGib:
     needed = disk(recipe, trace, tokens)
     if needed.cache_bytes is None:
         unknown.append("disk_gib.cache: the data is not prepared")
     most = None if needed.most_checkpoints is None else needed.most_checkpoints * needed.checkpoint_bytes / GIB
-    return {
-        "checkpoint": needed.checkpoint_bytes / GIB,
-        "checkpoints_at_most": most,
-        "merged": needed.merged_bytes / GIB,
-        "cache": None if needed.cache_bytes is None else needed.cache_bytes / GIB,
-    }
+    cache = None if needed.cache_bytes is None else needed.cache_bytes / GIB
+    return DiskGib(needed.checkpoint_bytes / GIB, most, needed.merged_bytes / GIB, cache)
 
 
-def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> dict[str, float | None]:
+def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> RunTotals:
     steps = total_steps(recipe, rows)
     if steps is None:
         unknown.append("run.steps: the number of rows is known after the data is prepared")
@@ -234,7 +424,7 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
     cost = seconds / 3600 * recipe.world_size * price if seconds is not None and price is not None else None
     if price is None:
         unknown.append("run.dollars: no price is given (`dollars_per_hour` of a GPU file)")
-    return {"steps": steps, "seconds": seconds, "dollars": cost}
+    return RunTotals(steps, seconds, cost)
 
 
 def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
@@ -271,8 +461,8 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
 TABLE = Path(__file__).with_name("accuracy.json")
 
 
-def accuracy(machines: int) -> dict[str, Any]:
-    """Return {median_percent, p90_percent, rows} by figure, on sources without fitted constants; time for one machine or for several."""
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+def accuracy(machines: int) -> dict[str, FigureError]:
+    """Return the error of each figure on sources without fitted constants; that of time for one machine or for several."""
+    table = {name: FigureError(**row) for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items()}
     time = table["step_seconds_over_machines" if machines > 1 else "step_seconds_on_one_machine"]
     return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {"step_seconds": time}

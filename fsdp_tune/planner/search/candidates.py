@@ -24,7 +24,7 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, full_depth, prime_for
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, DTYPE_BYTES
-from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.predict.predict import Plan, ScalingRow, plan
 from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace_format import Counts, Trace
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
@@ -271,27 +271,27 @@ def rank(found: PlannedRecipe) -> tuple[int, float, float]:
 SIZES = tuple(1 << power for power in range(11))
 
 
-def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
+def scaling_table(search: Search, recipe: Recipe) -> list[ScalingRow]:
     """Return one row per size: seconds of a step, tokens of all GPUs, efficiency against single GPUs, memory.
 
     Only full machines are used. Where the recipe fits on no size, there is no row.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[ScalingRow] = []
     for other, trace in _traced(search, recipe):
         made = plan(other, search.hardware, trace, efficiency=search.efficiency)
         speed = made.tokens_per_second_per_device
         rows.append(
-            {
-                "num_processes": other.world_size,
-                "num_machines": other.launch.num_machines,
-                "step_seconds": made.step_seconds,
-                "tokens_per_second": None if speed is None else speed * other.world_size,
-                "fits": made.fits,
-                "peak_reserved_gib": made.peak_reserved_gib,
-                "efficiency": None,
-            }
+            ScalingRow(
+                num_processes=other.world_size,
+                num_machines=other.launch.num_machines,
+                step_seconds=made.step_seconds,
+                tokens_per_second=None if speed is None else speed * other.world_size,
+                fits=made.fits,
+                peak_reserved_gib=made.peak_reserved_gib,
+                efficiency=None,
+            )
         )
-    return _with_efficiency(rows) if any(row["fits"] != "no" for row in rows) else []
+    return _with_efficiency(rows) if any(row.fits != "no" for row in rows) else []
 
 
 def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
@@ -328,13 +328,15 @@ def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
     return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
 
 
-def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_efficiency(rows: list[ScalingRow]) -> list[ScalingRow]:
     """Add the efficiency relative to the speed per GPU of the smallest size."""
-    first = rows[0]["tokens_per_second"] if rows else None
-    for row in rows:
-        if first and row["tokens_per_second"] is not None:
-            row["efficiency"] = row["tokens_per_second"] / row["num_processes"] / (first / rows[0]["num_processes"])
-    return rows
+    first = rows[0].tokens_per_second
+    if not first:
+        return rows
+    speed = first / rows[0].num_processes
+    return [
+        row if row.tokens_per_second is None else replace(row, efficiency=row.tokens_per_second / row.num_processes / speed) for row in rows
+    ]
 
 
 def machines_for(ranks: int, devices_per_machine: int) -> int:

@@ -14,6 +14,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.gpus import Hardware, known_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, fit, fit_into, workspace_bytes
+from fsdp_tune.planner.predict.predict import SmallestHardware
 from fsdp_tune.planner.search.candidates import (
     BATCH,
     CHECKPOINTING,
@@ -187,7 +188,7 @@ def _by_length(found: PlannedRecipe) -> tuple[int, int, float, float]:
     return order, -found.recipe.data.max_length, others[0], others[1]
 
 
-def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
+def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> SmallestHardware | None:
     """Return hardware for a recipe that does not fit: as many larger GPUs, else more of the same; None if 1,024 are not enough."""
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
     nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
@@ -200,11 +201,11 @@ def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedReci
     multiplies_in = "fp8" if computes_in_fp8(one) else one.compute_dtype
     for gpu in (gpu for gpu in larger if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(multiplies_in)):
         if fit(traced, gpu).answer == "yes":
-            return {"gpu": gpu.name, "num_processes": base.world_size, "recipe_changes": differences(base, one)}
+            return SmallestHardware(gpu.name, base.world_size, differences(base, one))
     return _more(search, base, one)
 
 
-def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
+def _more(search: Search, base: Recipe, one: Recipe) -> SmallestHardware | None:
     number = base.world_size * 2
     while number <= MOST_DEVICES:
         machines = max(1, -(-number // ranks_of_machine(base, search.hardware)))
@@ -212,7 +213,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
         other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
         if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
-            return {"gpu": search.hardware.name, "num_processes": number, "recipe_changes": differences(base, other)}
+            return SmallestHardware(search.hardware.name, number, differences(base, other))
         number *= 2
     return None
 

@@ -21,7 +21,7 @@ from fsdp_tune.model.shard.local import plain
 from fsdp_tune.planner.predict.depth import slice_for
 from fsdp_tune.planner.predict.fusion import Call
 from fsdp_tune.planner.trace import cuda_kernels as kernels
-from fsdp_tune.planner.trace.device import DEVICE, Clock, nothing, replaced
+from fsdp_tune.planner.trace.fake_gpu import DEVICE, Clock, nothing, replaced
 from fsdp_tune.planner.trace_format import KINDS, PHASES
 
 KIND = {name: index for index, name in enumerate(KINDS)}

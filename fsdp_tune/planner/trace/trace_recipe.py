@@ -47,13 +47,14 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.fusion import fuse
-from fsdp_tune.planner.trace import cuda_kernels, device
-from fsdp_tune.planner.trace.device import STREAMS, replaced
-from fsdp_tune.planner.trace.fake_model import (
+from fsdp_tune.planner.trace import cuda_kernels, fake_gpu
+from fsdp_tune.planner.trace.fake_gpu import (
+    STREAMS,
     build_traced,
     container_of,
     has_unit_of_several_layers,
     layer_signatures,
+    replaced,
     shallow_recipe,
     without_dropped,
 )
@@ -115,13 +116,13 @@ def _reach(recipe: Recipe) -> int:
 def fake_world(size: int) -> Iterator[None]:
     """Initialise the default process group; its collectives return immediately and leave their buffers unchanged."""
     assert not dist.is_initialized(), "a trace needs a separate process"
-    device.install()
-    device.install_autocast()
+    fake_gpu.install()
+    fake_gpu.install_autocast()
     cuda_kernels.install()
-    dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
+    dist.init_process_group(f"cpu:fake,{fake_gpu.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
     try:
         # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the last gradient.
-        on_accelerator = replaced(torch.accelerator, "current_stream", device.current_stream)
+        on_accelerator = replaced(torch.accelerator, "current_stream", fake_gpu.current_stream)
         with on_accelerator, CHUNKS.replaced(_Chunks):
             yield
     finally:

@@ -40,10 +40,9 @@ from fsdp_tune.model.step import (
     scale_gradients,
     total_norm,
 )
-from fsdp_tune.planner.trace import device
+from fsdp_tune.planner.trace import fake_gpu
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention, Rows, packed_rows
-from fsdp_tune.planner.trace.device import STREAMS, nothing, replaced, values_of_host
-from fsdp_tune.planner.trace.fake_model import attention_windows, on_fake_device
+from fsdp_tune.planner.trace.fake_gpu import STREAMS, attention_windows, nothing, on_fake_device, replaced, values_of_host
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
@@ -86,18 +85,18 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
 
     `kernel`: the attention of the run, in whose place sdpa is traced.
     """
-    where = torch.device(device.DEVICE, 0)
+    where = torch.device(fake_gpu.DEVICE, 0)
     attention = CudaAttention(_rows_of(kernel, is_packed=recipe.data.packing))
     has_masks = not has_variable_lengths(kernel)
     # Outside of the fake mode, since a mesh stores its ranks in a tensor.
-    mesh, groups = make_mesh(recipe, device.DEVICE), make_groups(recipe, device.DEVICE)
+    mesh, groups = make_mesh(recipe, fake_gpu.DEVICE), make_groups(recipe, fake_gpu.DEVICE)
     join_groups(model, groups)
     fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
     with values_of_host(), fake, masks, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
-        recorder = Recorder(device.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
+        recorder = Recorder(fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
-        convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
+        convert_to_fp8(recipe, model, fake_gpu.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)
         recorder.windows = () if has_masks else attention_windows(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
@@ -199,10 +198,10 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
     batch = _batch(recipe, where, rows, is_packed=bool(recipe.data.eval_packing))
     for tensor in batch.values():
         recorder.mark(tensor, "inputs")
-    with torch.no_grad(), rows_known(loaded.wrapped, batch), compute_context(recipe, device.DEVICE):
+    with torch.no_grad(), rows_known(loaded.wrapped, batch), compute_context(recipe, fake_gpu.DEVICE):
         loss, auxiliary = micro_batch_loss(loaded.wrapped, batch)
     del loss, auxiliary, batch
-    device.forget_weights()
+    fake_gpu.forget_weights()
 
 
 def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
@@ -222,7 +221,7 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
         smoothing = training_value(recipe.training, "label_smoothing_factor")
         loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
     del loss, loss_sum, batch
-    device.forget_weights()
+    fake_gpu.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
     for parameter in wrapped.parameters():
         if parameter.grad is not None:

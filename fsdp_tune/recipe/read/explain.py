@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import Problem, Where
-from fsdp_tune.recipe.read.yaml_tree import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
+from fsdp_tune.recipe.read.yaml_source import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.schema.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
 from fsdp_tune.recipe.schema.kinds import Text

@@ -24,8 +24,18 @@ from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
-from fsdp_tune.recipe.read.yaml_text import check_characters, read_text
-from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, Node, ScalarNode, compose, entries_of, plain_value
+from fsdp_tune.recipe.read.yaml_source import (
+    ListNode,
+    MappingEntry,
+    MappingNode,
+    Node,
+    ScalarNode,
+    check_characters,
+    compose,
+    entries_of,
+    plain_value,
+    read_text,
+)
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
 from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in

@@ -1,13 +1,7 @@
-"""Where features work: precisions, sequence parallelism, streams, LoRA and 4 bits.
+"""Where features work: fp8 and bf16, `parallelism.sp_size`, `data.streaming`, `lora:` and `quantization:`.
 
-Where fp8 and bf16 work. `FP8_RULES` are part of `rules.contradictions.RULES`; the limits of the model itself are in `model.kernels.float8`.
-
-Where `parallelism.sp_size` works. Part of `rules.contradictions.RULES`; `recipe.world` checks the ranks,
-`model.sequence_parallel` the model.
-
-Rules of `data.streaming`. Part of `rules.contradictions.RULES`.
-
-Where `lora:` and `quantization:` work. Part of `rules.contradictions.RULES`; the limits of the model itself are in `model.adapters.lora`.
+The rules are part of `rules.contradictions.RULES`. `recipe.world` checks the ranks of sequence parallelism; the limits of the model
+itself are in `model.kernels.float8`, `model.sequence_parallel` and `model.adapters.lora`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Schedules of the learning rate: their arguments, and the rates that they give over the run.
+"""Contradictions inside `training:`, and between it and `data.eval`; arguments of optimizers and of schedules.
 
-Arguments of optimizers, and where each optimizer works. Part of `rules.contradictions.RULES`.
-
-Contradictions inside `training:`, and between it and `data.eval`. Part of `rules.contradictions.RULES`.
+The rules are part of `rules.contradictions.RULES`.
 """
 
 from __future__ import annotations

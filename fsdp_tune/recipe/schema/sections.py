@@ -1,9 +1,4 @@
-"""The sections of a recipe but for `training:`: model, data, kernels, checkpoint, launch, merge.
-
-The sections `model:`, `data:`, `lora:` and `quantization:` of a recipe.
-
-The sections `kernels:`, `checkpoint:`, `launch:` and `merge:` of a recipe.
-"""
+"""The sections of a recipe but for `training:`: model, data, LoRA, quantization, kernels, checkpoint, launch, merge."""
 
 from __future__ import annotations
 

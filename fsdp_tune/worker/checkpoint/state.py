@@ -1,6 +1,6 @@
 """Convert the state of live objects to checkpoint contents and back, for any sharding at save and load.
 
-Resume: agree on a checkpoint over all ranks, and restore the state of model, optimizer, generators and schedule.
+To resume, all ranks agree on a checkpoint and restore the state of model, optimizer, generators and schedule.
 """
 
 from __future__ import annotations

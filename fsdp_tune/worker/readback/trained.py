@@ -1,7 +1,4 @@
-"""Read from the live modules what computes and is gathered in fp8, and compare it with the recipe.
-
-Compare what a run trains with the recipe: frozen parameters, adapters, their scales and their dtypes.
-"""
+"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and dtypes, and what is computed in fp8."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.check.comparison.runs import compare_lines
+from fsdp_tune.check.comparison.stages import compare_lines
 
 
 def lines(losses: list[float], *, every: int = 1, **fields: Any) -> list[dict[str, Any]]:

@@ -20,8 +20,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
 from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
 from fsdp_tune.recipe.read.tools import EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
-from fsdp_tune.recipe.read.yaml_text import read_text
-from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, compose
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 from fsdp_tune.recipe.scalars import ScalarError, parse_plain
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"

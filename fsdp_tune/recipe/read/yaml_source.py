@@ -1,24 +1,114 @@
-"""Explain a line that YAML cannot read: the probable mistake and what to type instead, without the parser's terms.
+"""Read a recipe's text, and parse it into a tree in which every value has its line and column; explain lines that YAML cannot read.
 
+The tree is built from the events of PyYAML's parser. `yaml.compose` keeps positions too, but it stops at the first problem, loses the
+position of an alias, and recurses as deep as the text is nested. `yaml.safe_load` follows YAML 1.1, and the last of two equal keys wins.
 PyYAML reports where it stopped, often the line below the mistake: `max_length:32` is the beginning of a text that may continue there.
-
-Parse the text of a recipe into a tree in which every value has its line and column. Built from the events of PyYAML's parser.
-
-`yaml.compose` keeps positions too, but it stops at the first problem, loses the position of an alias, and recurses as deep as the text is
-nested. `yaml.safe_load` follows YAML 1.1, and the last of two equal keys wins.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where
+from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
+
+# ---- The text: a regular UTF-8 file of limited size, or an error. Reading never blocks.
+
+
+MAX_FILE_BYTES = 256 << 10
+_UTF16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+_UTF8_BOM = b"\xef\xbb\xbf"
+# C0 controls except tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 has:
+# an editor does not count those, so every later line number would be wrong.
+_REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the decoded contents. Raises: FsdpTuneError if the path is not a readable text file."""
+    where = Where(str(path))
+    raw = _read_bytes(path, where, most_bytes)
+    if raw.startswith(_UTF16_OR_32) or b"\0" in raw[:4]:
+        raise _not_utf8("is UTF-16 or UTF-32", where)
+    if raw.startswith(_UTF8_BOM):
+        raise _not_utf8("begins with a byte order mark", where)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(f"is not UTF-8: byte 0x{raw[error.start]:02x}", _position(raw[: error.start].decode(), where)) from error
+    return check_characters(text, where)
+
+
+def check_characters(text: str, where: Where) -> str:
+    """Return `text` unchanged. Raises: FsdpTuneError with the position of the first character that breaks YAML or line numbers."""
+    if found := _REFUSED.search(text):
+        position = _position(text[: found.start()], where)
+        hint = f'remove it; inside a text write "\\u{ord(found[0]):04x}" in double quotes'
+        raise usage_error("recipe-not-text", f"the recipe holds the control character U+{ord(found[0]):04X}", hint=hint, where=position)
+    return text
+
+
+def _not_utf8(what: str, where: Where) -> FsdpTuneError:
+    return usage_error("recipe-not-text", f"the recipe {what}", hint="save it as UTF-8 without a byte order mark", where=where)
+
+
+def _position(before: str, where: Where) -> Where:
+    lines = re.split("\r\n|\r|\n", before)
+    return Where(where.source, len(lines), len(lines[-1]) + 1)
+
+
+def _read_bytes(path: Path, where: Where, most: int) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        dangling = path.is_symlink()
+        message = f"`{path}` is a link to `{path.readlink()}`, which does not exist" if dangling else f"there is no file `{path}`"
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
+        hint = f"did you mean `{path.with_name(near[0])}`?" if near else "`fsdp-tune recipes copy gpt2_smoke` gives one to start from"
+        raise usage_error("recipe-not-found", message, where=where, hint=hint) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise usage_error("recipe-not-readable", f"`{path}` cannot be read: {reason}", where=where) from error
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
+            raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
+        if facts.st_size > most:
+            raise _too_large(facts.st_size, most, path, where)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            raw = file.read(most + 1)  # the file may have grown since fstat
+    finally:
+        os.close(descriptor)
+    if len(raw) > most:
+        raise _too_large(len(raw), most, path, where)
+    return raw
+
+
+def _too_large(size_bytes: int, most: int, path: Path, where: Where) -> FsdpTuneError:
+    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(most)}"
+    return usage_error("recipe-too-large", message, where=where)
+
+
+# ---- The tree
+
 
 SPACES = "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u200b\u202f\u205f\u3000"
 """Characters that look like a space, or are invisible, and that YAML treats as letters."""
