@@ -138,7 +138,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if figures:
         screen.message(", ".join(figures))
     if (slow := facts.slow_rank) is not None:
-        screen.message(f"rank {slow.rank} is slow: it costs {slow.share:.0%} of each step ({slow.part})")
+        costs = "is slow: it costs" if facts.is_active else "was slow at the end: it cost"
+        screen.message(f"rank {slow.rank} {costs} {slow.share:.0%} of each step ({slow.part})")
     rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
