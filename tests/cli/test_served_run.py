@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.check.comparison.small_server import Planted, serving
+from tests.check.comparison.small_server import Planted, serving, write_model
 from tests.cli.conftest import Cli, document
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_run_is_compared_with_a_server_of_its_model(cli: Cli, tmp_path: Path) -> None:
-    keys = {"training.max_steps": 2, "launch.num_processes": 1, "launch.device": "cpu", "output_dir": "run", "merge.dtype": "fp32"}
-    trained = cli("train", "--config", "gpt2_smoke", *(part for key, value in keys.items() for part in ("--set", f"{key}={value}")))
+    write_model(tmp_path / "base")  # a Llama: the server here loads no other model
+    recipe: dict[str, Any] = {
+        "model": {"name_or_path": str(tmp_path / "base")},
+        "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 48},
+        "training": {"global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 2},
+        "launch": {"num_processes": 1, "device": "cpu"},
+        "merge": {"dtype": "fp32"},
+        "output_dir": "run",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    trained = cli("train", "recipe.yaml")
     assert trained.returncode == 0, trained.stderr
     for scale in (1.0, 1.5):
         with serving(tmp_path / "run" / "merged", Planted("vLLM", echoes=True, scale=scale)) as (url, _):
