@@ -47,7 +47,8 @@ def compare(
     b: Annotated[
         str | None,
         Argument(
-            "The same, or the address of a server with OpenAI's API; with --set or --python it may be left out, and is A.", metavar="B"
+            "The same, or the address of a server with OpenAI's API; with --set, --python or --with it may be left out, and is A.",
+            metavar="B",
         ),
     ] = None,
     *,
@@ -67,10 +68,15 @@ def compare(
         fsdp-tune compare recipe.yaml axolotl.yaml
         fsdp-tune compare runs/monday runs/tuesday
         fsdp-tune compare recipe.yaml --python ~/old/bin/python
+        fsdp-tune compare recipe.yaml --with transformers==4.57.6
         fsdp-tune compare runs/monday http://localhost:8000/v1
     """
-    if b is None and not overrides and options.python is None:
-        raise usage_error("compare-one-side", "there is nothing to compare A with", hint="give B, `--set KEY=VALUE` or `--python PYTHON`")
+    if b is None and not (overrides or options.python or options.requirements):
+        raise usage_error(
+            "compare-one-side",
+            "there is nothing to compare A with",
+            hint="give B, `--set KEY=VALUE`, `--python PYTHON` or `--with REQUIREMENT`",
+        )
     if html is not None:
         check_output_file(html, replaces=True)
     found = fsdp_tune.compare(a, a if b is None else b, options, overrides=overrides, observer=screen)

@@ -138,7 +138,8 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if figures:
         screen.message(", ".join(figures))
     if (slow := facts.slow_rank) is not None:
-        screen.message(f"rank {slow.rank} is slow: it costs {slow.share:.0%} of each step ({slow.part})")
+        costs = "is slow: it costs" if facts.is_active else "was slow at the end: it cost"
+        screen.message(f"rank {slow.rank} {costs} {slow.share:.0%} of each step ({slow.part})")
     rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
@@ -315,7 +316,10 @@ def show_evaluation(screen: Screen, found: Evaluation) -> None:
     for label, result in found.sets.items():
         for line in _notes(found, result):
             screen.message(f"{label}: {line}")
-    screen.message(f"evaluated in {format_seconds(found.seconds)} on {found.device}")
+    shared = f", rows shared by {found.processes} processes" if found.processes > 1 else ""
+    screen.message(f"evaluated in {format_seconds(found.seconds)} on {found.device}{shared}")
+    if found.card is not None:
+        screen.message(f"the model card has the result: {found.card}")
 
 
 def _notes(found: Evaluation, result: SetResult) -> list[str]:

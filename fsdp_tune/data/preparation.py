@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -22,6 +22,8 @@ from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.read.file_access import FileDigests
+from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
@@ -93,7 +95,7 @@ class Prepared(Document):
         """
         if not named and not earlier:
             return self
-        files = StreamedFiles(self.stamps, self.unit_rows) if self.is_stream else PreparedFiles(RowStore(self.train))
+        files = _streamed_files(recipe, self.unit_rows) if self.is_stream else PreparedFiles(RowStore(self.train))
         changed = replace(self, skipped=resolved_rows(named, earlier, files, step))
         if not self.is_stream:
             left = self.train_rows - sum(len(rows) for _, rows in removed_rows(RowStore(self.train), changed.skipped))
@@ -169,6 +171,18 @@ def prepare(
         _refuse_few_rows(recipe, prepared)
         _refuse_unmeasured(recipe, prepared)
     return prepared
+
+
+def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFiles:
+    assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
+    sources = [find_source(entry, f"data.train[{index}]", streaming=True) for index, entry in enumerate(recipe.data.train)]
+    units = [unit for source in sources for unit in stream_units(source, recipe.data.stream_lanes)]
+
+    def last_row(name: str) -> int:
+        numbers = (row.number if isinstance(row, BadRow) else row[0] for unit in units if unit.name == name for row in unit.read())
+        return max(numbers, default=0)
+
+    return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
 
 
 def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int], list[int | None]]:

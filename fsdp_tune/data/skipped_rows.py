@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,15 +180,21 @@ class PreparedFiles(NamedFiles):
 class StreamedFiles(NamedFiles):
     """Those of a stream: its files, and ranges of them, in which rows are numbered."""
 
-    row_hint = "of a file that a stream divides, rows are numbered within its parts: `FILE (part 2 of 8):ROW`"
+    row_hint = "of a file that a stream divides, rows are numbered within its parts: `FILE:ROW` in the first, `FILE (part 2 of 8):ROW` …"
 
-    def __init__(self, files: Iterable[str], unit_rows: dict[str, int]) -> None:
-        """`unit_rows`: rows of each file or range that was counted."""
-        super().__init__([*unit_rows, *files])
-        self._rows = unit_rows
+    def __init__(self, units: Iterable[str], unit_rows: Mapping[str, int], last_row: Callable[[str], int]) -> None:
+        """`units` are the names of files and ranges. `unit_rows`: rows of those that were counted; `last_row` reads another one."""
+        super().__init__(units)
+        self._rows, self._last_row = dict(unit_rows), last_row
 
     def are_rows(self, rows: Sequence[Origin]) -> list[bool]:
-        return [row <= self._rows.get(file, row) for file, row in rows]
+        return [file in self.names and row <= self._last(file) for file, row in rows]
+
+    def _last(self, file: str) -> int:
+        """Return the number of the last row. A file at a URL is read for it: a number behind its end would leave out nothing."""
+        if file not in self._rows:
+            self._rows[file] = self._last_row(file)
+        return self._rows[file]
 
 
 def removed_rows(store: RowStore, skipped: Sequence[SkippedRow]) -> list[Removed]:

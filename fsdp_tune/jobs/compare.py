@@ -29,6 +29,7 @@ from fsdp_tune.check.comparison.causes import (
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
 from fsdp_tune.check.comparison.child import ObservingChild, find_interpreter
+from fsdp_tune.check.comparison.environments import python_with
 from fsdp_tune.check.comparison.openai_server import is_url
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
@@ -48,6 +49,7 @@ from fsdp_tune.check.comparison.stages import (
 )
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
+from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
@@ -117,9 +119,14 @@ def compare(
     """
     if options.tolerance is not None and not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise usage_error("usage", f"`--tolerance {options.tolerance}` is not a number of 0 or more", hint="--tolerance 1e-6")
+    if options.requirements and options.python is not None:
+        raise usage_error("compare-with", "`--with` and `--python` both name the environment of B", hint="give one of them")
     with session():
         if is_url(str(b)) and not isinstance(a, ImportedRecipe):
             return compare_with_server(str(a), str(b), options, observer)
+        if options.requirements:
+            observer.phase(f"environment with {', '.join(options.requirements)}")
+            options = replace(options, python=python_with(options.requirements, default_cache_directory()))
         one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = _read(str(b), overrides, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))

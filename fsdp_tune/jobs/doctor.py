@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -50,6 +51,7 @@ from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
 
 WORKER = "fsdp_tune.worker.doctor"
@@ -139,13 +141,19 @@ def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
     return [Notice("machine-unfit", f"{check.name}: {check.finding}", hint=check.fix) for check in checks if check.state != "ok"]
 
 
-def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int) -> list[Notice]:
-    """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if not one has room."""
+def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int, is_new: bool, steps: int | None) -> list[Notice]:
+    """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if not one has room.
+
+    `is_new`: whether the run begins at step 0, so that earlier checkpoints there stay beside its own. `steps`: those of the whole run.
+    """
     run = RunDir(Path(recipe.output_dir))
     folder = next(each for each in (run.path, *run.path.parents) if each.is_dir())
     needed_bytes = least_checkpoint_bytes(recipe, parameters, trained_parameters)
-    most = most_checkpoints(recipe)
-    kept = len(complete_checkpoints(run)[0]) if run.is_used else 0
+    most, period = most_checkpoints(recipe), recipe.training.save_steps
+    if steps is not None and training_value(recipe.training, "save_strategy") == "steps":
+        saves = -(-steps // max(1, math.ceil(period * steps) if period < 1 else int(period)))
+        most = saves if most is None else min(most, saves)
+    kept = 0 if is_new else len(complete_checkpoints(run)[0])
     check = judge_space(str(folder), shutil.disk_usage(folder).free, needed_bytes, None if most is None else max(1, most - kept))
     message = f"{check.name}: {check.finding}"
     if check.state == "fail":

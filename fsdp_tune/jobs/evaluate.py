@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from pydantic import ValidationError
 
 from fsdp_tune.check.evaluation.examples import (
@@ -31,16 +34,18 @@ from fsdp_tune.check.evaluation.examples import (
     wilson,
 )
 from fsdp_tune.core.atomic import check_output_file, write_file
-from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
-from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory, threads
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.merge.card_results import CardResult, add_results
+from fsdp_tune.merge.output_directory import CARD_NAME
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -84,6 +89,10 @@ class Evaluation(JsonAnswer):
     sets: dict[str, SetResult]
     seconds: float
     device: str
+    processes: int
+    """Of this machine, which shared the rows."""
+    card: str | None
+    """The model card of the run's model, which has the result now; None if MODEL is not the model of a run."""
 
 
 def evaluate(
@@ -121,6 +130,7 @@ def evaluate(
             max_new_tokens=options.max_new_tokens,
             metric=None if metric is None else metric.as_dict(),
             trust_remote_code=options.allowed.remote_code,
+            parts=processes_of(options, device),
         )
         scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
         _run(request, scored, observer)
@@ -129,16 +139,45 @@ def evaluate(
             lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
             write_file(options.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         is_match = options.metric == EXACT_MATCH
+        results = {label: each.result() for label, each in scored.items()}
         return Evaluation(
             model=models[0].name,
             base=options.base,
             metric=options.metric,
             interval="Wilson, 95 %" if is_match else "bootstrap over rows, 95 %",
             test=None if options.base is None else "McNemar, exact" if is_match else "paired bootstrap over rows",
-            sets={label: each.result() for label, each in scored.items()},
+            sets=results,
             seconds=time.monotonic() - started,
             device=request.device,
+            processes=request.parts,
+            card=_put_on_card(models[0], options, results, observer),
         )
+
+
+def _put_on_card(model: ModelToEvaluate, options: EvaluateOptions, results: Mapping[str, SetResult], observer: Observer) -> str | None:
+    """Write the results into the card of a run's model, and return its path. A card that cannot be written is a notice."""
+    folder = Path(model.adapter or model.weights)
+    if run_of_model(model) is None or not (folder / CARD_NAME).is_file():
+        return None
+    rows = [
+        CardResult(
+            data=label if options.data is None else options.data,
+            split=None if options.data is None else str(options.source.get("split") or "train"),
+            metric=options.metric,
+            value=result.metric.value,
+            interval=(result.metric.low, result.metric.high),
+            rows=result.rows,
+            base=None if result.base is None or options.base is None else (options.base, result.base.value),
+        )
+        for label, result in results.items()
+    ]
+    try:
+        add_results(folder / CARD_NAME, rows)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        message = f"the result is not in the model card: {str(error).splitlines()[0]}"
+        observer.notices([Notice("card-not-written", message, Where(str(folder / CARD_NAME)), "`--out FILE` and `--json` have the result")])
+        return None
+    return str(folder / CARD_NAME)
 
 
 def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, options: EvaluateOptions, observer: Observer) -> None:
@@ -165,6 +204,17 @@ def device_of(kind: DeviceKind) -> str:
         shows = "no accelerator" if found == "cpu" else found
         raise usage_error("no-device", f"`--device {kind}`: this machine shows {shows}", hint="--device auto")
     return found if kind == "auto" else kind
+
+
+def processes_of(options: EvaluateOptions, device: str) -> int:
+    """Return the number of processes. Raises: usage error if there are more than GPUs."""
+    if device == "cpu":
+        return options.num_processes or 1
+    count = this_machine("auto").device_count
+    if (options.num_processes or 1) > count:
+        message = f"`--num-processes {options.num_processes}`: this machine shows {count} of {device}"
+        raise usage_error("no-device", message, hint=f"--num-processes {count}")
+    return options.num_processes or count
 
 
 def _extension(options: EvaluateOptions) -> Extension | None:
@@ -347,13 +397,30 @@ class _ScoredSet:
 
 
 def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer) -> None:
-    """Run the models in a child process and add their scores. Raises: FsdpTuneError with the child's problems."""
+    """Run the models in child processes and add their scores. Raises: FsdpTuneError with the problems of the first child that fails."""
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
+    most = max(-(-len(each.examples) // request.batch_size) for each in scored.values())
+    request.parts = min(request.parts, most)  # a process without a batch would load the models for nothing
+    added = threading.Lock()
     request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
-    with JsonChild(SCORE, os.environ | QUIET_LIBRARIES) as child, observer.progress("evaluating", total, "rows") as bar:
-        child.send(request.as_json(), is_last=True)
+    with observer.progress("evaluating", total, "rows") as bar, threads(request.parts) as pool:
+        parts = [pool.submit(_run_part, request, part, scored, bar, added) for part in range(request.parts)]
+        for done in as_completed(parts):
+            done.result()
+
+
+def _run_part(request: Request, part: int, scored: Mapping[str, _ScoredSet], bar: Bar, added: threading.Lock) -> None:
+    """Run the models on the batches of one part, in a process with a share of the cores or on a GPU of its own."""
+    environment = os.environ | QUIET_LIBRARIES
+    is_alone, on_cpu = request.parts == 1, request.device == "cpu"
+    if on_cpu and not is_alone:
+        environment = {"OMP_NUM_THREADS": str(max(1, this_machine("auto").cores // request.parts))} | environment
+    device = request.device if on_cpu or is_alone else f"{request.device}:{part}"
+    with JsonChild(SCORE, environment) as child:
+        child.send(replace(request, part=part, device=device).as_json(), is_last=True)
         for line in lines_of(child):
-            scored[line["set"]].add(line["model"], line["rows"])
+            with added:
+                scored[line["set"]].add(line["model"], line["rows"])
             bar.advance(len(line["rows"]))
         if child.wait():
             message = f"the model could not be run: {child.failure()}"

@@ -208,6 +208,14 @@ class CompareOptions:
         Path | None,
         Option("Compute B with this interpreter, which has other versions of torch or transformers [default: as A].", metavar="PYTHON"),
     ] = None
+    requirements: Annotated[
+        Sequence[str],
+        Option(
+            "Compute B with other versions of packages, in an environment that is made for them in the cache. Repeatable.",
+            flags=("--with",),
+            metavar="REQUIREMENT",
+        ),
+    ] = ()
     tolerance: Annotated[
         float | None,
         Option(
@@ -321,6 +329,9 @@ class EvaluateOptions:
     ] = None
     max_new_tokens: Annotated[int, Option("exact_match: longest generated answer.", metavar="N", minimum=1)] = 256
     base: Annotated[str | None, Option("Evaluate this model on the same rows too, and compare both.", metavar="MODEL")] = None
+    num_processes: Annotated[
+        int | None, Option("Processes that share the rows, each with the model [default: one a GPU, on the CPU 1].", metavar="N", minimum=1)
+    ] = None
     batch_size: Annotated[int, Option("Rows of one forward pass.", metavar="N", minimum=1)] = 8
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"

@@ -344,8 +344,8 @@ class _Job:
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
-            facts = model.model
-            observer.notices(check_space(recipe, parameters=facts.parameters, trained_parameters=facts.trained_parameters))
+            facts = {"parameters": model.model.parameters, "trained_parameters": model.model.trained_parameters}
+            observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
         return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)

@@ -380,7 +380,7 @@ def model_card(
         f"# {escape(name)}",
         "",
     ]
-    lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in rows), ""]
+    lines += ["| | |", "|---|---|", *(f"| {label} | {card_cell(value)} |" for label, value in rows), ""]
     lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
     if recipe is not None:
         lines += ["## Recipe", "", "```yaml", _published(recipe).replace("```", "'''").rstrip(), "```", ""]
@@ -442,6 +442,6 @@ def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
     return rows
 
 
-def _cell(value: str) -> str:
+def card_cell(value: str) -> str:
     """Return a value as plain text: a name of data that is HTML or a link must not be one on a published page."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", escape(value, quote=False)).replace("\n", " ")

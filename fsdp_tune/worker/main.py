@@ -99,7 +99,7 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
         faulthandler.dump_traceback(all_threads=True)
         heartbeat.collective = dump(run, rank.index, recipe.launch.device)
 
-    heartbeat = HeartbeatWriter(run, rank.index, silence_seconds=limit_seconds, on_silence=on_silence)
+    heartbeat = HeartbeatWriter(run, rank.index, world_size=rank.world_size, silence_seconds=limit_seconds, on_silence=on_silence)
     return heartbeat
 
 

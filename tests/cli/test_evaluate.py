@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -20,6 +24,7 @@ from typer.testing import CliRunner
 from fsdp_tune.check.evaluation.examples import Request
 from fsdp_tune.check.evaluation.score import run
 from fsdp_tune.cli.runs import evaluate
+from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -83,6 +88,64 @@ def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path, de
     assert found["rows"] == 12
     assert found["base"]["value"] != found["metric"]["value"]
     assert found["comparison"]["low"] <= found["comparison"]["difference"] <= found["comparison"]["high"]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_processes_share_the_rows_and_find_the_same(cli: Cli, models: Path) -> None:
+    """Eleven rows in batches of two: six batches, of which the last has one row."""
+    found: dict[int, dict[str, Any]] = {}
+    for count in (1, 2, 3):
+        arguments = ("--max-rows", "11", "--batch-size", "2", "--num-processes", str(count), "--out", f"{count}.jsonl")
+        done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", *arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        found[count] = document(done)
+    assert [each["processes"] for each in found.values()] == [1, 2, 3]
+    one = found[1]["sets"]["test"]
+    for other in (found[2]["sets"]["test"], found[3]["sets"]["test"]):
+        assert (other["rows"], other["tokens"]) == (one["rows"], one["tokens"]) == (11, other["tokens"])
+        for part in ("metric", "loss", "base"):
+            assert other[part] == pytest.approx(one[part], rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", ["loss", "generate"])
+def test_parts_have_each_row_once_with_the_same_score(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+    requests: list[Request] = []
+    monkeypatch.setattr(job, "_run", lambda request, *_: requests.append(request) or (_ for _ in ()).throw(KeyboardInterrupt))
+    metric = ("--metric", "exact_match", "--max-new-tokens", "4") if measure == "generate" else ()
+    CliRunner().invoke(app, [str(models / "tuned"), *DATA, "--max-rows", "11", "--batch-size", "2", *metric])
+
+    def rows(parts: int) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        for part in range(parts):
+            run(replace(requests[0], part=part, parts=parts), lines.append)
+        return [row for line in lines for row in line["rows"]]
+
+    alone = sorted(rows(1), key=lambda row: row["index"])
+    assert [row["index"] for row in alone] == list(range(11))
+    for parts in (2, 3, 8):
+        assert sorted(rows(parts), key=lambda row: row["index"]) == alone
+
+
+def test_child_that_fails_ends_the_others(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second of three is killed; the first and the third wait for ever."""
+    program = (
+        "import json, os, signal, sys, time\n"
+        "request = json.loads(sys.stdin.read())\n"
+        "if request['part'] == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)"
+    )
+    monkeypatch.setattr(job, "SCORE", (sys.executable, "-c", program))
+    started = time.monotonic()
+    error = invoke(models / "tuned", *DATA, "--num-processes", "3", "--batch-size", "1", code=1)["errors"][0]
+    assert (error["code"], "SIGKILL" in error["message"]) == ("evaluation-failed", True)
+    assert time.monotonic() - started < 60
+
+
+def test_more_processes_than_gpus_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "this_machine", lambda _: Machine("cuda", 2, 8, "A100"))
+    error = invoke(models / "tuned", *DATA, "--num-processes", "3", code=2)["errors"][0]
+    assert (error["code"], error["hint"]) == ("no-device", "--num-processes 2")
 
 
 def test_perplexity_is_that_of_a_plain_forward(here: Path, models: Path) -> None:
@@ -332,8 +395,15 @@ def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path, devi
     assert done.returncode == 0, done.stderr
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
-    (found,) = document(cli("evaluate", "run", "--device", device, "--json"))["sets"].values()
-    assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
+    for count in ("1", "2"):
+        result = document(cli("evaluate", "run", "--device", device, "--num-processes", count if device == "cpu" else "1", "--json"))
+        (found,) = result["sets"].values()
+        assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
+    card = tmp_path / "run" / "merged" / "README.md"
+    assert tmp_path / result["card"] == card
+    (shown,) = ModelCard.load(card).data.eval_results
+    assert (shown.metric_type, shown.metric_value) == ("perplexity", pytest.approx(found["metric"]["value"], rel=1e-5))
+    assert card.read_text().count("| perplexity |") == 1
 
 
 def test_columns_that_no_format_reads_are_refused_or_ignored(here: Path, models: Path) -> None:

@@ -17,10 +17,14 @@ from hypothesis import strategies as st
 from fsdp_tune.core.errors import FsdpTuneError, Where
 from fsdp_tune.data.batches import RowOrder, epoch_order
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow, read_named_rows
 from fsdp_tune.data.store import Row, RowStore
+from fsdp_tune.data.stream.row_stream import stream_units
 from tests.data.support import prepared, recipe_for, write_jsonl
 from tests.data.test_lanes import read, rows_of_run, stream_of
+from tests.data.test_row_stream import server  # noqa: F401  a fixture
 
 GLOBAL_BATCH = 4
 
@@ -244,6 +248,27 @@ def test_names_in_streams_are_checked_by_their_counts(tmp_path: Path) -> None:
     assert stream.without(recipe, named(("a.jsonl", 20)), (), 4).skipped == (SkippedRow(str(file), 20, 4),)
     with pytest.raises(FsdpTuneError, match="is not a training row"):
         stream.without(recipe, named(("a.jsonl", 21)), (), 4)
+
+
+@pytest.mark.parametrize(("file", "parts"), [("rows.jsonl", 1), ("rows.jsonl", 3), ("rows.parquet", 1), ("rows.jsonl.gz", 3)])
+def test_rows_of_files_at_urls_can_be_named_and_are_counted(tmp_path: Path, server: str, file: str, parts: int) -> None:  # noqa: F811
+    """A spike names rows as the stream numbers them: in the parts of a file of lines, and else in the file."""
+    url = f"{server}/{file}?token=1"
+    recipe = recipe_for(tmp_path, {"path": url}, streaming=True, stream_lanes=parts)
+    units = stream_units(find_source(recipe.data.train[0], "data.train[0]", streaming=True), parts)
+    found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    stream = replace(found, report=found.report.model_copy(update={"stream_sample_rows": 9}), stamps={url: "1"}, unit_rows={})
+    ends: dict[str, int] = {}
+    for unit in units:
+        numbers = [row.number if isinstance(row, BadRow) else row[0] for row in unit.read()]
+        ends[unit.name] = max([*numbers, ends.get(unit.name, 0)])
+    assert (len(ends) > 1) == (file == "rows.jsonl")
+    assert stream.without(recipe, named(*ends.items()), (), 4).skipped == tuple(SkippedRow(*end, 4) for end in sorted(ends.items()))
+    for name, last in ends.items():
+        with pytest.raises(FsdpTuneError, match="is not a training row"):
+            stream.without(recipe, named((name, last + 1)), (), 4)
+    with pytest.raises(FsdpTuneError, match="is not a file of the training data"):
+        stream.without(recipe, named((f"{url} (part 99 of 99)", 1)), (), 4)
 
 
 def test_json_line_of_a_spike_names_its_row(tmp_path: Path) -> None:

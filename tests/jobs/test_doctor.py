@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.devices import GpuState
+from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs import doctor
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -52,14 +53,37 @@ def test_gpu_in_use_is_named_with_the_rank_that_gets_it(tmp_path: Path, monkeypa
     assert "20.00 GiB of its memory in use" in notice.message
 
 
-@pytest.mark.parametrize(("kept", "free_checkpoints", "words"), [(2, 1.5, "3 checkpoints need"), (2, 3.5, None), (0, 2.5, None)])
+@pytest.mark.parametrize(
+    ("changes", "free_checkpoints", "words"),
+    [
+        (["training.save_total_limit=2"], 1.5, "3 checkpoints need"),
+        (["training.save_total_limit=2"], 3.5, None),
+        (["training.save_total_limit=0"], 2.5, "10 checkpoints need"),
+        (["training.save_total_limit=5"], 2.5, "6 checkpoints need"),
+        (["training.save_total_limit=5", "training.save_steps=60"], 2.5, None),
+        (["training.save_strategy=no"], 1.5, None),
+    ],
+)
 def test_space_is_compared_with_all_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, free_checkpoints: float, words: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], free_checkpoints: float, words: str | None
 ) -> None:
-    recipe = resolved(tmp_path, f"training.save_total_limit={kept}")
+    assert [
+        each.message.partition("; ")[2].startswith(words or "") for each in space(tmp_path, monkeypatch, changes, free_checkpoints)
+    ] == ([True] if words else [])
+
+
+def space(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], free_checkpoints: float, *, is_new: bool = True
+) -> list[Notice]:
+    recipe = resolved(folder, *changes, *([] if any("save_steps" in each for each in changes) else ["training.save_steps=10"]))
     one_bytes = 1000 * (4 + 8)  # fp32 and the two moments of AdamW
-    usage = doctor.shutil.disk_usage(tmp_path)._replace(free=int(free_checkpoints * one_bytes))
+    usage = doctor.shutil.disk_usage(folder)._replace(free=int(free_checkpoints * one_bytes))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-    found = doctor.check_space(recipe, parameters=1000, trained_parameters=1000)
-    assert [each.message.partition("; ")[2].startswith(words) for each in found if words] == ([True] if words else [])
-    assert len(found) == (1 if words else 0)
+    return doctor.check_space(recipe, parameters=1000, trained_parameters=1000, is_new=is_new, steps=100)
+
+
+def test_checkpoints_of_a_resumed_run_have_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "complete_checkpoints", lambda _: ([1, 2], []))
+    keeps_two = ["training.save_total_limit=2"]
+    assert space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=False) == []
+    assert len(space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=True)) == 1, "the run that --overwrite moves aside keeps its checkpoints"

@@ -120,18 +120,60 @@ def test_replacement_that_differs_is_left_out_of_a_restart(three: tuple[Play, li
     following.all()
 
 
+def test_patience_for_a_replacement_may_be_longer_than_for_a_hang(three: tuple[Play, list[Machines]]) -> None:
+    _, (first, second, third) = three
+    first._hang_seconds = PATIENCE_SECONDS / 2
+    second.close()
+    following = Answers(third.next_launch)
+    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
+    first.conclude(ended(ExitReason.FINISHED))
+    following.all()
+
+
+def test_machine_that_was_cut_off_ends_its_ranks_when_the_others_have_gone_on(three: tuple[Play, list[Machines]]) -> None:
+    played, (first, second, third) = three
+    second._replacement_seconds = 3600.0  # it does not give up by itself
+    played.network.link(1).is_cut.set()
+    until(lambda: not first._is_there(1))
+    following = Answers(third.next_launch)
+    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
+    assert first.gather(2, (0, 2), two_or_more) is None
+    assert following.all() == [2]
+    assert second.failure_elsewhere() is None
+    played.network.link(1).is_cut.clear()
+    until(second.failure_elsewhere)
+    problem = second.failure_elsewhere()
+    assert problem is not None
+    assert problem.code == "machine-lost"
+    second.end(ended(ExitReason.LOST_RANK, "lost-rank"))
+    assert isinstance(second.next_launch(), Standby)
+
+
+@pytest.mark.parametrize("replacement_seconds", [0.0, 60.0, 300.0, 3600.0])
+def test_machine_that_is_cut_off_gives_up_before_the_first_continues_without_it(
+    play_of: Callable[[int], Play], replacement_seconds: float
+) -> None:
+    played = play_of(2)
+    first, second = (played.machine(number, replacement_seconds=replacement_seconds, hang_seconds=1800.0) for number in range(2))
+    start(first, second)
+    earliest_seconds = machines.UNHEARD_SECONDS + replacement_seconds
+    for silent_seconds in (earliest_seconds - 5.0, machines.LOST_SECONDS + 1.0):
+        second._channel.silent_seconds = lambda _, seconds=silent_seconds: seconds  # type: ignore[method-assign]
+        assert second.failure_elsewhere() is not None
+
+
 # ---- The launches of a run.
 
 
 class Sizes:
-    """A run that can do with two of three machines, or with one if `fits`."""
+    """A run that can do with some numbers of machines, if it `fits`."""
 
-    def __init__(self, plan: LaunchPlan, *, fits: bool = True) -> None:
-        self.made, self.fits = plan, fits
+    def __init__(self, plan: LaunchPlan, *, fits: bool = True, allowed: Sequence[int] = (1, 2, 3)) -> None:
+        self.made, self.fits, self.allowed = plan, fits, allowed
         self.written: list[tuple[int, ...]] = []
 
     def allows(self, machines: int) -> bool:
-        return machines in (1, 2, 3)
+        return machines in self.allowed
 
     def plan(self, members: Sequence[int]) -> LaunchPlan:
         return replace(self.made, world_size=len(members))
@@ -174,10 +216,8 @@ def finishes(machine: Machines) -> Verdict:
 class Command:
     """The command of one machine, in a thread."""
 
-    def __init__(
-        self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, fits: bool = True, signal: bool = False
-    ) -> None:
-        self.sizes = Sizes(plan, fits=fits)
+    def __init__(self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, signal: bool = False, **sizes: Any) -> None:
+        self.sizes = Sizes(plan, **sizes)
         self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, sizes=self.sizes)
         self.attempts.script, self.attempts.has_signal = script, signal
         self.events: list[Event] = []
@@ -250,6 +290,27 @@ def test_run_continues_on_two_of_three_machines(commands: Callable[..., list[Com
         "gradient_accumulation_steps": 3,
         "message": said,
     }
+
+
+def test_run_continues_on_the_next_smaller_number_that_is_possible(commands: Callable[..., list[Command]]) -> None:
+    first, _, third = commands([loses_a_peer, finishes], [dies], [loses_a_peer], allowed=dict.fromkeys(range(3), (1, 3)))
+    assert first.end().exit_code == 0
+    assert first.sizes.written == [(0,)]
+    assert third.end().exit_code == 0
+
+
+def test_files_that_cannot_be_written_for_fewer_machines_end_the_run(
+    commands: Callable[..., list[Command]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(sizes: Sizes, members: Sequence[int]) -> Resized:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Sizes, "resize", full)
+    first, _, third = commands([loses_a_peer], [dies], [loses_a_peer])
+    end = first.end()
+    assert end.problem is not None
+    assert "No space left on device" in end.problem.message
+    assert third.end().exit_code == end.exit_code == 1
 
 
 def test_run_continues_alone(commands: Callable[..., list[Command]]) -> None:

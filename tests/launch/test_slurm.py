@@ -200,9 +200,9 @@ def test_sweep_trains_its_runs_side_by_side(shell: Shell, cluster: Cluster) -> N
         "gpt2_smoke",
         "--sweep",
         "training.learning_rate=1e-5,1e-2",
-        *settings("training.max_steps=5", "data.eval=null"),
+        *settings("training.max_steps=5", "data.eval=null", "launch.num_cpu_threads_per_process=1", "output_dir=runs/rates"),
     )
-    code, text = shell.run(*words, "--set", "launch.num_cpu_threads_per_process=1", "--set", "output_dir=runs/rates")
+    code, text = shell.run(*words)
     assert code == 0, text
     shell.until(lambda: not cluster.call("squeue", "-h"), "the array ends")
     for name in ("learning_rate=1e-5", "learning_rate=1e-2"):

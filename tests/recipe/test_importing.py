@@ -480,6 +480,23 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     assert row(found, "get_peft_model.lora_alpha")[0] == "question"
 
 
+def test_plain_training_arguments_keep_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """Unsloth replaces the defaults of SFTConfig; a script that passes TrainingArguments gets those of transformers."""
+    before, _, after = UNSLOTH.partition("SFTConfig(\n")
+    _, _, rest = after.partition("max_steps = 60,\n        learning_rate = 2e-4,\n")
+    text = f"{before}TrainingArguments(\n        max_steps = 60,\n{rest}"
+    found = from_text(tmp_path, text, "train.py")
+    written = yaml.safe_load(found.text)["training"]
+    assert (written["learning_rate"], written["per_device_train_batch_size"]) == (5e-5, 8)
+    assert not {"weight_decay", "warmup_steps", "seed", "optim", "gradient_accumulation_steps"} & written.keys()
+    assert "learning_rate: 5.0e-05  # default of TrainingArguments" in found.text
+    loaded = values(found)
+    assert (loaded["training.seed"], loaded["data.max_length"], loaded["lora.r"], loaded["quantization.load"]) == (42, 2048, 32, "nf4")
+    assert row(found, "TrainingArguments.max_steps")[0] == "kept"
+    own = values(from_text(tmp_path, text.replace("TrainingArguments(", "SFTConfig("), "train.py"))
+    assert (own["training.seed"], own["training.warmup_steps"]) == (3407, 0.1)
+
+
 def test_script_in_a_function_with_rows_made_by_code(tmp_path: Path) -> None:
     text = UNSLOTH.replace("True,\n)", "False,\n)", 1)
     body = text.replace("trainer = ", "dataset = dataset.map(format_rows, batched = True)\ntrainer = ").replace("True,\n)", "False,\n)", 1)

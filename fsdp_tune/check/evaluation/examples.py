@@ -233,6 +233,9 @@ class Request:
     metric: dict[str, str] | None = None
     """The extension that `measure: extension` calls."""
     trust_remote_code: bool = False
+    part: int = 0
+    parts: int = 1
+    """Of the batches of each set, every `parts`-th is scored, from `part` on: another process has the others."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -166,13 +166,14 @@ class Scorer:
     model: PreTrainedModel
 
     def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[Rows]:
-        """Yield the scores of a batch of rows of similar length at a time."""
+        """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any number of processes."""
         score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.request.measure]
         if self.request.measure == "generate":
             self._refuse_beyond_positions(examples)
         order = sorted(range(len(examples)), key=lambda index: -len(examples[index].row.input_ids))
-        for start in range(0, len(order), self.request.batch_size):
-            chosen = order[start : start + self.request.batch_size]
+        size = self.request.batch_size
+        for start in range(self.request.part * size, len(order), self.request.parts * size):
+            chosen = order[start : start + size]
             rows = score([examples[index] for index in chosen])
             yield [{"index": index, **row} for index, row in zip(chosen, rows, strict=True)]
 
@@ -238,7 +239,7 @@ def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
                 for rows in scorer.batches(read_examples(path, most=request.max_rows)):
                     emit({"model": number, "set": label, "rows": rows})
         del model, scorer
-        if request.device == "cuda":
+        if request.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
 

@@ -181,10 +181,13 @@ class Machines:
             if len(present) == len(self.others):
                 break
             waited = time.monotonic() - started
-            if (ended := self._end_before(launch, present, waited, can_be_fewer=is_enough is not None)) is not None:
+            is_final = launch == 0 or is_enough is None
+            if is_final and (ended := self._ended_before()) is not None:
                 return ended
             if is_enough is not None and waited > self._replacement_seconds and is_enough(1 + len(present)):
                 return Fewer((0, *sorted(present)))
+            if waited > (self._hang_seconds if is_enough is None else max(self._hang_seconds, self._replacement_seconds)):
+                return self._ended_before() or Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited))
             time.sleep(READ_SECONDS)
         self._tokens = {machine: reports[machine].token for machine in self.others}
         hosts = [self._report.identity, *(reports[machine].identity for machine in self.others)]
@@ -192,15 +195,12 @@ class Machines:
         self._publish(state="running")
         return None
 
-    def _end_before(self, launch: int, present: Sequence[int], waited: float, *, can_be_fewer: bool) -> Verdict | None:
-        """Return how the run ends before a launch: by a machine that failed, was stopped, or is missing for too long."""
-        failure, stopped = self.failure_elsewhere(), self.stopped_elsewhere()
-        is_over = waited > (max(self._hang_seconds, self._replacement_seconds) if can_be_fewer else self._hang_seconds)
-        if failure is not None and (is_over or launch == 0 or not can_be_fewer):
+    def _ended_before(self) -> Verdict | None:
+        """Return how the run ends before a launch if a machine has failed or was stopped."""
+        if (failure := self.failure_elsewhere()) is not None:
             return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, failure)
-        if stopped is not None and (is_over or launch == 0 or not can_be_fewer):
-            return Verdict(EXIT_CODE_OF_REASON[stopped], stopped, 0)
-        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited)) if is_over else None
+        stopped = self.stopped_elsewhere()
+        return None if stopped is None else Verdict(EXIT_CODE_OF_REASON[stopped], stopped, 0)
 
     def conclude(self, ended: Verdict) -> None:
         """Publish, on the first machine, that there is no other launch."""
@@ -358,8 +358,17 @@ class Machines:
                 with suppress(ValueError, KeyError, TypeError):
                     return Problem.from_dict(report.relayed.failure)
         if self._machine > 0:
-            return self.lost_first()
+            return self.left_out() or self.lost_first()
         return next((self._lost_problem(machine) for machine in self._tokens if self._is_lost(machine)), None)
+
+    def left_out(self) -> Problem | None:
+        """Return, on another machine, that the first one has begun the next launch: it had heard nothing from here for too long."""
+        first = self._read(0)
+        if first is None or first.life != self._report.life or first.launch <= self._report.launch:
+            return None
+        return Problem(
+            "machine-lost", "machine 0 has ended this launch and begun another", hint="the network between the machines failed for a time"
+        )
 
     def stopped_elsewhere(self) -> ExitReason | None:
         """Return why the ranks of another machine were stopped, or None. Ranks here would wait for them."""
@@ -398,6 +407,8 @@ class Machines:
         if machine in self._reports and self._reports[machine].verdict is not None:
             return False
         limit_seconds = min(LOST_SECONDS, self._hang_seconds + LOST_MARGIN_SECONDS)
+        if self._machine > 0:  # its ranks end before the first machine can continue without them
+            limit_seconds = min(limit_seconds, self._replacement_seconds + UNHEARD_SECONDS * 2 / 3)
         silent_seconds = self._channel.silent_seconds(machine)
         return self._is_replaced(machine) or (silent_seconds is not None and silent_seconds > limit_seconds)
 

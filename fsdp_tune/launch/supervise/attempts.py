@@ -132,7 +132,7 @@ class Attempts:
     def _gather(self) -> Generator[Event, None, Verdict | None]:
         """Start the launch on all machines that are there. Returns how the run ended if it cannot be started."""
         machines: Sequence[int] = self._machines.expected()
-        is_enough = self._sizes.allows if self._sizes is not None else None
+        is_enough = self._is_enough if self._sizes is not None else None
         while True:
             try:
                 yield from self._resize(machines)
@@ -140,10 +140,19 @@ class Attempts:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal
                     raise
                 return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
+            except OSError as error:
+                message = f"the files of the run cannot be written: {error}"
+                return Verdict(
+                    ExitCode.FAILED, ExitReason.FAILED, 0, Problem("run-not-written", message, hint="see the disk of `output_dir`")
+                )
             found = self._machines.gather(next(self._numbers), self._members, is_enough)
             if not isinstance(found, Fewer):
                 return found
             machines = found.present
+
+    def _is_enough(self, present: int) -> bool:
+        """Return whether the run can continue on some of as many machines."""
+        return self._sizes is not None and any(self._sizes.allows(size) for size in range(1, present + 1))
 
     def _resize(self, machines: Sequence[int]) -> Generator[Event]:
         """Make the run one of as many of these machines as it can use, the lowest numbers first."""
@@ -171,6 +180,8 @@ class Attempts:
                 yield Message(f"the run continues on {_named(launch.members)}; this machine joins when it is next restarted")
                 continue
             if not isinstance(launch, int):
+                if self._machines.left_out() is not None:  # the run has gone on without this machine, and its end counts
+                    ended = None
                 yield _final(ended, launch, self._machines.lost_first())
                 return
             if self._sizes is not None and self._members != self._machines.members:
@@ -205,7 +216,7 @@ class Attempts:
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
         checkpoint_step = usable.step if usable else 0
-        self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
+        self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained, self._members))
         decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
         if isinstance(decision, Restart):
             yield from map(Message, self._passed_over(rejected, usable))
@@ -334,6 +345,8 @@ class Failure:
     """Of the newest complete checkpoint afterwards; 0 for none."""
     has_trained: bool
     """Whether it reached its first step."""
+    members: tuple[int, ...] = ()
+    """The machines of the launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +383,11 @@ def decide(failures: Sequence[Failure], max_restarts: int, rows_of_step: Callabl
 
 
 def _without_progress(failures: Sequence[Failure]) -> int:
-    """Return the number of the last failures without progress, including the first of them."""
-    count, best_step, best_checkpoint = 0, -1, -1
+    """Return the number of the last failures without progress on the same machines, including the first of them."""
+    count, best_step, best_checkpoint, members = 0, -1, -1, tuple[int, ...]()
     for failure in failures:
-        count = 1 if failure.step > best_step or failure.checkpoint_step > best_checkpoint else count + 1
+        is_new = failure.step > best_step or failure.checkpoint_step > best_checkpoint or failure.members != members
+        count, members = 1 if is_new else count + 1, failure.members
         best_step, best_checkpoint = max(best_step, failure.step), max(best_checkpoint, failure.checkpoint_step)
     return count
 

@@ -335,6 +335,9 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     a, b = (parts.get(f"lora_embedding_{side}" if is_embedding_layer else f"lora_{side}") for side in "AB")
     if a is None or b is None:
         raise _damaged(config, f"`{module}` has one of its two factors alone")
+    if 0 in (*a.shape, *b.shape):
+        message = f"the factors of `{module}` are empty ({list(a.shape)} and {list(b.shape)}): saved by a process that held no part of them"
+        raise _damaged(config, message)
     if len(a.shape) != 2 or len(b.shape) != 2:
         raise config.unsupported(f"the factors of `{module}` are not matrices (a convolution)")
     rank = a.shape[0]

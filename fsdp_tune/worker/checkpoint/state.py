@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,8 +292,9 @@ def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 
         return verdict
 
     chosen = from_rank0(choose, "choosing the checkpoint")
-    _wait_until_visible(chosen.path, [MANIFEST_NAME, *chosen.manifest.files], wait_seconds)
     mine = dict(list(chosen.manifest.files.items())[dist.get_rank() :: dist.get_world_size()])
+    # What one rank of a machine sees, all of them see; the next collective waits for those of this machine.
+    _wait_until_visible(chosen.path, [MANIFEST_NAME, *mine, *_share_of_machine(list(chosen.manifest.files))], wait_seconds)
     part = dataclasses.replace(chosen.manifest, files=mine)
     bad = [each for found in gather(damage(chosen.path, part, digests=digests)) for each in found]
     if bad:
@@ -306,9 +309,14 @@ _WAYS_OUT = ("--resume auto uses the newest complete checkpoint", "--resume PATH
 
 def _wait_until_visible(folder: Path, names: list[str], limit_seconds: float) -> None:
     """Wait until every name exists, up to a limit. Names are not from a listing; missing files are reported as damage later."""
-    deadline = time.monotonic() + limit_seconds
-    while time.monotonic() < deadline and not all((folder / name).exists() for name in names):
+    deadline, missing = time.monotonic() + limit_seconds, names
+    while time.monotonic() < deadline and (missing := [name for name in missing if not (folder / name).exists()]):
         time.sleep(_POLL_SECONDS)
+
+
+def _share_of_machine(names: Sequence[str]) -> Sequence[str]:
+    """Return this rank's part of what the ranks of its machine divide; everything for a rank that is alone."""
+    return names[int(os.environ.get("LOCAL_RANK", "0")) :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
 
 
 def _rank_files(checkpoint: str) -> list[str]:

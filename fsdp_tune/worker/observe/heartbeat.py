@@ -33,6 +33,10 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Collective, Heartbeat
 
 INTERVAL_SECONDS = 1.0
+MOST_WRITES = 256.0
+"""Files a second, of all ranks on one file system, unless a phase ends. More ranks write less often."""
+SLOWEST_SECONDS = 15.0
+"""`status` counts a heartbeat of another machine as alive for a minute (`launch.run_status.RECENT_SECONDS`)."""
 PERIOD_SECONDS = 0.1
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
 """Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
@@ -41,14 +45,25 @@ LEAST_MOVED_BYTES = 64 * KIB
 """Fewer bytes are not progress: a thread of a library may write a log line while the training thread hangs."""
 
 
+def interval_seconds(rank: int, world_size: int) -> float:
+    """Return the time between two writes of a rank. The first rank, which the screen shows, keeps the shortest."""
+    return INTERVAL_SECONDS if rank == 0 else min(SLOWEST_SECONDS, max(INTERVAL_SECONDS, world_size / MOST_WRITES))
+
+
 class HeartbeatWriter:
     """`beat`, `mark`, `tick` and `during` are for the training thread. `on_silence` runs after `silence_seconds` without progress."""
 
     def __init__(
-        self, run: RunDir, rank: int, *, silence_seconds: float | None = None, on_silence: Callable[[], None] | None = None
+        self,
+        run: RunDir,
+        rank: int,
+        *,
+        world_size: int = 1,
+        silence_seconds: float | None = None,
+        on_silence: Callable[[], None] | None = None,
     ) -> None:
         self._path = run.rank_heartbeat(rank)
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._written_at = self._step_written_at = 0.0
         self._phase = self._written_phase = ""
         self._written_step = -1
@@ -142,7 +157,7 @@ class HeartbeatWriter:
             now = time.monotonic()
             # A new step is not held back by a write without one, so that a message can name the step that is being trained.
             written_at = self._step_written_at if self.step != self._written_step else self._written_at
-            if now - written_at < INTERVAL_SECONDS:
+            if now - written_at < interval_seconds(self._rank, self._world_size):
                 continue
             self._count_moved_bytes(now)
             self._write()

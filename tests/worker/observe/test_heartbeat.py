@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FailedError
+from fsdp_tune.launch.run_status import RECENT_SECONDS
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -161,3 +162,11 @@ def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(ticking: Hear
         until(lambda: (content(run)["phase"], content(run)["done"], content(run)["planned"]) == ("evaluating", 3, 8))
     ticking.beat("training", 6)
     until(lambda: (content(run)["step"], content(run)["done"], content(run)["planned"]) == (6, 0, 0))
+
+
+@pytest.mark.parametrize("world_size", [8, 256, 1024, 4096])
+def test_many_ranks_write_a_bounded_number_of_files_a_second(world_size: int) -> None:
+    seconds = [heartbeats.interval_seconds(rank, world_size) for rank in range(world_size)]
+    assert seconds[0] == 1.0
+    assert max(seconds) <= heartbeats.SLOWEST_SECONDS < RECENT_SECONDS / 2
+    assert sum(1 / each for each in seconds) <= max(heartbeats.MOST_WRITES * 1.1, world_size / heartbeats.SLOWEST_SECONDS) + 1

@@ -181,7 +181,7 @@ def test_slow_rank_is_named(bench: Bench) -> None:
     run = bench.fresh_run(Case(), run_with_a_slow_rank)
     events = _events(run)
     assert {(event["rank"], event["part"]) for event in events} == {(1, "computing")}
-    assert events[0]["share"] > 0.3
+    assert events[0]["share"] > 0.1
     assert events[0]["behind_seconds"] == pytest.approx(0.4, rel=0.5)
     assert events[0]["message"].startswith("rank 1 costs ")
     last = runs.loss_lines(run)[-1]

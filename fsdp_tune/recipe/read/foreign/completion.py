@@ -186,8 +186,20 @@ def _settle_state_format(ledger: Ledger) -> None:
         ledger.discard(("fsdp", "state_dict_type"), "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model")
 
 
+def _is_plain(ledger: Ledger) -> bool:
+    """Return whether a script of unsloth passes TrainingArguments, whose defaults are those of transformers."""
+    return ledger.tool == UNSLOTH and ledger.value(python_script.PLAIN_ARGUMENTS) is not None
+
+
+def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
+    found = DEFAULTS[ledger.tool]
+    if _is_plain(ledger):
+        return {key: value for key, value in found.items() if not key.startswith("training.")} | _TRAINER
+    return dict(found)
+
+
 def _set_defaults(ledger: Ledger) -> None:
-    found = dict(DEFAULTS[ledger.tool])
+    found = _defaults_of_tool(ledger)
     if has_adapter(ledger):
         found |= _ADAPTER_DEFAULTS.get(ledger.tool, {})
         if ledger.tool == LLAMA_FACTORY:
@@ -211,7 +223,8 @@ def _set_defaults(ledger: Ledger) -> None:
     if ledger.tool == EXAMPLES:
         _pack_texts(ledger)
     for key, value in found.items():
-        ledger.set(tuple(key.split(".")), value, f"default of {ledger.tool}", Weight.DEFAULT)
+        owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
+        ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
 
 
 def _is_unquantised(ledger: Ledger) -> bool:

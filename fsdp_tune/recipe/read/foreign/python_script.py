@@ -38,9 +38,13 @@ MOST_BYTES = 32 << 20
 """Notebooks hold pictures."""
 MODEL, ADAPTER, ARGUMENTS, TRAINER = "from_pretrained", "get_peft_model", "SFTConfig", "SFTTrainer"
 ROWS, TEMPLATE, ANSWERS, MAP = "load_dataset", "get_chat_template", "train_on_responses_only", "map"
+PLAIN_ARGUMENTS = "TrainingArguments"
+"""The class of transformers, which keeps its own defaults: unsloth replaces those of `SFTConfig` alone."""
+_ARGUMENT_CLASSES = frozenset({ARGUMENTS, PLAIN_ARGUMENTS})
 _CALLS = {
     **dict.fromkeys((MODEL, ADAPTER, ROWS, TEMPLATE, ANSWERS, MAP), None),
-    **dict.fromkeys((ARGUMENTS, "TrainingArguments", "UnslothTrainingArguments"), ARGUMENTS),
+    **dict.fromkeys((ARGUMENTS, "UnslothTrainingArguments"), ARGUMENTS),
+    PLAIN_ARGUMENTS: None,
     **dict.fromkeys((TRAINER, "UnslothTrainer", "Trainer"), TRAINER),
 }
 """Functions that are read → the section that their arguments are in; None: of the same name."""
@@ -147,7 +151,7 @@ class _CallReader:
         elif section == ROWS:
             values.setdefault(ROWS, []).append({})
             self._arguments(node, (ROWS, len(values[ROWS]) - 1), values[ROWS][-1])
-        elif section not in values:
+        elif section not in values and not (section in _ARGUMENT_CLASSES and _ARGUMENT_CLASSES & values.keys()):
             values[section] = {}
             self._arguments(node, (section,), values[section])
         elif TRAINER not in values:
@@ -356,7 +360,7 @@ RULES: Rules = {
     ADAPTER: lambda ledger, path, value: (
         section(_ADAPTER)(ledger, path, value) if value else ledger.write(path, {"lora": {}}, Fate.CONVERTED)
     ),
-    ARGUMENTS: section(_ARGUMENTS),
+    **dict.fromkeys((ARGUMENTS, PLAIN_ARGUMENTS), section(_ARGUMENTS)),
     TRAINER: section(_TRAINER),
     ROWS: _rows,
     MAP: question("rows are made by code: write them as messages, or as prompt and completion", "data", "train"),
