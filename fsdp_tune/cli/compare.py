@@ -115,7 +115,10 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
 
 def verdict_of(found: CompareAnswer) -> str:
     changing = any(key.changes_numbers for key in found.keys)
-    verdict = "equal in all that was compared" if found.equal else "different"
+    compared = sum(stage.status != "not_compared" for stage in found.stages)
+    is_whole = compared == len(found.stages)
+    where = "in all that was compared" if is_whole else f"in the {compared} of {len(found.stages)} stages that could be compared"
+    verdict = f"equal {where}" if found.equal else "different"
     if not found.equal and found.first is None and changing:
         verdict = "no stage differs, but keys that may change later steps do"
     elif not found.equal and found.first is None:

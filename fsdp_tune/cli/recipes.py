@@ -194,7 +194,8 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
-    screen.message(f"{f'wrote {output}; ' if output else ''}look for `# DECIDE:` in it, then `fsdp-tune validate --config {name}`")
+    to_do = "look for `# DECIDE:` in it, then " if "# DECIDE:" in imported.text else ""
+    screen.message(f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it")
 
 
 Tokenizer = Annotated[

@@ -128,7 +128,7 @@ def _rates(steps: Sequence[Line]) -> str:
     if not logged:
         return ""
     highest, step = max(logged, key=lambda each: each[0])
-    return f"{highest:.3g} at step {step:,} at its highest, {logged[-1][0]:.3g} at step {logged[-1][1]:,}"
+    return f"{highest:.3g} at step {step:,}, the highest that was logged; {logged[-1][0]:.3g} at step {logged[-1][1]:,}"
 
 
 def _losses(lines: Sequence[Line], name: str) -> str:

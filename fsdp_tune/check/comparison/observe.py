@@ -205,11 +205,12 @@ class Side:
 
     def _rate(self) -> None:
         recipe, size = self.recipe, self.recipe.global_batch_size
-        steps = int(training_value(recipe.training, "max_steps"))
+        steps, assumed = int(training_value(recipe.training, "max_steps")), None
         if steps <= 0:
             of_epoch = NOMINAL_STEPS_OF_EPOCH if self.row_count is None else math.ceil(self.row_count / size)
             if self.row_count is None:
-                self.left_out.append(f"the number of steps of an epoch: the learning rate is that of epochs of {of_epoch:,} steps")
+                assumed = f"the learning rate is that of epochs of {of_epoch:,} steps"
+                self.left_out.append(f"the number of steps of an epoch: {assumed}")
             steps = math.ceil(float(training_value(recipe.training, "num_train_epochs")) * of_epoch)
         schedule = schedule_of(recipe, steps)
         if schedule is None:
@@ -219,7 +220,7 @@ class Side:
             range(steps) if steps <= EXACT_STEPS else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
         )
         values = {f"step {step + 1}": recipe.training.learning_rate * schedule(step) for step in shown}
-        self.stages["rate"] = StageFacts({**values, "steps of the run": steps})
+        self.stages["rate"] = StageFacts({**values, "steps of the run": steps}, assumed=assumed)
 
     # ---- Model
 

@@ -55,6 +55,8 @@ class StageFacts:
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     reason: str | None = None
+    assumed: str | None = None
+    """What the values assume. They are compared only with values of the same assumption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         same = len(set(reasons.values())) == 1 and len(reasons) == 2
         detail = next(iter(reasons.values())) if same else "; ".join(f"{side}: {reason}" for side, reason in reasons.items())
         return ComparedStage(name, title, "not_compared", detail or "it was not computed")
+    if own.assumed != other.assumed:
+        return ComparedStage(name, title, "not_compared", f"{'A' if own.assumed else 'B'}: {own.assumed or other.assumed}")
     if name in OF_ROWS and has_rows(a) is not has_rows(b):
         return ComparedStage(name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read")
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)

@@ -40,6 +40,13 @@ def test_example_that_ends_earlier_or_is_missing_differs() -> None:
     assert found("tokens", a, both) == ("example 1 (rows.jsonl:2)", "is not there", "is there")
 
 
+def test_values_of_an_assumption_are_not_compared_with_others() -> None:
+    rate, assumed = StageFacts({"step 1": 0.1}), StageFacts({"step 1": 0.2}, assumed="epochs of 1,000 steps")
+    stage = compare_stage("rate", observed(rate=rate), observed(rate=assumed))
+    assert (stage.status, stage.detail) == ("not_compared", "B: epochs of 1,000 steps")
+    assert compare_stage("rate", observed(rate=assumed), observed(rate=assumed)).status == "equal"
+
+
 def test_labels_are_compared_where_the_tokens_are_equal() -> None:
     tokens = {"0:1:1": [1, 2], "0:2:1": [1, 3]}
     a = observed(tokens=tokens, labels={"0:1:1": [0, 1], "0:2:1": [0, 1]})

@@ -39,6 +39,8 @@ _COLUMNS = {
     "tools": "tools",
 }
 """Contents of a column in LLaMA-Factory, and the name of that column here."""
+_JOINED = "; a row's `input` follows its `instruction` after an empty line here, after one line end there"
+"""`"\\n".join(query)` in its data/converter.py. Alpaca's own prompt has an empty line."""
 
 
 def include_info(ledger: Ledger, directory: FilePath) -> None:
@@ -82,7 +84,8 @@ def _datasets(place: Path) -> Rule:
         settings: dict[Path, Any] = {}
         for index, name in enumerate(names, first):
             settings[(*place, index, "path")] = _path_of(ledger.value(INFO, name)) or "NAME"
-        ledger.write(path, settings, Fate.CONVERTED, f"by {INFO}")
+        is_alpaca = any((ledger.value(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
+        ledger.write(path, settings, Fate.CONVERTED, f"by {INFO}{_JOINED if is_alpaca else ''}")
         for index, name in enumerate(names, first):
             if ledger.is_open((INFO, name)):
                 settle_source(ledger, (INFO, name), (*place, index), _ENTRY)
