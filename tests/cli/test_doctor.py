@@ -61,6 +61,7 @@ def test_healthy_ranks_raise_no_alarm_and_nothing_is_left(cli: Cli, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_read_only_directory_of_one_rank_fails_with_its_name(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     done = cli("doctor", "--config", "gpt2_smoke", PYTHONPATH=plant(tmp_path / "site", READ_ONLY, 1))
@@ -81,6 +82,7 @@ def test_full_disk_and_missing_data_are_reported_together(cli: Cli, tmp_path: Pa
     assert "gone.jsonl" in answer["errors"][1]["message"]
 
 
+@pytest.mark.slow
 def test_throttled_rank_is_named(cli: Cli, tmp_path: Path) -> None:
     done = cli("doctor", "--config", "gpt2_smoke", "--json", PYTHONPATH=plant(tmp_path / "site", THROTTLED, 1))
     (check,) = [each for each in document(done)["checks"] if each["name"] == "matrix product"]
@@ -88,6 +90,7 @@ def test_throttled_rank_is_named(cli: Cli, tmp_path: Path) -> None:
     assert check["finding"].startswith("rank 1 on ")
 
 
+@pytest.mark.slow
 def test_rank_that_dies_fails_with_its_last_line(cli: Cli, tmp_path: Path) -> None:
     done = cli("doctor", "--config", "gpt2_smoke", PYTHONPATH=plant(tmp_path / "site", "import torch\ntorch.mm = None", 1))
     assert done.returncode == ExitCode.FAILED

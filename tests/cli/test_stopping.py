@@ -82,7 +82,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.merge import merging as run
 
-def merge(source, options, progress):
+def merge(source, options, progress, **more):
     with staged_directory(options.output):
         Path(sys.argv[1]).write_text("x")
         time.sleep(99)

@@ -191,12 +191,14 @@ def test_slow_rank_is_named(bench: Bench) -> None:
     assert (status.slow_rank.rank, status.slow_rank.part) == (1, "computing")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.e2e
 def test_slow_loader_is_named(bench: Bench) -> None:
     assert {(event["rank"], event["part"]) for event in _events(bench.fresh_run(Case(), run_with_a_slow_loader))} == {(0, "data")}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.e2e
 def test_slow_disk_is_named(bench: Bench) -> None:
