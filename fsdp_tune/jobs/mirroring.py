@@ -255,7 +255,7 @@ class Mirroring:
         except OSError as error:
             reason = str(error)
         if reason is not None:
-            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{best}, the best, is not on this disk: {reason}")])
+            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{best.step}, the best, is not on this disk: {reason}")])
 
     @contextmanager
     def sending(self, start_step: int | None) -> Iterator[None]:
