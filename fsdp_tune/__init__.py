@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.compare import compare
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.generate import generate
-    from fsdp_tune.jobs.inspection import prepare
     from fsdp_tune.jobs.make_recipe import import_recipe
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.results import merge_checkpoint, push, report
     from fsdp_tune.jobs.train import train
-    from fsdp_tune.jobs.validate import rehearse, validate
+    from fsdp_tune.jobs.validate import prepare, rehearse, validate
     from fsdp_tune.merge.merge_options import MergeOptions
     from fsdp_tune.recipe.read.loader import load_recipe
 
@@ -63,7 +62,7 @@ _MODULES = {
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.results",
     "plan": "jobs.plan",
-    "prepare": "jobs.inspection",
+    "prepare": "jobs.validate",
     "push": "jobs.results",
     "rehearse": "jobs.validate",
     "report": "jobs.results",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
     from fsdp_tune.check.comparison.served import ComparedPrompt
     from fsdp_tune.check.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference
+    from fsdp_tune.jobs.served import Cause, CompareAnswer, FirstDifference
 
 WIDTH = 80
 LONGEST_VALUE = 200

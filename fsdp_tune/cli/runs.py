@@ -253,7 +253,7 @@ def show_report(screen: Screen, done: RunReport) -> None:
 
 def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
     from fsdp_tune.jobs.results import follow_report
-    from fsdp_tune.pages.live_page import forwarding_command
+    from fsdp_tune.pages.report_page import forwarding_command
 
     def serving(found: RunReport, url: str) -> None:
         screen.document(found.as_dict())

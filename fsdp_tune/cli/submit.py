@@ -16,7 +16,7 @@ from fsdp_tune.jobs.options import CloudOptions, KubernetesOptions, SlurmOptions
 if TYPE_CHECKING:
     from fsdp_tune.jobs.submit import Submission, SubmitAnswer
     from fsdp_tune.jobs.submit_containers import ManifestAnswer
-    from fsdp_tune.launch.submit.clouds import Engine
+    from fsdp_tune.launch.submit.container_engines import Engine
 
 submit = typer.Typer(name="submit", help="Train a recipe as a job of a cluster.", no_args_is_help=True)
 

@@ -23,7 +23,7 @@ from fsdp_tune.data.report import DataReport
 from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
 from fsdp_tune.jobs.train import Preview, WrittenRun, takes_best
 from fsdp_tune.launch.command.resume import commands_to_resume
-from fsdp_tune.model.loading.model_files import ModelFacts
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution

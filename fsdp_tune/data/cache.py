@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.ownership import LOCKLESS, live_owner
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest, digest_file, list_files, read_manifest
 
 STORES = "data"
 """Folder of the stores below `data.cache_dir`."""

@@ -30,12 +30,12 @@ from fsdp_tune.jobs.answers import (
     ValidateAnswer,
     WrittenAnswer,
 )
-from fsdp_tune.jobs.compare_answers import CompareAnswer
 from fsdp_tune.jobs.doctor import DoctorAnswer
 from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.jobs.make_recipe import ImportAnswer
+from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.submit_containers import ManifestAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer

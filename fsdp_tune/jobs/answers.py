@@ -16,7 +16,7 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import DecodedExample, KeyAccount
 from fsdp_tune.merge.merge_options import MergeAnswer
-from fsdp_tune.model.loading.model_files import ModelFacts
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe

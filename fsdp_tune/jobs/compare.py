@@ -28,8 +28,7 @@ from fsdp_tune.check.comparison.causes import (
     with_values,
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
-from fsdp_tune.check.comparison.child import ObservingChild, find_interpreter
-from fsdp_tune.check.comparison.environments import python_with
+from fsdp_tune.check.comparison.environments import ObservingChild, find_interpreter, python_with
 from fsdp_tune.check.comparison.openai_server import is_url
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
@@ -54,10 +53,9 @@ from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, LaterDifference, SideAnswer, first_of
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import compare_with_server
+from fsdp_tune.jobs.served import Cause, CompareAnswer, LaterDifference, SideAnswer, compare_with_server, first_of
 from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run

@@ -44,11 +44,11 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.merge.card_results import CardResult, add_results
 from fsdp_tune.merge.output_directory import CARD_NAME
+from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.merge.source import newer_checkpoint
-from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.references import Extension, find_extension
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run.directory import RunDir

@@ -6,9 +6,9 @@ import re
 from functools import cache
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.units import enumerated
 from fsdp_tune.core.version import shipped
 from fsdp_tune.jobs.answers import CodeExplanation, CodeMessage, KeyExplanation
-from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema.keys import all_keys, closest, effect_of, unknown_key_hint
 from fsdp_tune.recipe.schema.reference import describe_key, described_names
 

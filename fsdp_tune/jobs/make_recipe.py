@@ -17,15 +17,15 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.jobs.answers import ImportedKey
 from fsdp_tune.jobs.compare import compare
-from fsdp_tune.jobs.compare_answers import CompareAnswer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CompareOptions, Method, NewRecipeOptions
 from fsdp_tune.jobs.plan import plan
+from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.planner.predict.predict import Plan
-from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.tools import OPTION_NAMES
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 from fsdp_tune.recipe.schema.recipe import Recipe
 

@@ -19,14 +19,15 @@ from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.resume import AUTO, Start, check, compare, parse_resolved
-from fsdp_tune.launch.mirror.fetch import fetch_checkpoint, remove_stage
 from fsdp_tune.launch.mirror.remote_run import (
     Listing,
     MirrorIdentity,
     RemoteCheckpoint,
     RemoteRun,
+    fetch_checkpoint,
     mirror_error,
     read_identity,
+    remove_stage,
     run_folder,
 )
 from fsdp_tune.launch.mirror.send import MirrorState, state_path

@@ -15,10 +15,10 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
 from fsdp_tune.launch.command.resume import check, compare
 from fsdp_tune.launch.command.run_files import write_resized
 from fsdp_tune.launch.supervise.attempts import Resized
-from fsdp_tune.recipe.fewer_machines import recipe_for_machines, smaller_sizes
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.world import recipe_for_machines, smaller_sizes
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.launch_files import ResumeRequest
 

@@ -1,32 +1,110 @@
-"""Compare a trained model with a server that serves it: what `compare RUN http://HOST:PORT/v1` does."""
+"""What `compare` answers, whatever its sides are, and the comparison of a trained model with a server: `compare RUN http://HOST:PORT/v1`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.check.comparison.causes import DifferentKey
 from fsdp_tune.check.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
 from fsdp_tune.check.comparison.served import (
     OF_ONE_TOKEN,
     TOLERANCE,
     Exchange,
+    ServedNumbers,
     asked,
     cause_of_tokens,
     compare_served,
     numbers_of,
 )
+from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, StageDifference
+from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference, SideAnswer, first_of
+from fsdp_tune.jobs.answers import ImportedKey
 from fsdp_tune.jobs.generate import AnsweringModel, AskedPrompt, open_model, read_prompts
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.run.directory import run_of
+
+
+@dataclass(frozen=True, slots=True)
+class SideAnswer(JsonAnswer):
+    name: str
+    kind: str
+    """`recipe`, `run`, or the tool whose configuration it is; `model` and `server` where a server is compared."""
+    python: str | None
+    """The interpreter that computed it; null if nothing was computed."""
+    not_carried: list[ImportedKey]
+    """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference(StageDifference):
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cause(JsonAnswer):
+    """Why the first difference arises."""
+
+    keys: list[DifferentKey]
+    """With A's values of these keys in B, the difference vanishes."""
+    versions: dict[str, list[str | None]]
+    """Libraries with their versions in A and B, if the interpreter is the cause."""
+    is_shown: bool
+    """Whether B was computed again without the cause, and the difference vanished."""
+    text: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaterDifference(JsonAnswer):
+    """The first difference that is left when B has A's values of the causes before it."""
+
+    difference: FirstDifference
+    cause: Cause | None
+    """Null if no keys were found that make it vanish."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareAnswer(JsonAnswer):
+    """The result, and the document of `compare --json`."""
+
+    equal: bool
+    """Whether all that was compared is equal, and something was. What was not compared is in `not_compared`."""
+    a: SideAnswer
+    b: SideAnswer
+    keys: list[DifferentKey]
+    """All that differ in the resolved recipes, those that change numbers first."""
+    environment: dict[str, list[str | None]]
+    """Versions, and for runs machines, that differ."""
+    stages: list[ComparedStage]
+    first: FirstDifference | None
+    cause: Cause | None
+    later: list[LaterDifference]
+    first_step: DifferentStep | None
+    """Of two runs: the first logged step beyond the tolerance."""
+    first_bits: DifferentStep | None
+    """Of two runs: the first logged step that is not bitwise equal."""
+    rows_of_step: str | None
+    """The rows of the global batch of `first_step`."""
+    tolerance: float
+    not_compared: list[str]
+    served: ServedNumbers | None = None
+    """Of a server: how far its log-probabilities are from the model's."""
+
+
+def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
+    found = next((stage for stage in stages if stage.difference is not None), None)
+    return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
+
 
 PROMPTS_OF_A_RUN = 8
 NEVER_COMPARED = (

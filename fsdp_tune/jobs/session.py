@@ -18,12 +18,12 @@ from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_sig
 from fsdp_tune.data.cache import STORES
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.recipe.extensions import find_extensions, named_extensions
-from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe
+from fsdp_tune.recipe.references import find_extensions, named_extensions
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
+from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 

@@ -35,8 +35,8 @@ from fsdp_tune.launch.submit.cluster_job import (
     read_attempts,
 )
 from fsdp_tune.launch.submit.slurm import parse_time, render, user_block
-from fsdp_tune.recipe.paths import output_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
+from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import json_objects, read_metrics

@@ -15,7 +15,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session, sized_recipe
-from fsdp_tune.launch.submit import clouds, kubernetes
+from fsdp_tune.launch.submit import container_engines
 from fsdp_tune.launch.submit.cluster_job import Lead, estimated_lead, measured_lead
 from fsdp_tune.launch.submit.container_job import (
     ContainerJob,
@@ -67,10 +67,10 @@ def kubernetes_manifest(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         grace = None if options.grace is None else _parsed(options.grace, "--grace", parse_seconds)
-        job = _job(recipe, options, mounts, kubernetes.RECIPE_DIRECTORY, observer)
+        job = _job(recipe, options, mounts, container_engines.RECIPE_DIRECTORY, observer)
         job = _with_lead(job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer))
         shared = None if options.shared_memory is None else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
-        pod = kubernetes.PodSettings(
+        pod = container_engines.PodSettings(
             image=options.image,
             namespace=options.namespace,
             queue=options.queue,
@@ -85,8 +85,8 @@ def kubernetes_manifest(
             "kubernetes",
             job,
             options.output,
-            lambda file: kubernetes.manifest(job, pod, options.kind, file),
-            lambda file: kubernetes.commands(job, pod, options.kind, file),
+            lambda file: container_engines.manifest(job, pod, options.kind, file),
+            lambda file: container_engines.manifest_commands(job, pod, options.kind, file),
         )
 
 
@@ -94,7 +94,7 @@ def cloud_task(
     source: str,
     overrides: Sequence[str],
     options: CloudOptions,
-    engine: clouds.Engine,
+    engine: container_engines.Engine,
     *,
     name: str | None = None,
     observer: Observer = Observer(),
@@ -107,20 +107,20 @@ def cloud_task(
     secrets = _unique(tuple(parse_variable(each) for each in options.secrets))
     recipe = _load(source, overrides, options, name)
     with session(recipe):
-        job = _job(recipe, options, mounts, clouds.RECIPE_DIRECTORY, observer)
+        job = _job(recipe, options, mounts, container_engines.TASK_RECIPE_DIRECTORY, observer)
         if engine == "dstack":  # SkyPilot has no such time
             job = _with_lead(job, _lead(recipe, options.allowed, observer))
         if job.cluster.gpus_per_machine and options.gpu is None:
             raise usage_error("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")
-        settings = clouds.CloudSettings(options.image, options.gpu, options.spot, secrets, options.restarts)
+        settings = container_engines.CloudSettings(options.image, options.gpu, options.spot, secrets, options.restarts)
         if options.image is not None:
             _report_tag(options.image, observer)
         return _finish(
             engine,
             job,
             options.output,
-            lambda file: clouds.task(job, settings, engine, file),
-            lambda file: clouds.commands(job, settings, engine, file),
+            lambda file: container_engines.task(job, settings, engine, file),
+            lambda file: container_engines.task_commands(job, settings, engine, file),
         )
 
 

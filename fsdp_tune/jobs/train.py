@@ -23,7 +23,6 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
-from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
@@ -31,6 +30,7 @@ from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_wh
 from fsdp_tune.jobs.resizing import Resizing
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
+from fsdp_tune.jobs.validate import inspect_model
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -43,23 +43,20 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.channel import open_channel
-from fsdp_tune.launch.machines.identity import identity_of
-from fsdp_tune.launch.machines.interface import INTERFACE_VARIABLES
 from fsdp_tune.launch.machines.launches import CountedBar, Machines
+from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, identity_of
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
 from fsdp_tune.merge.merge_options import MergeOptions
-from fsdp_tune.merge.upload import check_access
-from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary, save_model_files
+from fsdp_tune.merge.publish import check_access
+from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.memory import total_steps
-from fsdp_tune.recipe.extensions import Extension, find_extensions
-from fsdp_tune.recipe.findings import as_problem
-from fsdp_tune.recipe.paths import from_run
-from fsdp_tune.recipe.read.continued_adapter import without_adapter
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.training import schedule_of_steps
+from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base

@@ -1,31 +1,277 @@
-"""Check a recipe before it runs: without GPUs and with all mistakes at once, or in a rehearsal on CPU ranks with a scaled-down model."""
+"""Check a recipe before it runs: its inputs without GPUs, all mistakes at once, or a rehearsal on CPU ranks with a scaled-down model.
+
+The inspection of the inputs checks that model and data of a resolved recipe exist, and that the first rows of each source can be used. The
+model is inspected in a child process, since this one never imports torch. `train` inspects and prepares by the same functions.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
 from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
-from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.data.preparation import length_with_targets
+from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.data.account import SourceSample, ignoring_unread, sample_sources, skipping
+from fsdp_tune.data.format.row_account import KeyUse, key_account
+from fsdp_tune.data.inputs import Input, bad_row_problem, open_inputs, raw_rows
+from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targets
+from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.report import DecodedExample
+from fsdp_tune.data.tokenise.chat import sample_prompts
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, CheckedSource, RehearseAnswer
-from fsdp_tune.jobs.inspection import FIRST_ROWS, Inspection, inspect
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
-from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary
+from fsdp_tune.model.model_files import ModelFacts, ModelInspection, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
-from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
+
+INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
+INSPECT_SECONDS = 300.0
+FIRST_ROWS = 200
+RENDERED_BYTES = 1 << 20
+SHOWN_BAD_ROWS = 5
+_UNREACHABLE = re.compile(
+    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
+)
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Findings in the model, in the data, or in both."""
+
+    model: ModelFacts | None = None
+    """None if the model could not be built."""
+    vocabulary_size: int | None = None
+    """Tokens of the tokenizer; None if it could not be loaded."""
+    inputs: list[CheckedSource] = field(default_factory=list[CheckedSource])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    notices: list[Notice] = field(default_factory=list[Notice])
+    unchecked: list[str] = field(default_factory=list[str])
+    """What could not be inspected without network, one sentence each."""
+    is_data_reachable: bool = True
+
+    def add(self, error: FsdpTuneError) -> None:
+        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a stop signal is raised."""
+        if error.exit_code is ExitCode.PREEMPTED:
+            raise error
+        for problem in error.problems:
+            if problem.code == "hub-unreachable":
+                self.is_data_reachable = False
+                self.unchecked.append(problem.message)
+            else:
+                self.problems.append(problem)
+
+
+def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
+    """Inspect model and data at the same time: each takes seconds to import what it needs."""
+    with children.threads(1) as pool:
+        running = pool.submit(inspect_model, recipe, offline=offline)
+        data = inspect_data(recipe)
+        found = running.result()
+    return Inspection(
+        found.model,
+        data.vocabulary_size,
+        data.inputs,
+        [*found.problems, *data.problems],
+        [*found.notices, *data.notices],
+        list(dict.fromkeys([*found.unchecked, *data.unchecked])),
+        data.is_data_reachable,
+    )
+
+
+def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None) -> Inspection:
+    """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device.
+
+    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none. Its process may be
+    a rank that hangs, of which the user learns when the ranks start.
+    """
+    limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
+    text = answer(limit_seconds) if answer is not None else ""
+    document = ModelInspection.from_json(text) if text else _inspect_in_child(recipe, offline=offline)
+    found = Inspection(document.facts, notices=list(document.notices))
+    for problem in document.problems:
+        if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
+            found.unchecked.append(
+                f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files are not in the cache"
+            )
+        else:
+            found.problems.append(problem)
+    return found
+
+
+def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
+    """Return the document of `fsdp_tune.model.loading.inspect`, or one with the reason why there is none."""
+    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    raw = recipe.model_dump_json(by_alias=True)
+    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ModelInspection(None, (Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s"),))
+    finally:
+        children.end(child)
+    try:
+        return ModelInspection.from_json(output)
+    except ValueError:
+        return ModelInspection(None, (_crashed(child.returncode, errors),))
+
+
+def _crashed(exit_code: int, errors: str) -> Problem:
+    is_killed = exit_code < 0
+    hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
+    return Problem("model-not-inspected", f"the model could not be inspected: {children.describe_failure(exit_code, errors)}", hint=hint)
+
+
+def inspect_data(recipe: Recipe) -> Inspection:
+    """Load the tokenizer, open every source and read its first rows; write nothing."""
+    found = Inspection()
+    try:
+        encoder = load_encoder(recipe)
+    except FsdpTuneError as error:
+        found.add(error)
+        _find_sources(recipe, found)
+        return found
+    found.vocabulary_size = encoder.vocabulary_size
+    found.notices.extend(encoder.notices)
+    try:
+        sample_prompts(recipe, encoder)
+        inputs = open_inputs(recipe, encoder)
+    except FsdpTuneError as error:
+        found.add(error)
+        return found
+    for opened in inputs:
+        _inspect_rows(opened, recipe, encoder, found)
+    return found
+
+
+def _find_sources(recipe: Recipe, found: Inspection) -> None:
+    """Report missing files; without a tokenizer the rows cannot be checked."""
+    for key, entry in recipe.data.sources:
+        try:
+            find_source(entry, key)
+        except FsdpTuneError as error:
+            found.add(error)
+
+
+def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspection) -> None:
+    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does."""
+    bad: list[tuple[int, BadRow]] = []
+    rows: list[RawRow] = []
+    try:
+        for row in islice(raw_rows([opened]), FIRST_ROWS):
+            if isinstance(row, RawRow):
+                rows.append(row)
+            else:
+                bad.append(row)
+    except FsdpTuneError as error:
+        found.add(error)
+    seen = len(rows) + len(bad)
+    sizes = accumulate(content_bytes(row.values) for row in rows)
+    # Chat templates are rendered under a time limit that only the main thread can have.
+    rendered = sum(size < RENDERED_BYTES for size in sizes) if threading.current_thread() is threading.main_thread() else 0
+    tokeniser = Tokeniser(encoder, (opened.settings,))
+    chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
+    bad += [each for chunk in chunks for each in chunk.bad]
+    bad.sort(key=lambda each: (each[0], each[1].number))
+    names = opened.source.names
+    shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
+    if bad:
+        total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
+        hint = ignoring_unread(bad) or skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
+        found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
+    keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
+    settings = opened.settings
+    found.inputs.append(
+        CheckedSource(
+            key=opened.source.key,
+            set=opened.set_name,
+            path=opened.entry.path,
+            format=settings.format,
+            loss_on=settings.loss_on,
+            rows_looked_at=seen,
+            keys=list(keys),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    data: Prepared
+    """Where the sets are, and the account of rows and tokens."""
+    rows: list[list[DecodedExample]]
+    """The rows requested by `show`, each a list of decoded examples."""
+    samples: list[SourceSample]
+    """As many examples of each training source as `samples` requests."""
+
+
+def prepare(
+    recipe: LoadedRecipe,
+    *,
+    show: int = 0,
+    samples: int = 0,
+    download: bool = False,
+    verify_data: bool = False,
+    allowed: Allowed = Allowed(),
+    observer: Observer = Observer(),
+) -> Preparation:
+    """Tokenise and pack the data of a recipe into the cache, or find them there. Needs no GPU.
+
+    `show` decodes so many rows, `samples` so many examples of each training source. `download` fetches the model's weights too.
+    `verify_data` hashes all data files instead of trusting sizes and times. A script needs `if __name__ == "__main__":` around the
+    call, since tokenising spawns processes.
+    Raises: FsdpTuneError, with file and line for what is wrong in the data.
+    """
+    with session(recipe):
+        resolution = resolve_recipe(recipe, allowed, observer)
+        check_cache(resolution.recipe)
+        if download:
+            _download(resolution.recipe, observer)
+        encoder = load_encoder(resolution.recipe)
+        observer.notices(encoder.notices)
+        # The number of rows needed follows from the number of ranks, which is assumed if neither recipe nor machine gives it.
+        is_assumed = any(notice.code == "assumed-devices" for notice in resolution.notices)
+        with observer.progress("tokenising", None, "rows") as bar:
+            data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=not is_assumed, verify=verify_data)
+        observer.notices(data.as_notices())
+        return Preparation(
+            data,
+            decoded_rows(data.train, encoder, show) if show else [],
+            sample_sources(data.train, data.report.inputs, encoder, samples) if samples else [],
+        )
+
+
+def _download(recipe: Recipe, observer: Observer) -> None:
+    name = recipe.model.name_or_path
+    if name is None or Path(name).exists():
+        observer.message("the model is local: there are no weights to download")
+        return
+    observer.message(f"the model is in {download_model(name, recipe.model.revision)}")
 
 
 @dataclass(frozen=True, slots=True)

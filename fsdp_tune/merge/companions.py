@@ -14,7 +14,7 @@ from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.merge.source import INDEX_NAME, Selection
-from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 CONFIG_NAME = "config.json"

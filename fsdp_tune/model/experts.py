@@ -25,10 +25,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
 from fsdp_tune.model.adapters.lora import is_of_adapter
-from fsdp_tune.model.adapters.nf4 import elements
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.sequence_parallel import shared_rows
-from fsdp_tune.model.shard.local import bare_class, bare_model
+from fsdp_tune.model.shard.local import bare_class, bare_model, elements
 
 FUNCTION = "load_balancing_loss_func"
 """Name of transformers' function in the module of each such model: (router logits of all layers, experts, top-k, attention mask)."""

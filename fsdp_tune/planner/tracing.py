@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import write_json
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.hub import cached_model_file
@@ -31,6 +30,7 @@ from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.manifest import digest
 
 _OWN = Path(__file__).parent
 _UNSEEN = ("name", "output_dir")

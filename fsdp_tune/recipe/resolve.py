@@ -12,13 +12,11 @@ from typing import Any
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
-from fsdp_tune.recipe.fewer_machines import described_sizes
-from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
-from fsdp_tune.recipe.paths import absolute_paths, output_directory
-from fsdp_tune.recipe.read.continued_adapter import continue_adapter
+from fsdp_tune.recipe.references import absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
+from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -28,6 +26,7 @@ from fsdp_tune.recipe.world import (
     budget_accumulation,
     data_ranks,
     described_sharing,
+    described_sizes,
     lanes_of,
     mesh_sizes,
     readers_of_rows,

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from fsdp_tune.recipe.scalars import printable
+from fsdp_tune.core.units import printable
 
 _SHOWN_CHARACTERS = 100
 

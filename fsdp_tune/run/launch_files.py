@@ -81,7 +81,7 @@ class ResumeRequest(Document):
     digests_checked: bool = False
     """Whether the launcher has just verified the digest of every file in it."""
     from_run: list[str] = field(default_factory=list[str])
-    """Keys of the recipe whose files are gone (`recipe.paths`). The launcher decides, since all ranks must load in one way."""
+    """Keys of the recipe whose files are gone (`recipe.references`). The launcher decides, since all ranks must load in one way."""
 
 
 STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)

@@ -1,8 +1,9 @@
-"""The manifest that completes a directory: written last, it lists every file with its size and digest."""
+"""Digests of texts and files, and the manifest that completes a directory: written last, it lists every file with its size and digest."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,18 @@ from typing import Any, cast
 import xxhash
 
 from fsdp_tune.core.atomic import DISK, write_json
+
+
+def digest(*parts: str | bytes, size: int = 8) -> str:
+    """Return `2 * size` hexadecimal digits that identify `parts`, in any process and version: names of caches contain them."""
+    content = b"\0".join(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts)
+    return hashlib.blake2b(content, digest_size=size).hexdigest()
+
+
+def digest_number(*parts: str | bytes, size: int = 8) -> int:
+    """Return the digest as an integer below 256 ** `size`."""
+    return int(digest(*parts, size=size), 16)
+
 
 MANIFEST_NAME = "manifest.json"
 DAMAGE_NAME = "damage.json"

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.core.devices import installed_versions
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem, as_os_error
 from fsdp_tune.launch.health import differences
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.records import ReadBack
 
 T = TypeVar("T")

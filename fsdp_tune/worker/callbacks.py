@@ -29,7 +29,8 @@ from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.step_progress import AttachedCallback
+from fsdp_tune.worker.observe.step_phases import AttachedCallback
+from fsdp_tune.worker.rank import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 from fsdp_tune.worker.readback.isolation import (
     Deviations,
     allowed_deviation,
@@ -42,7 +43,6 @@ from fsdp_tune.worker.readback.isolation import (
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback.trained import gathered_difference
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.signals import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 
 RECENT_STEPS = 50
 """The slowest of these is the time that a step may take."""

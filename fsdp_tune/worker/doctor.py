@@ -43,7 +43,7 @@ from fsdp_tune.launch.health import (
     RankHealth,
     slow_ranks,
 )
-from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import describe_base, digest_of_samples
 from fsdp_tune.run.directory import RunDir

@@ -31,8 +31,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord, Outcome
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, dump
 from fsdp_tune.worker.observe.trackers import continue_tracker_runs
-from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
-from fsdp_tune.worker.signals import StoppedEarly, StopRequest, end_loader_processes
+from fsdp_tune.worker.rank import Rank, StoppedEarly, StopRequest, configure_accelerate, end_loader_processes, start_process_group
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer

@@ -27,10 +27,8 @@ from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
-from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
-from fsdp_tune.recipe.paths import from_run
-from fsdp_tune.recipe.read.continued_adapter import without_adapter
+from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
@@ -44,15 +42,13 @@ from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_chec
 from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
-from fsdp_tune.worker.observe.profiling import Profile
-from fsdp_tune.worker.observe.step_progress import StepProgress
+from fsdp_tune.worker.observe.step_phases import Profile, StepProgress
 from fsdp_tune.worker.observe.stragglers import Stragglers
 from fsdp_tune.worker.observe.trackers import keep_id
-from fsdp_tune.worker.rank import Rank, share_time_limit
+from fsdp_tune.worker.rank import Rank, StopRequest, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
 from fsdp_tune.worker.rows.training_rows import ByTokens, Collator, MicroBatches, PreparedRows, SourceTokens, TrainingRows
-from fsdp_tune.worker.signals import StopRequest
 from fsdp_tune.worker.step_observer import StepObserver
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.jobs import inspection as checks
+from fsdp_tune.jobs import validate as checks
 
 SMALL = """\
 model: {from_config: {model_type: gpt2, vocab_size: 384}, tokenizer: builtin:arithmetic%s}

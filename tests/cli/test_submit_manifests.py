@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from fsdp_tune.cli.app import app
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.jobs import submit_containers as jobs
-from fsdp_tune.launch.submit import clouds, kubernetes
+from fsdp_tune.launch.submit import container_engines
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import refuse_undeclared
@@ -182,7 +182,7 @@ class Pods:
         variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # no DNS of a cluster here, and no network of a pod
         script = container["command"][-1].replace("$$", "$")  # as the kubelet does
         return [
-            self.start(script, variables | more | {"JOB_COMPLETION_INDEX": str(index)}, kubernetes.RECIPE_DIRECTORY)
+            self.start(script, variables | more | {"JOB_COMPLETION_INDEX": str(index)}, container_engines.RECIPE_DIRECTORY)
             for index in range(spec["completions"])
         ]
 
@@ -235,7 +235,7 @@ class Controller:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         (folder / "token").write_text("word")
         url = f"http://127.0.0.1:{self._server.server_port}/apis/status"
-        self.variables = {kubernetes.STATUS_VARIABLE: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token")}
+        self.variables = {container_engines.STATUS_VARIABLE: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token")}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -295,6 +295,6 @@ def test_script_of_a_cloud_trains(pods: Pods, engine: str) -> None:
     else:
         script, variables = task["commands"][0], dict(each.split("=", 1) for each in task["env"]) | {"DSTACK_MASTER_NODE_IP": "127.0.0.1"}
     rank = {"skypilot": "SKYPILOT_NODE_RANK", "dstack": "DSTACK_NODE_RANK"}[engine]
-    processes = [pods.start(script, variables | {rank: str(index)}, clouds.RECIPE_DIRECTORY) for index in range(2)]
+    processes = [pods.start(script, variables | {rank: str(index)}, container_engines.TASK_RECIPE_DIRECTORY) for index in range(2)]
     assert exit_codes(processes) == [0, 0]
     assert (pods.run.path / "merged" / "config.json").is_file()

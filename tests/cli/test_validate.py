@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.jobs import inspection as checks
-from fsdp_tune.model.loading.model_files import ModelFacts
+from fsdp_tune.jobs import validate as checks
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.model.recipes import model_facts
 from tests.recipe.loading import MINIMAL, load

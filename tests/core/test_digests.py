@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
-from fsdp_tune.core.digests import digest, digest_number
+from fsdp_tune.run.manifest import digest, digest_number
 
 
 def test_digest_is_of_all_parts_and_stays_between_versions() -> None:

@@ -156,7 +156,7 @@ def test_run_without_a_bug_has_no_races_and_waits_where_it_must(bench: Bench) ->
         assert each["exit_reason"] == "finished", each["traceback"]
         assert each["races"] == []
     assert all(value.isfinite().all() for value in runs.saved_parameters(run, runs.STEPS).values())
-    witness = {"fsdp_tune/worker/readback/witness.py", "fsdp_tune/worker/readback/update_sample.py"}
+    witness = {"fsdp_tune/worker/readback/witness.py", "fsdp_tune/worker/readback/trained.py"}
     assert steady_places(counted[0]) == steady_places(counted[1]) == witness, "these runs ask for a witness of every step"
 
 

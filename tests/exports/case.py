@@ -17,7 +17,7 @@ from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.model_files import save_model_files
+from fsdp_tune.model.model_files import save_model_files
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.exports import older
 from tests.merge.checkpoints import make_run

@@ -123,7 +123,7 @@ PLANTS: tuple[Plant, ...] = (
         ),
     ),
     plant("children survive their parent", "core.parent_death:die_with_parent", never("libc.prctl"), rows="F066"),
-    plant("duplicate signal treated as a second one", "worker.signals", value("ECHO_SECONDS", "0.0"), rows="F063"),
+    plant("duplicate signal treated as a second one", "worker.rank", value("ECHO_SECONDS", "0.0"), rows="F063"),
     plant("tracker error ends the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
     plant("nonfinite gradients applied", "worker.gradients:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
@@ -155,7 +155,7 @@ PLANTS: tuple[Plant, ...] = (
     # recipe
     plant("second YAML document ignored", "recipe.read.yaml_source:_Composer.document", drop("two-documents"), rows="F001"),
     plant("duplicate key: last one used", "recipe.read.yaml_source:_Composer._insert", always("first"), rows="F002 F003"),
-    plant("infinity accepted as a number", "recipe.scalars:_float", condition("math.isfinite", "math.isnan(value)"), rows="F004"),
+    plant("infinity accepted as a number", "core.units:_float", condition("math.isfinite", "math.isnan(value)"), rows="F004"),
     plant(
         "node limit fifty times too high",
         "recipe.read.yaml_source:_Composer._count",
@@ -254,12 +254,12 @@ PLANTS: tuple[Plant, ...] = (
     plant("recipe of another version reported as a bug", "launch.command.resume:parse_resolved", catch("OSError"), rows="F085"),
     # more of recipe, data, merge, security
     plant("indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
-    plant("unexpanded home directory accepted", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
+    plant("unexpanded home directory accepted", "recipe.references:output_directory", result("resolved, _[1][1:]"), rows="F011"),
     plant("missing column read as empty text", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
     plant("empty completion accepted", "data.format.formats:FormatSettings._prompt_completion", never("completion.strip"), rows="F022"),
     plant(
         "tokenizer larger than the embedding accepted",
-        "model.loading.model_files:check_vocabulary",
+        "model.model_files:check_vocabulary",
         never("has_grown grows_embedding"),
         rows="F024",
     ),

@@ -15,12 +15,12 @@ import torch
 import yaml
 
 import fsdp_tune
-from fsdp_tune.check.comparison.child import ObservingChild
+from fsdp_tune.check.comparison.environments import ObservingChild
 from fsdp_tune.check.comparison.observe import Side
 from fsdp_tune.check.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.jobs.compare_answers import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.pages.written import training_line, written
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_tune
-from fsdp_tune.check.comparison.child import ObservingChild
+from fsdp_tune.check.comparison.environments import ObservingChild
 from fsdp_tune.jobs.make_recipe import check_import
 from tests.jobs.test_compare import LLAMA, in_process
 from tests.recipe.foreign_files import AXOLOTL

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
-from fsdp_tune.launch.machines.identity import Identity
 from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.machine import Identity
 from fsdp_tune.run.directory import RunDir
 
 END = None

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB
-from fsdp_tune.launch.submit.clouds import CloudSettings, task
 from fsdp_tune.launch.submit.cluster_job import Lead
+from fsdp_tune.launch.submit.container_engines import RECIPE_DIRECTORY, CloudSettings, Kind, PodSettings, manifest, task
 from fsdp_tune.launch.submit.container_job import (
     LONGEST_NAME,
     ContainerJob,
@@ -29,7 +29,6 @@ from fsdp_tune.launch.submit.container_job import (
     parse_secret,
     parse_variable,
 )
-from fsdp_tune.launch.submit.kubernetes import RECIPE_DIRECTORY, Kind, PodSettings, manifest
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 
 RECIPE = """\

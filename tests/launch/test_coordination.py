@@ -14,9 +14,8 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem, usag
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import store
-from fsdp_tune.launch.machines.identity import Identity, difference, identity_of
 from fsdp_tune.launch.machines.launches import CountedBar, Machines
-from fsdp_tune.launch.machines.report import combined
+from fsdp_tune.launch.machines.machine import Identity, combined, difference, identity_of
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint

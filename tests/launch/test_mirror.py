@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
 from fsdp_tune.launch.mirror import send as sending
-from fsdp_tune.launch.mirror.fetch import fetch_checkpoint
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun
+from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, fetch_checkpoint
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint

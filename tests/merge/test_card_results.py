@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from fsdp_tune.merge.card_results import CardResult, add_results
 from fsdp_tune.merge.output_directory import model_card
+from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 RESULT = CardResult("/home/ann/secret|rows.jsonl", "train", "perplexity", 2.3456789, (2.1, 2.6), 1234)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.model_files import ModelFacts
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout

@@ -15,9 +15,9 @@ from transformers.masking_utils import flash_attention_mask
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
-from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.step import micro_batch_loss, model_inputs
 from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.setup import _collator

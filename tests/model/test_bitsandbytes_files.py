@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.nf4 import dequantise, quantise
-from fsdp_tune.model.adapters.nf4_linear import layers_in_4_bits
+from fsdp_tune.model.adapters.nf4 import dequantise, layers_in_4_bits, quantise
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices, refuse_other_quantisation, refuse_unread
 from tests.model.recipes import recipe_of

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from fsdp_tune.data.tokenise.tokenizer import TokenizerOrigin
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.model_files import ModelFacts, save_model_files
+from fsdp_tune.model.model_files import ModelFacts, save_model_files
 from tests.architectures.tiny import config_of
 from tests.model.families import FAMILIES
 from tests.model.recipes import facts_of_model, recipe_of

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.kernels import float8
-from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, fp8_notices, plan_fp8, require_gpu
+from fsdp_tune.model.kernels import linear_layers
+from fsdp_tune.model.kernels.linear_layers import choose_fp8, convert_to_fp8, fp8_notices, plan_fp8, require_gpu
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
@@ -120,7 +120,7 @@ def test_fp8_error_on_older_gpus_has_a_hint(capability: tuple[int, int], instead
 def test_operands_are_padded_only_if_tokens_are_not_multiples(multiple: int, longest: int, padded: bool) -> None:
     recipe = fp8(data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest})
     assert ("operands are padded" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason) is padded
-    assert float8._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
+    assert linear_layers._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])

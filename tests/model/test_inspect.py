@@ -10,7 +10,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.model_files import ModelInspection
+from fsdp_tune.model.model_files import ModelInspection
 from tests.model.recipes import lora_recipe, recipe_of
 
 OPT = {

@@ -27,9 +27,9 @@ from fsdp_tune.model.kernels.install import (
     liger_summed_loss,
     modules_of_liger,
 )
-from fsdp_tune.model.kernels.kernel_choice import KernelChoice
-from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
+from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import lora_recipe, recipe_of

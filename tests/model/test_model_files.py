@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.tokenise.tokenizer import TokenizerOrigin
-from fsdp_tune.model.loading.model_files import ModelFacts, check_vocabulary, save_model_files, with_special_tokens
+from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.recipe.schema.recipe import Lora, Model, Recipe, Tokens
 from tests.model.recipes import model_facts
 

@@ -14,10 +14,19 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_VALUES
 from fsdp_tune.merge.copy.gather import rounded_to_nf4
-from fsdp_tune.model.adapters.nf4 import count_elements, dequantise, in_one_formula, quantise
-from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, describe_nf4, layers_in_4_bits, nf4_notices, plan_nf4
+from fsdp_tune.model.adapters.nf4 import (
+    Nf4Linear,
+    dequantise,
+    describe_nf4,
+    in_one_formula,
+    layers_in_4_bits,
+    nf4_notices,
+    plan_nf4,
+    quantise,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
+from fsdp_tune.model.shard.local import count_elements
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model

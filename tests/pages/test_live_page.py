@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.pages.live_page import LivePage
-from fsdp_tune.pages.report_page import report_page
+from fsdp_tune.pages.report_page import LivePage, report_page
 from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
 from tests.pages.browser import CHROMIUM, browser

@@ -236,14 +236,14 @@ def cast_bytes_of_4_bits() -> Iterator[None]:
     """Cast the bytes as bf16 numbers, which turns some pairs into another NaN (bitsandbytes#1945)."""
     import torch
 
-    from fsdp_tune.model.adapters import nf4_linear
+    from fsdp_tune.model.adapters import nf4
 
-    original = nf4_linear.dequantise
+    original = nf4.dequantise
 
     def cast(packed: Any, scales: Any, dtype: Any) -> Any:
         return original(packed.view(torch.bfloat16).float().bfloat16().view(torch.uint8), scales, dtype)
 
-    with patch.object(nf4_linear, "dequantise", cast):
+    with patch.object(nf4, "dequantise", cast):
         yield
 
 
@@ -352,8 +352,8 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "B of one layer not updated": keep_b_of_one_layer,
     "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
     "bytes of 4 bits cast": cast_bytes_of_4_bits,
-    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.full_tensors.sharding_of", lambda parameter: None),
-    "means over the shard": _replaced("fsdp_tune.model.optim.full_tensors.sharding_of", lambda parameter: None),
+    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.optimizer.sharding_of", lambda parameter: None),
+    "means over the shard": _replaced("fsdp_tune.model.optim.optimizer.sharding_of", lambda parameter: None),
     "positions of each rank from zero": number_positions_of_each_rank_from_zero,
     "labels shifted after rows are divided": shift_labels_of_each_rank,
     "tokens exchanged into other strides": exchange_into_other_strides,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.check.parity.reload import checkpoint_tensors
+from fsdp_tune.check.parity.model_directories import checkpoint_tensors
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import DataReport

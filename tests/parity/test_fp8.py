@@ -150,10 +150,10 @@ def run_sabotaged(path: str, *, name: str) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from fsdp_tune.model.kernels import float8
+    from fsdp_tune.model.kernels import linear_layers
     from fsdp_tune.model.loading import assemble as load
 
-    real_config, real_plan, real_convert = float8._config, float8.plan_fp8, load.convert_to_fp8
+    real_config, real_plan, real_convert = linear_layers._config, linear_layers.plan_fp8, load.convert_to_fp8
 
     def with_head(recipe: Any, model: Any) -> Any:
         plan = real_plan(recipe, model)
@@ -164,12 +164,12 @@ def run_sabotaged(path: str, *, name: str) -> dict[str, Any]:
         return real_config(recipe.model_copy(update={"precision": precision}), **how)
 
     broken: dict[str, Any] = {
-        "head": patch.object(float8, "plan_fp8", with_head),
-        "one scale": patch.object(float8, "_config", one_scale),
-        "bf16": patch.object(load, "convert_to_fp8", lambda recipe, model, device: float8.choose_fp8(recipe, model)),
-        "not gathered": patch.object(float8, "plan_fp8", lambda *given: replace(real_plan(*given), gathered=frozenset())),
+        "head": patch.object(linear_layers, "plan_fp8", with_head),
+        "one scale": patch.object(linear_layers, "_config", one_scale),
+        "bf16": patch.object(load, "convert_to_fp8", lambda recipe, model, device: linear_layers.choose_fp8(recipe, model)),
+        "not gathered": patch.object(linear_layers, "plan_fp8", lambda *given: replace(real_plan(*given), gathered=frozenset())),
         "on one rank": patch.object(
-            load, "convert_to_fp8", lambda *given: real_convert(*given) if dist.get_rank() == 0 else float8.choose_fp8(*given[:2])
+            load, "convert_to_fp8", lambda *given: real_convert(*given) if dist.get_rank() == 0 else linear_layers.choose_fp8(*given[:2])
         ),
     }
     with broken[name]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdp_tune.planner.predict.fusion import Call, fuse
-from fsdp_tune.planner.trace_format import OP, PHASES, Records
+from fsdp_tune.planner.trace_format import OP, PHASES, Call, Records, fuse
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 

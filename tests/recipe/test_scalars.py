@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain
+from fsdp_tune.core.units import ScalarError, parse_plain
 
 
 @pytest.mark.parametrize(

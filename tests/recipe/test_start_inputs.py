@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.recipe.paths import from_run, missing_start_inputs
+from fsdp_tune.recipe.references import from_run, missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 GONE = "/gone/base"

@@ -30,7 +30,7 @@ from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import heartbeat
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
-from fsdp_tune.worker.rank import Rank, share_time_limit, start_process_group, time_limits_seconds
+from fsdp_tune.worker.rank import Rank, flight_recorder_variables, share_time_limit, start_process_group, time_limits_seconds
 from fsdp_tune.worker.readback.report import excessive_growth
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.conftest import REPOSITORY
@@ -257,7 +257,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    heartbeat.environment(RunDir(tmp_path))
+    flight_recorder_variables(RunDir(tmp_path))
     return RunDir(tmp_path)
 
 

@@ -13,12 +13,11 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Outcome
-from fsdp_tune.worker import callbacks, signals
+from fsdp_tune.worker import callbacks, rank
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
-from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.rank import Rank, StopRequest
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.signals import StopRequest
 
 
 class Clock:
@@ -55,7 +54,7 @@ def test_run_saves_before_max_runtime(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(callbacks, "time", clock)
-    monkeypatch.setattr(signals, "time", clock)
+    monkeypatch.setattr(rank, "time", clock)
     checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
     metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
     callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, Witness("off", lambda _: None), is_first=False)
@@ -82,7 +81,7 @@ def test_run_saves_before_max_runtime(
     used = clock.now + save
     assert callback.stopped is ExitReason.MAX_RUNTIME
     assert used <= max_runtime_seconds or number == 2, "two steps are the least that a vote takes"
-    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - signals.MARGIN_SECONDS, "no more than it needs"
+    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - rank.MARGIN_SECONDS, "no more than it needs"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.5])
@@ -161,7 +160,7 @@ from types import SimpleNamespace
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import main
 from fsdp_tune.worker.rank import Rank
-from fsdp_tune.worker.signals import ignore_stop_signals
+from fsdp_tune.worker.rank import ignore_stop_signals
 
 def read(ready):
     ignore_stop_signals(0)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.worker import setup
-from fsdp_tune.worker.observe.step_progress import StepProgress
+from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 from tests.parity import runs
 from tests.parity.bench import Bench

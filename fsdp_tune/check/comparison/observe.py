@@ -38,7 +38,6 @@ from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, 
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
 from fsdp_tune.core.devices import installed_versions
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.batches import collate, example_ids, row_order
@@ -66,6 +65,7 @@ from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.manifest import digest
 
 STEPS = 2
 """Adam's first step hides its betas, which the second one shows."""

@@ -23,7 +23,7 @@ from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.data.account import examples_of
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text
-from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
 

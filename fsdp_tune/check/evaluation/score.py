@@ -28,14 +28,13 @@ from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.data.batches import collate
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.adapters.nf4 import dequantise, quantise
-from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
+from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.model.step import shift_labels
-from fsdp_tune.recipe.extensions import Extension
+from fsdp_tune.recipe.references import Extension
 from fsdp_tune.run.base_model import BaseModel
 
 if TYPE_CHECKING:

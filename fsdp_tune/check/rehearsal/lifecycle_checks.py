@@ -238,7 +238,7 @@ class Rehearsal:
         return f"checkpoint-{step} merged and verified"
 
     def reload(self) -> str:
-        result = run_torch_script("reload", {"run": str(self.killed.path), "step": self.steps})
+        result = run_torch_script("model_directories", {"run": str(self.killed.path), "step": self.steps})
         _require_success(result)
         found = result.document
         if not found["logits_equal"]:

@@ -184,7 +184,7 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], input
 def _adapters(small: ScaledRecipe, folder: Path) -> None:
     """An adapter needs a model directory under it, and ranks that small matrices have. Raises: FailedError."""
     model, lora = small.document["model"], small.document["lora"]
-    result = run_torch_script("random_model", {"config": model["from_config"], "folder": str(folder / "base")})
+    result = run_torch_script("model_directories", {"config": model["from_config"], "folder": str(folder / "base")})
     if result.exit_code != 0:
         raise failed_error("rehearsal-base", f"the small model cannot be written: {result.error}")
     model |= {"name_or_path": str(folder / "base"), "from_config": None}

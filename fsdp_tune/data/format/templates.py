@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
-from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
 KEY = "data.chat_template"

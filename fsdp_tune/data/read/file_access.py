@@ -32,10 +32,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.atomic import DISK, write_json
-from fsdp_tune.core.digests import digest, digest_number
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.hub import first_line
-from fsdp_tune.run.manifest import digest_file
+from fsdp_tune.run.manifest import digest, digest_file, digest_number
 from fsdp_tune.run.remote_files import PACKAGES, STAMP_KEYS, UrlError, retried
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from fsdp_tune.core.hub import cache_only, causes_of, first_line, hub_is_reachab
 from fsdp_tune.data.read.file_access import Stamp, UrlError, builtin_rows, check_protocol, find_urls, is_builtin, is_url, stamp, url_path
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, dataset_rows
-from fsdp_tune.recipe.extensions import find_extension
-from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path, find_extension
 from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
 

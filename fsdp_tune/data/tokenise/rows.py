@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from fsdp_tune.core.digests import digest_number
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
 from fsdp_tune.data.format.row_account import KeyUse, Note, RowNotes
@@ -40,6 +39,7 @@ from fsdp_tune.data.tokenise.encoding import (
     encode_texts,
     notes_of,
 )
+from fsdp_tune.run.manifest import digest_number
 
 CHUNK_ROWS = 1000
 CHUNK_BYTES = 2 << 20

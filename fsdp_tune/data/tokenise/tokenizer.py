@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fsdp_tune.core.atomic import write_file, write_json
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, as_os_error, usage_error
 from fsdp_tune.core.families import CODE, COMPANION
 from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable, resolves_inside
@@ -24,6 +23,7 @@ from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.tokenise.encoder import SpecialToken
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.manifest import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

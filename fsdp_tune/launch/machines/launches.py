@@ -4,7 +4,7 @@ Each machine publishes one document (`launch.machines.channel`): its current lau
 all and alone decides on another launch. The others read only its document, in which it repeats what they need of each other.
 
 A life of the run is one command of the first machine, whose store ends with it. No rank starts before all machines that take part have
-confirmed the launch: they are alike (`launch.machines.identity`), and see the files that the ranks will read. A machine that takes part in
+confirmed the launch: they are alike (`launch.machines.machine`), and see the files that the ranks will read. A machine that takes part in
 no launch, since it came after the start of one, waits for the next.
 """
 
@@ -23,13 +23,14 @@ from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
-from fsdp_tune.launch.machines.identity import Identity, difference
-from fsdp_tune.launch.machines.report import (
+from fsdp_tune.launch.machines.machine import (
     NOT_STARTED,
+    Identity,
     MachineReport,
     Relayed,
     before_launch,
     combined,
+    difference,
     digests_of_files,
     started_again,
     verdict_of,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.metrics_file import CHECKPOINT_SAVED, json_objects, number
 
 LEAST_LEAD_SECONDS = 120

@@ -21,8 +21,8 @@ from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_text
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.launch.command.accelerate import DEFAULT_MULTI_MACHINE_PORT
 from fsdp_tune.launch.submit.cluster_job import ClusterJob, Lead
-from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS

@@ -20,7 +20,7 @@ from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
-from fsdp_tune.recipe.paths import missing_start_inputs
+from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, Rejected, checkpoint_step, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict

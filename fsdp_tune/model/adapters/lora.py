@@ -23,14 +23,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fsdp_tune.core.digests import digest_number
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.peft_fields import PREFIX, pattern_matches, tensor_name, value_for
-from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.model.shard.local import copy_part, local_part
+from fsdp_tune.model.shard.local import copy_part, count_elements, local_part
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.manifest import digest_number
 
 ALL_LINEAR = "all-linear"
 _SHOWN = 8

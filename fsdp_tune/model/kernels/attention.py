@@ -30,7 +30,7 @@ from fsdp_tune.model.internals.transformers_internals import (
     SUPPORTS_SDPA,
     attention_of,
 )
-from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
+from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, TORCH_VARLEN, is_flash_kernel
 from fsdp_tune.recipe.schema.recipe import Recipe
 

@@ -41,8 +41,8 @@ from fsdp_tune.model.kernels.head import (
     slice_tokens,
     summed_linear_loss,
 )
-from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
-from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, find_mlps, install_mlp_slices
+from fsdp_tune.model.kernels.linear_layers import choose_mlp_slices, find_mlps, install_mlp_slices
+from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema.recipe import Recipe

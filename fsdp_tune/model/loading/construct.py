@@ -19,13 +19,13 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_e
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
-from fsdp_tune.model.adapters.nf4_linear import quantise_layers
+from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
-from fsdp_tune.model.loading.model_files import untrained_tokens
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.stored_tensors import untie
 from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
+from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe

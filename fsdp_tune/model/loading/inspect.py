@@ -16,17 +16,17 @@ from collections import Counter
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.model.loading.model_files import AdapterFacts, ModelFacts, ModelInspection
+from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout
 
 
 def find_facts(recipe: Recipe) -> ModelInspection:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
-    from fsdp_tune.model.adapters.nf4_linear import nf4_notices
+    from fsdp_tune.model.adapters.nf4 import nf4_notices
     from fsdp_tune.model.kernels.attention import large_mask_notices
-    from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
     from fsdp_tune.model.loading.stored_tensors import check_weight_files
@@ -58,11 +58,11 @@ def find_facts(recipe: Recipe) -> ModelInspection:
 
 
 def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files: bool) -> ModelFacts:
-    from fsdp_tune.model.adapters.nf4 import count_elements
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_folder, base_layout, exported_config, exported_generation_config
+    from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
@@ -89,7 +89,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
 
 def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
     from fsdp_tune.model.adapters.lora import adapter_config, name_in_base
-    from fsdp_tune.model.adapters.nf4_linear import describe_nf4, layers_in_4_bits
+    from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
     return {
         "adapter": adapter_facts(model),
@@ -101,7 +101,7 @@ def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 def adapter_facts(model: Any) -> AdapterFacts:
     from fsdp_tune.model.adapters.lora import adapters_of, is_of_adapter
-    from fsdp_tune.model.adapters.nf4 import count_elements
+    from fsdp_tune.model.shard.local import count_elements
 
     modules = Counter(name.rpartition(".")[2] for name in adapters_of(model))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -124,8 +124,8 @@ def _untrained_experts(model: Any) -> list[Notice]:
 
 
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
-    from fsdp_tune.model.adapters.nf4 import count_elements
     from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
+    from fsdp_tune.model.shard.local import count_elements
 
     layers = decoder_layers(model, recipe.layer_classes)
     units = plan_units(recipe, model) if recipe.is_sharded else None

@@ -32,11 +32,10 @@ from transformers.utils.hub import cached_file
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
 from fsdp_tune.model.adapters.lora import name_in_base
-from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
-from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
+from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_elements, read_whole, tensors_of
-from fsdp_tune.model.shard.local import offset_of
+from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -106,7 +105,7 @@ def by_layer(tensors: dict[str, Stored]) -> dict[str, Stored]:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", _IN_16_BITS) from error
         layer = weight.removesuffix("weight")
-        found |= {f"{layer}{PACKED}": codes, f"{layer}{SCALES}": scales}
+        found |= {f"{layer}{NF4_PACKED}": codes, f"{layer}{NF4_SCALES}": scales}
         found.pop(weight, None)
     return found
 
@@ -190,8 +189,8 @@ def _wanted(model: nn.Module, weights: WeightFiles) -> dict[str, torch.Tensor | 
     weight, or its two parameters where the files are in 4 bits too."""
     persistent = set(model.state_dict())
     tensors = [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in persistent]
-    layers = {name: layer for name, layer in layers_in_4_bits(model).items() if name_in_base(f"{name}.{PACKED}") not in weights.tensors}
-    own = {f"{name}.{part}" for name in layers for part in (PACKED, SCALES)}
+    layers = {name: layer for name, layer in layers_in_4_bits(model).items() if name_in_base(f"{name}.{NF4_PACKED}") not in weights.tensors}
+    own = {f"{name}.{part}" for name in layers for part in (NF4_PACKED, NF4_SCALES)}
     found = [
         *((name, tensor) for name, tensor in tensors if name not in own),
         *((f"{name}.weight", layer) for name, layer in layers.items()),

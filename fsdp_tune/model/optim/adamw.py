@@ -28,8 +28,8 @@ import torch
 
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES, FUSED_ADAMW, INIT_GROUP
 from fsdp_tune.model.shard.local import local_part, require_torchao, sharding_of, wraps_others
-from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import optimizer_name, state_bits
 
 
 class AdamW(torch.optim.AdamW):

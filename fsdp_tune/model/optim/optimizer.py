@@ -1,31 +1,48 @@
-"""Accumulate gradients over the micro-batches of a step in fp32, even if weights are bf16.
+"""Create the optimizer of a recipe: the one that transformers' Trainer would create for the same arguments, on this rank's shards.
 
-FSDP2 casts each reduced gradient to the dtype of the weights and adds it there (`foreach_reduce`). In bf16 the error is 0.36 % after 8
-micro-batches, 0.84 % after 64 and 2.2 % after 512. HYBRID_SHARD adds in `reduce_dtype` until its all-reduce, as does
-`sync_each_batch: false`.
+The planner creates the same optimizer, so that its state and its temporaries are those of a run. Updates of Adafactor and Muon need full
+tensors.
 
-Create the optimizer of a recipe: the one that transformers' Trainer would create for the same arguments.
+Adafactor (arXiv:1804.04235) is set up as transformers' Trainer does. The second moment of a matrix is stored as means over its rows and
+over its columns, and an update is limited by its root mean square. All three are of the full tensor: each rank sums over its part, and
+one all-reduce adds the sums of all parameters, a second one the squares of all updates. Updates are computed twice rather than kept
+between the two.
 
-The planner creates the same optimizer, so that its state and its temporaries are those of a run.
+Muon updates the hidden matrices, with AdamW for everything else in the same optimizer. The momentum of a matrix is orthogonalised by
+torch's own function (`torch.optim.Muon`), always on the full matrix. Each rank of a shard group orthogonalises other matrices: in a round
+of as many matrices as ranks, one all-to-all sends every rank the parts of its matrix, and a second one sends the parts of the result
+back. Both carry bf16, in which torch orthogonalises anyway, so the number of ranks does not change a bit of the update. Replicas
+(HYBRID_SHARD, NO_SHARD) each orthogonalise all matrices.
+
+Gradients are accumulated over the micro-batches of a step in fp32, even if weights are bf16. FSDP2 casts each reduced gradient to the
+dtype of the weights and adds it there (`foreach_reduce`). In bf16 the error is 0.36 % after 8 micro-batches, 0.84 % after 64 and 2.2 %
+after 512. HYBRID_SHARD adds in `reduce_dtype` until its all-reduce, as does `sync_each_batch: false`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
+from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals import torch_internals as internals
-from fsdp_tune.model.optim.adamw import AdamW, LeanAdamW, torchao_class, with_plain_rates
-from fsdp_tune.model.optim.full_tensors import ORTHOGONAL, Muon, ShardedAdafactor, orthogonalised_names
-from fsdp_tune.model.shard.local import TORCH_DTYPE, refresh_scales
+from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
+from fsdp_tune.model.optim.adamw import AdamW, LeanAdamW, restore_moments, torchao_class, with_plain_rates
+from fsdp_tune.model.shard.local import TORCH_DTYPE, Sharding, compute_device, local_part, plain_name, refresh_scales, sharding_of
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.model.step import parameter_groups
+from fsdp_tune.model.step import parameter_groups, sum_of_squares
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
-from fsdp_tune.recipe.schema.optimizers import (
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
+from fsdp_tune.recipe.schema.training_fields import (
     BLOCK,
     DEFAULT_BLOCK,
     MUON_DEFAULTS,
@@ -35,9 +52,284 @@ from fsdp_tune.recipe.schema.optimizers import (
     optimizer_name,
     state_bits,
     state_dtype,
+    training_value,
 )
-from fsdp_tune.recipe.schema.recipe import Recipe, Training
-from fsdp_tune.recipe.schema.training_fields import training_value
+
+EPSILON, CLIP_THRESHOLD, DECAY_RATE = 1e-30, 1.0, -0.8
+"""transformers' defaults, which its Trainer does not change."""
+ROWS, COLUMNS, FULL = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+
+
+@dataclass(slots=True)
+class _ParameterPart:
+    """This rank's part of a parameter, during one step."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, torch.Tensor]
+    """Local parts of the moments."""
+    shape: torch.Size
+    """Shape of the full parameter."""
+    sharding: Sharding | None
+    group: dict[str, Any]
+    decay: float
+    """β₂ of this step."""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """Squares summed over the rows, and the sum of the new row means: of this rank's rows, and then of all rows."""
+
+    @property
+    def cuts_columns(self) -> bool:
+        """Whether a column has elements on several ranks."""
+        return self.sharding is not None and len(self.shape) >= 2 and self.sharding.dim == len(self.shape) - 2
+
+    def blend(self, kind: str, new: torch.Tensor) -> torch.Tensor:
+        return self.state[kind].mul_(self.decay).add_(new, alpha=1 - self.decay)
+
+    def sum_squares(self) -> None:
+        """Update the moments that need this rank's part alone, and fill `sums` for the others."""
+        squares = self.gradient.float().square().add_(EPSILON)
+        if FULL in self.state:
+            self.blend(FULL, squares)
+        else:
+            rows = self.blend(ROWS, squares.mean(dim=-1))
+            self.sums = [squares.sum(dim=-2), rows.sum(dim=-1, keepdim=True)]
+
+    def finish_moments(self) -> None:
+        if FULL not in self.state:
+            columns, rows = self.sums
+            self.blend(COLUMNS, columns / self.shape[-2])
+            self.sums = [rows / self.shape[-2]]
+
+    def update(self) -> torch.Tensor:
+        """Return the update before it is limited."""
+        gradient = self.gradient.float()
+        if FULL in self.state:
+            return self.state[FULL].rsqrt().mul_(gradient)
+        [mean] = self.sums
+        by_row = (self.state[ROWS] / mean).rsqrt_().unsqueeze(-1)
+        return torch.mul(by_row, self.state[COLUMNS].unsqueeze(-2).rsqrt()).mul_(gradient)
+
+    def apply(self, rms: torch.Tensor) -> None:
+        """`rms`: root mean square of the full update."""
+        rate, values = self.group["lr"], self.parameter.float()
+        update = self.update().div_((rms / CLIP_THRESHOLD).clamp_(min=1.0)).mul_(rate)
+        if self.group["weight_decay"]:
+            values.add_(values, alpha=-self.group["weight_decay"] * rate)
+        self.parameter.copy_(values.sub_(update))
+
+
+class ShardedAdafactor(torch.optim.Optimizer):
+    """Adafactor without relative steps and scaling by the parameter, as under transformers' Trainer. For FSDP2 and DDP."""
+
+    def __init__(self, params: Any, *, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        self._steps: dict[torch.Tensor, int] = {}  # per parameter: the planner's tensors have no values
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
+        parts = [self._part(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for part in parts:
+            part.sum_squares()
+        _add_over_ranks([(part.sharding, each) for part in parts if part.cuts_columns for each in part.sums])
+        for part in parts:
+            part.finish_moments()
+        squares = [sum_of_squares([part.update()]) for part in parts]
+        _add_over_ranks([(part.sharding, square) for part, square in zip(parts, squares, strict=True) if part.sharding is not None])
+        for part, square in zip(parts, squares, strict=True):
+            part.apply((square / part.shape.numel()).sqrt().float())
+
+    def _part(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> _ParameterPart:
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": torch.zeros((), dtype=torch.float32), **_zero_moments(parameter)}
+            self._steps[parameter] = 0
+        elif parameter not in self._steps:
+            self._steps[parameter] = int(state["step"])
+        state["step"] += 1
+        self._steps[parameter] += 1
+        moments = {kind: local_part(value) for kind, value in state.items() if kind != "step"}
+        decay = 1.0 - self._steps[parameter] ** DECAY_RATE
+        return _ParameterPart(local_part(parameter), local_part(gradient), moments, parameter.shape, sharding_of(parameter), group, decay)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        restore_moments(self, state_dict, torch.float32)
+        self._steps.clear()
+
+
+def _zero_moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    if parameter.ndim < 2:
+        return {FULL: torch.zeros_like(parameter, dtype=torch.float32)}
+    return {ROWS: _zeros_without(parameter, parameter.ndim - 1), COLUMNS: _zeros_without(parameter, parameter.ndim - 2)}
+
+
+def _zeros_without(parameter: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return zeros in fp32 of the parameter's shape without `dim`, cut as the parameter is, or replicated if that cuts `dim`."""
+    shape, local = list(parameter.shape), list(local_part(parameter).shape)
+    del shape[dim], local[dim]
+    zeros = torch.zeros(local, dtype=torch.float32, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    placements = [Replicate() if placement.is_shard(dim) else placement for placement in parameter.placements]
+    strides = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    return made.to(parameter.device)  # `from_local` moves what is in host memory to the devices of the mesh
+
+
+def _add_over_ranks(tensors: list[tuple[Sharding | None, torch.Tensor]]) -> None:
+    """Add tensors over the ranks with the other parts, in place. One collective: the parameters of a model are cut over the same ranks."""
+    if not tensors:
+        return
+    [(ranks, device)] = {(sharding.group, sharding.device) for sharding, _ in tensors if sharding is not None}
+    total = torch.cat([tensor.reshape(-1) for _, tensor in tensors]).to(device)
+    dist.all_reduce(total, group=ranks)
+    for (_, tensor), added in zip(tensors, total.split([tensor.numel() for _, tensor in tensors]), strict=True):
+        tensor.copy_(added.view_as(tensor))
+
+
+# ---- Muon
+
+
+ORTHOGONAL = "orthogonal"
+"""Key of a parameter group: whether Muon updates its parameters."""
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozenset[str]:
+    """Return the names of the parameters for Muon: hidden matrices and stacks of them, with weight decay (`decayed`).
+
+    Embeddings, the head and convolutions are left to AdamW, as are vectors (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982)
+    and the decay rates of state-space layers: no matrix product uses them.
+    """
+    left_out: set[int] = set()
+    for module in wrapped.modules():
+        of_module: list[nn.Module | None] = []
+        if isinstance(module, PreTrainedModel):
+            of_module = [module.get_input_embeddings(), module.get_output_embeddings()]
+        elif isinstance(module, nn.Embedding | _CONVOLUTIONS):
+            of_module = [module]
+        left_out |= {id(parameter) for each in of_module if each is not None for parameter in each.parameters()}
+    names = {plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out}
+    return frozenset(name for name in decayed & names if not name.endswith(f".{STATE_DECAY}"))
+
+
+@dataclass(frozen=True, slots=True)
+class _MatrixPart:
+    """This rank's rows of a matrix: views of the optimizer's tensors."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    momentum: torch.Tensor
+    shape: torch.Size
+    """Shape of the full matrix."""
+    device: torch.device
+    """Where the matrix is orthogonalised."""
+
+    def blend(self, group: dict[str, Any]) -> torch.Tensor:
+        """Update the momentum, and return the part of the matrix to orthogonalise, a new tensor in bf16."""
+        self.momentum.lerp_(self.gradient, 1 - group["momentum"])
+        blended = self.gradient.lerp(self.momentum, group["momentum"]) if group["nesterov"] else self.momentum
+        return blended.to(self.device, torch.bfloat16, copy=True)
+
+    def apply(self, update: torch.Tensor, group: dict[str, Any]) -> None:
+        self.parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        rate: float = ADJUST_RATE.get()(group["lr"], group["adjust_lr_fn"], self.shape)
+        self.parameter.add_(update.view(self.parameter.shape).to(self.parameter.device), alpha=-rate)
+
+
+class Muon(AdamW):
+    """Updates groups with `orthogonal: True` as `torch.optim.Muon` does, others by AdamW. For FSDP2 and DDP."""
+
+    def __init__(self, params: Any, *, muon: dict[str, Any], **options: Any) -> None:
+        """`muon`: arguments of `torch.optim.Muon` except learning rate and weight decay."""
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.setdefault(ORTHOGONAL, False)
+            group |= muon if group[ORTHOGONAL] else {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a step count for each parameter
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
+        for group in self.param_groups:
+            if group[ORTHOGONAL]:
+                self._update_matrices(group)
+            else:
+                self._update_elements(group)
+
+    def _update_elements(self, group: dict[str, Any]) -> None:
+        lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)
+        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "fused")}
+        adamw(*lists, beta1=beta1, beta2=beta2, **options)  # type: ignore[arg-type]
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        divided: list[_MatrixPart] = []
+        ranks = None
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            parts, sharding = self._parts(parameter, parameter.grad), sharding_of(parameter)
+            if sharding is not None and sharding.dim == parameter.ndim - 2:
+                ranks, divided = sharding.group, divided + parts
+                continue
+            assert sharding is None or sharding.dim < parameter.ndim - 2, "FSDP cuts matrices by rows"
+            for part in parts:
+                part.apply(_orthogonalised(part.blend(group), group), group)
+        if ranks is not None:
+            divided.sort(key=lambda part: part.shape, reverse=True)  # matrices of a round take equally long
+            for start in range(0, len(divided), ranks.size()):
+                _update_round(divided[start : start + ranks.size()], group, ranks)
+
+    def _parts(self, parameter: torch.Tensor, gradient: torch.Tensor) -> list[_MatrixPart]:
+        """Return this rank's part of a matrix, or of each matrix of a stack."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        stacks = [local_part(tensor) for tensor in (parameter, gradient, state["momentum_buffer"])]
+        if parameter.ndim == 2:
+            stacks = [matrix.unsqueeze(0) for matrix in stacks]
+        device = compute_device(parameter)
+        shape = parameter.shape[-2:]
+        return [_MatrixPart(values, gradients, momenta, shape, device) for values, gradients, momenta in zip(*stacks, strict=True)]
+
+
+def _update_round(parts: list[_MatrixPart], group: dict[str, Any], ranks: dist.ProcessGroup) -> None:
+    """Update matrices that are cut by rows. Rank i of the group orthogonalises the i-th. Collective."""
+    rank, size = ranks.rank(), ranks.size()
+    blended = [part.blend(group) for part in parts]
+    blended += [blended[0].new_empty(0)] * (size - len(parts))
+    mine = parts[rank].shape if rank < len(parts) else torch.Size((0, 0))
+    rows = _rows_by_rank(mine[0], size)
+    received = _exchange(blended, [count * mine[1] for count in rows], ranks)
+    results = [torch.empty_like(part) for part in received]
+    if mine.numel():
+        results = list(_orthogonalised(torch.cat(received).view(mine), group).split(rows))
+    returned = _exchange(results, [part.numel() for part in blended], ranks)
+    for part, update in zip(parts, returned, strict=False):
+        part.apply(update, group)
+
+
+def _exchange(parts: list[torch.Tensor], received: list[int], ranks: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Send part i to rank i of the group, and return the flat parts that the ranks sent, of `received` elements each. Collective."""
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    buffer = sent.new_empty(sum(received))
+    dist.all_to_all_single(buffer, sent, received, [part.numel() for part in parts], group=ranks)
+    return list(buffer.split(received))
+
+
+def _rows_by_rank(rows: int, ranks: int) -> list[int]:
+    """Return the number of rows of each rank under `Shard(0)`, as `torch.chunk` divides them."""
+    each = -(-rows // ranks)
+    return [max(0, min(each, rows - rank * each)) for rank in range(ranks)]
+
+
+def _orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return the orthogonalised matrix; overwrites `matrix`."""
+    orthogonal: torch.Tensor = ORTHOGONALISE.get()(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return orthogonal
 
 
 def sums_need_fp32(recipe: Recipe) -> bool:

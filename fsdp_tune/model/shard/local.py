@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,20 @@ def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
         parts = zip(offset_of(target), target.to_local().shape, strict=True)
         whole = whole[tuple(slice(start, start + length) for start, length in parts)]
     local_part(target).copy_(whole)
+
+
+NF4_PACKED, NF4_SCALES = "weight_nf4", "weight_scales"
+"""Names of the two parameters of a layer in 4 bits (`model.adapters.nf4`)."""
+
+
+def elements(name: str, parameter: torch.Tensor) -> int:
+    """Return the number of weights that a parameter holds: two a byte in 4 bits, and none in scales."""
+    end = name.rpartition(".")[2]
+    return 0 if end == NF4_SCALES else parameter.numel() * (2 if end == NF4_PACKED else 1)
+
+
+def count_elements(named: Iterable[tuple[str, torch.Tensor]]) -> int:
+    return sum(elements(name, parameter) for name, parameter in named)
 
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -39,8 +39,8 @@ from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class, bare_model, plain_name
-from fsdp_tune.recipe.schema.optimizers import state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import state_bits
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:

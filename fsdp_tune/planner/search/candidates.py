@@ -30,11 +30,10 @@ from fsdp_tune.planner.trace_format import Counts, Trace
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
-from fsdp_tune.recipe.schema.keys import value_of
+from fsdp_tune.recipe.schema.keys import refused, value_of
 from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
-from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.unsupported import refused
+from fsdp_tune.recipe.schema.training_fields import state_bytes
 from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks
 
 Changes = dict[str, Any]

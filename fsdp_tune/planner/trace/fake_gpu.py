@@ -27,7 +27,7 @@ from fsdp_tune.core.families import layer_types
 from fsdp_tune.model.internals.torch_internals import BACKEND_MODULE, HOST_VALUES, REGISTER_BACKEND
 from fsdp_tune.model.internals.transformers_internals import SUPPORTS_FLASH
 from fsdp_tune.model.kernels.attention import has_variable_lengths
-from fsdp_tune.model.kernels.float8 import plan_fp8
+from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.loading.positions import beyond_table_of_positions
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names

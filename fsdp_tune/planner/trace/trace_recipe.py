@@ -36,17 +36,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.families import HIDDEN_SIZE, mean_heads
-from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.internals.torch_internals import CHUNKS, FAKE_STORE
-from fsdp_tune.model.kernels.float8 import plan_fp8
+from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.loading.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
-from fsdp_tune.model.shard.local import TORCH_DTYPE
+from fsdp_tune.model.shard.local import TORCH_DTYPE, count_elements
 from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
-from fsdp_tune.planner.predict.fusion import fuse
 from fsdp_tune.planner.trace import cuda_kernels, fake_gpu
 from fsdp_tune.planner.trace.fake_gpu import (
     STREAMS,
@@ -60,8 +58,8 @@ from fsdp_tune.planner.trace.fake_gpu import (
 )
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.traced_step import STEPS, Run, most_tokens, run_step
-from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, TraceFacts, Unit
-from fsdp_tune.recipe.read.continued_adapter import without_adapter
+from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, TraceFacts, Unit, fuse
+from fsdp_tune.recipe.references import without_adapter
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Notice, Problem, Where
+from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingEntry, MappingNode, Node, ScalarNode, Value, entries_of, plain_value
-from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.kinds import STRATEGIES
 

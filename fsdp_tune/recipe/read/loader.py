@@ -19,8 +19,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.core.version import shipped
-from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
@@ -37,11 +37,9 @@ from fsdp_tune.recipe.read.yaml_source import (
     read_text,
 )
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
-from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, printable, shown
-from fsdp_tune.recipe.schema.keys import closest, dotted, field_at, sections_in
+from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, refused, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.unsupported import refused
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 SUFFIXES = (".yaml", ".yml", ".json")

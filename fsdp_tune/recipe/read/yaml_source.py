@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.core.units import format_bytes
-from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
+from fsdp_tune.core.units import ScalarError, Value, format_bytes, parse_plain, shown
 
 # ---- The text: a regular UTF-8 file of limited size, or an error. Reading never blocks.
 

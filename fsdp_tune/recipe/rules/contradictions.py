@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.topology import DATA_KEYS
-from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.core.units import printable, shown
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, SCHEDULE_RULES, TRAINING_RULES, rounds_stochastically
-from fsdp_tune.recipe.scalars import printable, shown
-from fsdp_tune.recipe.schema.keys import closest
+from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, STRATEGIES, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource

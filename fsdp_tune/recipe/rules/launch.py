@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
-from fsdp_tune.recipe.findings import Finding, Rule
-from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.core.units import shown
+from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,14 +1,14 @@
 """Where features work: fp8 and bf16, `parallelism.sp_size`, `data.streaming`, `lora:` and `quantization:`.
 
 The rules are part of `rules.contradictions.RULES`. `recipe.world` checks the ranks of sequence parallelism; the limits of the model
-itself are in `model.kernels.float8`, `model.sequence_parallel` and `model.adapters.lora`.
+itself are in `model.kernels.linear_layers`, `model.sequence_parallel` and `model.adapters.lora`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.schema.keys import Finding, Rule, given
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 

@@ -9,14 +9,21 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.rules.launch import TRACKERS
-from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schedule import Rates, nominal_steps, rates, schedule_arguments
-from fsdp_tune.recipe.schema.keys import closest
-from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, STATE_DTYPE, STOCHASTIC, TRUE_WORDS, optimizer_name, pairs_of, state_bits
+from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.recipe.schema.training_fields import (
+    OPTIMIZERS,
+    STATE_DTYPE,
+    STOCHASTIC,
+    TRUE_WORDS,
+    optimizer_name,
+    pairs_of,
+    state_bits,
+    training_value,
+)
 
 
 def warmup_ends(recipe: Recipe) -> Iterator[Finding]:

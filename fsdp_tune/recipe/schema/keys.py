@@ -1,17 +1,24 @@
-"""The keys of a recipe as a list: lookup by path, values, descriptions of the accepted values, and suggestions for unknown keys."""
+"""The keys of a recipe as a list: lookup by path, values, descriptions of the accepted values, and suggestions for unknown keys.
+
+Findings of rules are about keys: contradictions between them, and keys without effect. The loader adds line numbers. `NOT_YET` has the
+keys that this release supports in part, with the supported values of each and the alternative; a finished feature deletes its row. The
+supported optimizers are the rows of `recipe.schema.training_fields`; a test checks that every other name of transformers is refused here.
+"""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fsdp_tune.recipe.scalars import enumerated
+from fsdp_tune.core.errors import Notice, Problem, Where
+from fsdp_tune.core.units import enumerated, printable
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
@@ -220,3 +227,156 @@ def value_of(recipe: Recipe, key: str) -> Any:
     if parents == ["training"] and name not in Training.model_fields:
         return training_value(recipe.training, name)
     return getattr(section, "async_" if name == "async" else name)
+
+
+Positions = Mapping[str, Where]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of a rule. `keys` lists the keys that contradict each other; the first one is the one to change."""
+
+    code: str
+    keys: tuple[str, ...]
+    message: str
+    hint: str | None = None
+    ways_out: tuple[str, ...] = ()
+
+
+Rule = Callable[[Recipe], Iterator[Finding]]
+
+
+def given(recipe: Recipe, key: str) -> bool:
+    """Return whether a key is written in the recipe, as opposed to having its default."""
+    *parents, name = key.split(".")
+    section = value_of(recipe, ".".join(parents)) if parents else recipe
+    extra = section.model_extra or {}
+    return name in section.model_fields_set or name in extra or f"{name}_" in section.model_fields_set
+
+
+def located(finding: Finding, positions: Positions) -> tuple[Where, str]:
+    """Return the position of the first written key, and the message with the lines of the others."""
+    written = [key for key in finding.keys if key in positions]
+    text = printable(finding.message)
+    if not written:
+        return Where(key=finding.keys[0] if finding.keys else None), text
+    first = positions[written[0]]
+    others = [f"`{key}` on {_place(positions[key])}" for key in written[1:]]
+    message = f"{text} ({', '.join(others)})" if others else text
+    return Where(first.source, first.line, first.column, written[0]), message
+
+
+def as_problem(finding: Finding, positions: Positions) -> Problem:
+    where, message = located(finding, positions)
+    return Problem(finding.code, message, where, finding.hint, finding.ways_out)
+
+
+def as_notice(finding: Finding, positions: Positions, *, strict: bool) -> Notice:
+    where, message = located(finding, positions)
+    return Notice(finding.code, message, where, finding.hint, strict)
+
+
+def _place(where: Where) -> str:
+    return f"line {where.line}" if where.line is not None else str(where)
+
+
+def pinned(problem: Problem, positions: Positions) -> Problem:
+    """Add to a problem that only names a key the line where that key, or its nearest parent, is written."""
+    key = problem.where.key
+    if problem.where.source is not None or key is None:
+        return problem
+    while key and key not in positions:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return problem.at(replace(positions[key], key=problem.where.key)) if key else problem
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    key: str
+    works: tuple[Any, ...]
+    """Values that are supported; any other is refused."""
+    what: str
+    """The missing feature, for a message that begins `this release has no`."""
+    meanwhile: str
+
+
+_BITSANDBYTES_TOO = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
+_ALL_OPTIMIZERS = TRAINING_FIELDS.enums["OptimizerNames"]
+_BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO)
+_REFUSED_OPTIMIZERS = (
+    (
+        "galore_*",
+        "GaLore under FSDP (its projections are of full gradients, and a rank has a part of each)",
+        "write `adafactor`, whose state is as small, or use `lora:`",
+    ),
+    (
+        "apollo_*",
+        "APOLLO under FSDP (its random projections are of full gradients, and a rank has a part of each)",
+        "write `adafactor`, whose state is as small, or use `lora:`",
+    ),
+    (
+        "*lomo",
+        "LOMO under FSDP (it updates parameters during the backward, before gradients of all ranks and micro-batches are added)",
+        "write `adafactor`, which keeps next to no state",
+    ),
+    (
+        "schedule_free_*",
+        "schedule-free optimizers (evaluation and checkpoints need their averaged weights, which the training loop does not switch to)",
+        "write `adamw_torch_fused` with `lr_scheduler_type: constant_with_warmup`",
+    ),
+    ("grokadamw", "GrokAdamW (it is in the package grokadamw, which is not tested with sharded parameters)", "write `adamw_torch_fused`"),
+    (
+        "stable_adamw",
+        "StableAdamW (its package, torch-optimi, limits an update by its root mean square over this rank's part alone)",
+        "write `adafactor`, which limits an update over all ranks",
+    ),
+    (
+        "adamw_anyprecision",
+        "AnyPrecisionAdamW (its package, torchdistx, is no longer maintained)",
+        'write `adamw_torch_fused` with `optim_args: "state_dtype=bf16"`',
+    ),
+    ("adamw_torch_npu_fused", "Ascend NPUs", "write `adamw_torch_fused`"),
+    ("adamw_torch_xla", "XLA devices", "write `adamw_torch_fused`"),
+)
+"""Pattern of names, the missing feature, and the alternative."""
+# The schedule is computed from the step, also on resume.
+_SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
+
+NOT_YET = (
+    NotYet(
+        "parallelism.tp_size",
+        (1,),
+        "tensor parallelism (FSDP is faster with a row for each GPU: docs/evidence/tensor-parallelism.md)",
+        "leave it at 1; with fewer rows than GPUs write `sp_size`",
+    ),
+    NotYet(
+        "parallelism.cp_size",
+        (1,),
+        "context parallelism (Accelerate's discards the mask, so that packed examples see each other)",
+        "write `sp_size`, which divides each row over as many ranks",
+    ),
+    NotYet(
+        "training.optim",
+        tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
+        "bitsandbytes under FSDP (it counts blocks by a parameter's full size, and its kernels take no DTensor)",
+        "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
+    ),
+    *(
+        NotYet(
+            "training.optim",
+            tuple(name for name in (None, *_ALL_OPTIMIZERS) if not fnmatch.fnmatchcase(name or "", pattern)),
+            what,
+            meanwhile,
+        )
+        for pattern, what, meanwhile in _REFUSED_OPTIMIZERS
+    ),
+    NotYet(
+        "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
+    ),
+)
+
+
+def refused(recipe: Recipe) -> list[tuple[NotYet, Any]]:
+    """Return the rows whose key has an unsupported value in `recipe`, with that value."""
+    given = [(row, value_of(recipe, row.key)) for row in NOT_YET]
+    return [(row, value) for row, value in given if not any(type(value) is type(good) and value == good for good in row.works)]

@@ -6,7 +6,7 @@ collective still shows that it is alive.
 Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
 reads and writes. What the heartbeat thread itself reads and writes is never progress.
 
-PyTorch's flight recorder: its settings, and its dump when a rank has made no progress.
+PyTorch's flight recorder is dumped when a rank has made no progress; `rank.flight_recorder_variables` are its settings.
 
 torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
 is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
@@ -31,6 +31,7 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Collective, Heartbeat
+from fsdp_tune.worker.rank import FLIGHT_FILE_PREFIX
 
 INTERVAL_SECONDS = 1.0
 MOST_WRITES = 256.0
@@ -226,20 +227,6 @@ def _io_bytes(path: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in counted)
 
 
-ENTRIES = 2000
-FILE_PREFIX = "rank_"  # torchfrtrace reads the rank after the underscore
-
-
-def environment(run: RunDir) -> dict[str, str]:
-    """Read by torch when the first process group is made. Makes the directory, since torch's writer does not."""
-    run.flight_recorder.mkdir(parents=True, exist_ok=True)
-    return {
-        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": str(run.flight_recorder / FILE_PREFIX),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
-
-
 def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
 
@@ -251,7 +238,7 @@ def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     whole, as_json = (record.get() for record in records) if records is not None else (None, None)
     if whole is None or as_json is None:
         return None
-    (run.flight_recorder / f"{FILE_PREFIX}{rank}").write_bytes(whole())
+    (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
     entries: list[dict[str, Any]] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
     if not entries:
         return None

@@ -25,17 +25,17 @@ from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import choose_attention, stands_for
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.kernels.install import is_compiled, modules_of_liger
-from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
+from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw import blocks_fit, kept_as, parts_of
-from fsdp_tune.model.optim.full_tensors import ORTHOGONAL
+from fsdp_tune.model.optim.optimizer import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
-from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds

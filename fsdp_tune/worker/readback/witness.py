@@ -21,19 +21,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import gathered_units, units_of
-from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
+from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.metrics_file import WITNESS_COST, WITNESSED
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
-from fsdp_tune.worker.observe.step_progress import AttachedCallback
-from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
-from fsdp_tune.worker.readback.update_sample import UpdateSample
+from fsdp_tune.worker.observe.step_phases import AttachedCallback
+from fsdp_tune.worker.readback.trained import UpdateSample, adapter_gradients, adapters_without_gradient
 
 GATHERED_STEPS = 3
 """The first steps of a run, at whose beginning no unit may be gathered."""

@@ -14,14 +14,14 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.store import Origin, RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.rank import ignore_stop_signals
 from fsdp_tune.worker.rows.training_rows import Batch, Collator, described, loader_died
-from fsdp_tune.worker.signals import ignore_stop_signals
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 STEPS_AHEAD = 2

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fsdp_tune.core.digests import digest
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.data.batches import (
     RowOrder,
@@ -39,8 +38,9 @@ from fsdp_tune.data.batches import (
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Origin, Row, RowStore
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.signals import ignore_stop_signals
+from fsdp_tune.worker.rank import ignore_stop_signals
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 FILLER = -1

@@ -18,8 +18,8 @@ from fsdp_tune.planner.predict.memory import disk, peak_memory
 from fsdp_tune.planner.predict.timing import Efficiency, in_buckets, step_time
 from fsdp_tune.planner.trace.traced_step import traced_micro_batches
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, KINDS, PHASES, Trace
-from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import state_bytes
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import alive, before, trace_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_tune.check.parity.reload import checkpoint_tensors
+from fsdp_tune.check.parity.model_directories import checkpoint_tensors
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import generate
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.nf4_linear import Nf4Linear
+from fsdp_tune.model.adapters.nf4 import Nf4Linear
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient, read_trained, training_differences

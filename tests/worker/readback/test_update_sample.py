@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.optim.adamw import AdamW, LeanAdamW
-from fsdp_tune.model.optim.full_tensors import Muon, ShardedAdafactor
-from fsdp_tune.model.optim.optimizer import round_before_step
-from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
-from fsdp_tune.worker.readback.update_sample import UpdateSample
+from fsdp_tune.model.optim.optimizer import Muon, ShardedAdafactor, round_before_step
+from fsdp_tune.recipe.schema.training_fields import MUON_DEFAULTS
+from fsdp_tune.worker.readback.trained import UpdateSample
 
 
 def muon(parameters: Iterable[nn.Parameter], **options: Any) -> Muon:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
@@ -24,7 +25,6 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 

@@ -9,7 +9,7 @@ import math
 from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
-from fsdp_tune.recipe.read.foreign import fms_tuning, python_script, soup
+from fsdp_tune.recipe.read.foreign import accelerate_config, python_script, soup
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
@@ -112,7 +112,7 @@ _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     SOUP: {"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
     FMS: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
 }
-_OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: fms_tuning.has_adapter}
+_OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
 
 
 def complete(ledger: Ledger, num_gpus: int | None) -> None:

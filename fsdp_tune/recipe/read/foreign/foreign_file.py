@@ -17,11 +17,11 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
 from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
 from fsdp_tune.recipe.read.tools import EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
 """Keys under which the options of the launcher and the variables are in the account."""

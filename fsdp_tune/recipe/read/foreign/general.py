@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened, leaves
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
-from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS

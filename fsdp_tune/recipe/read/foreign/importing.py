@@ -15,18 +15,8 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.recipe.read.foreign import (
-    accelerate_config,
-    automodel,
-    axolotl,
-    completion,
-    fms_tuning,
-    llama_factory,
-    python_script,
-    soup,
-    swift,
-    torchtune,
-)
+from fsdp_tune.core.units import ScalarError, parse_plain, printable
+from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, completion, flat_options, python_script, soup, torchtune
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
@@ -46,7 +36,6 @@ from fsdp_tune.recipe.read.tools import (
     TRL,
     UNSLOTH,
 )
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -204,15 +193,15 @@ RULES: dict[str, Rules] = {
     AXOLOTL: axolotl.RULES,
     TRL: completion.TRL_RULES,
     EXAMPLES: completion.EXAMPLE_RULES,
-    LLAMA_FACTORY: llama_factory.RULES,
-    SWIFT: swift.RULES,
+    LLAMA_FACTORY: flat_options.LLAMA_FACTORY_RULES,
+    SWIFT: flat_options.SWIFT_RULES,
     TORCHTUNE: torchtune.RULES,
     ACCELERATE: accelerate_config.ACCELERATE_RULES,
     DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
     UNSLOTH: python_script.RULES,
     AUTOMODEL: automodel.RULES,
     SOUP: soup.RULES,
-    FMS: fms_tuning.RULES,
+    FMS: accelerate_config.FMS_RULES,
 }
 _MOST_CORRECTIONS = 50
 
@@ -265,10 +254,10 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
 
 
 _METHODS = (
-    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
+    (LLAMA_FACTORY, "stage", flat_options.LLAMA_FACTORY_STAGES, flat_options.LLAMA_FACTORY_UNSUPPORTED),
     (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
     (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
-    (FMS, "peft_method", fms_tuning.METHODS, fms_tuning.UNSUPPORTED),
+    (FMS, "peft_method", accelerate_config.FMS_METHODS, accelerate_config.FMS_UNSUPPORTED),
 )
 """Tool, the key that names the method of a training, its values that are imported, and what the others are."""
 
@@ -276,9 +265,12 @@ _METHODS = (
 def _refuse_other_training(found: ForeignFile) -> None:
     """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
     values = found.values
-    kinds = {AXOLOTL: axolotl.UNSUPPORTED, SWIFT: swift.UNSUPPORTED, TORCHTUNE: torchtune.UNSUPPORTED, TRL: completion.UNSUPPORTED}.get(
-        found.tool, {}
-    )
+    kinds = {
+        AXOLOTL: axolotl.UNSUPPORTED,
+        SWIFT: flat_options.SWIFT_UNSUPPORTED,
+        TORCHTUNE: torchtune.UNSUPPORTED,
+        TRL: completion.UNSUPPORTED,
+    }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
     for name, kind in wrong[:1]:
@@ -295,14 +287,14 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
     directory = found.path.parent
     named: list[Path] = [("config",), (LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
-    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (fms_tuning.DATA_CONFIG,)]
+    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
     for key in named:
         name = ledger.value(*key)
         place = _existing(directory, name) if isinstance(name, str) else None
         if place is not None:
             ledger.include(key, read_mapping(place))
     if found.tool == LLAMA_FACTORY:
-        llama_factory.include_info(ledger, directory)
+        flat_options.include_info(ledger, directory)
 
 
 def _existing(directory: FilePath, name: str) -> FilePath | None:

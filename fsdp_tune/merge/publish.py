@@ -1,8 +1,12 @@
-"""Upload a merged model or an adapter to the Hugging Face hub, with the licence of its base on the card."""
+"""Publish a merged model or an adapter: results of `evaluate` in its model card, and the upload to the Hugging Face hub.
+
+The licence of the base is on the card before a model is uploaded.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +19,86 @@ from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
-from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, without_folders
+from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, card_cell, without_folders
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class CardResult:
+    """A metric on one set, as a model card has it."""
+
+    data: str
+    split: str | None
+    metric: str
+    value: float
+    interval: tuple[float, float]
+    """At 95 %."""
+    rows: int
+    base: tuple[str, float] | None = None
+    """Another model on the same rows, and its value."""
+
+
+EVALUATION = "## Evaluation"
+_SECTION = re.compile(rf"^{EVALUATION}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def add_results(path: Path, results: Sequence[CardResult]) -> None:
+    """Write results into the metadata of a card, which the hub shows, and as a table; those of the same metric and rows are replaced.
+
+    Raises: ValueError or YAMLError for a card whose metadata cannot be read, OSError.
+    """
+    from huggingface_hub import EvalResult, ModelCard
+
+    found: Any = ModelCard(path.read_text(encoding="utf-8"))
+    new = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=str(without_folders(each.data)),
+            dataset_name=str(without_folders(each.data)),
+            dataset_split=each.split,
+            metric_type=each.metric,
+            metric_value=_rounded(each.value),
+            metric_args={
+                "interval": [_rounded(edge) for edge in each.interval],
+                "rows": each.rows,
+                **({"base": without_folders(each.base[0]), "base_value": _rounded(each.base[1])} if each.base is not None else {}),
+            },
+        )
+        for each in results
+    ]
+    replaced = {_result_identity(each) for each in new}
+    every = [*(each for each in found.data.eval_results or [] if _result_identity(each) not in replaced), *new]
+    found.data.eval_results = every
+    found.data.model_name = found.data.model_name or _metric_title(found.text)
+    lines = [EVALUATION, "", "| data | split | metric | value | 95 % interval | rows | base |", "|---|---|---|---|---|---|---|"]
+    lines += [_result_line(each) for each in every]
+    section = "\n".join(lines) + "\n\n"
+    text = _SECTION.sub("", found.text)
+    head, recipe, tail = text.partition("## Recipe\n")
+    found.text = f"{head.rstrip()}\n\n{section}{recipe}{tail}" if recipe else f"{text.rstrip()}\n\n{section}"
+    write_file(path, str(found))
+
+
+def _result_line(result: Any) -> str:
+    more = result.metric_args or {}
+    interval = " to ".join(map(str, more.get("interval", ())))
+    base = f"{more['base_value']} ({more['base']})" if "base" in more else ""
+    cells = [result.dataset_name, result.dataset_split or "", result.metric_type, result.metric_value, interval, more.get("rows", ""), base]
+    return f"| {' | '.join(card_cell(str(cell)) for cell in cells)} |"
+
+
+def _result_identity(result: Any) -> tuple[str, str | None, str]:
+    return result.dataset_name, result.dataset_split, result.metric_type
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _metric_title(text: str) -> str:
+    return next((line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")), "model")
+
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index of shards."""

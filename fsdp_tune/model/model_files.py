@@ -19,10 +19,19 @@ from fsdp_tune.core.families import changed_fields
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
 from fsdp_tune.data.tokenise.tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
-from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import LAYOUT_FILE, BaseLayout
 from fsdp_tune.run.records import PartialFacts
+
+WRITTEN = "set in the recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """A value of a recipe key, and why it was chosen."""
+
+    value: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

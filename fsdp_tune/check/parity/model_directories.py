@@ -1,8 +1,13 @@
-"""Compare the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone.
+"""Write the model directory that a rehearsal starts from, and load the merged one that it ends with.
 
-    python -m fsdp_tune.check.parity.reload < {"run": RUN, "step": N}
+    python -m fsdp_tune.check.parity.model_directories < {"config": {"model_type": …}, "folder": DIRECTORY}
 
-prints one JSON document. No code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
+writes a model with random weights, the base of an adapter, and prints {"folder": DIRECTORY}.
+
+    python -m fsdp_tune.check.parity.model_directories < {"run": RUN, "step": N}
+
+compares the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone, and prints one JSON document. No
+code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +26,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from fsdp_tune.check.parity.plain_loop import evaluate
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.adapters.nf4 import dequantise, quantise
-from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
+from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
 from fsdp_tune.run.metrics_file import read_metrics
+
+SEED = 0
+
+
+def write_model(config: dict[str, Any], folder: str) -> dict[str, str]:
+    """Write a model directory with random weights: the base of an adapter in a rehearsal."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return {"folder": folder}
+
 
 ROWS = 4
 ADAPTED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -110,7 +125,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold only the document
-        document = reload(RunDir(Path(request["run"])), int(request["step"]))
+        if "config" in request:
+            document = write_model(request["config"], request["folder"])
+        else:
+            document = reload(RunDir(Path(request["run"])), int(request["step"]))
     json.dump(document, sys.stdout)
 
 

@@ -1,6 +1,10 @@
-"""Kubernetes manifests of a run: a plain Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer with its runtime.
+"""Files by which engines start the containers of a run: Kubernetes manifests, and tasks of SkyPilot and dstack.
 
-How each starts a run again. A run is all of its machines: they vote on a stop and all end with 143; if one is lost, the others end with 5.
+SkyPilot and dstack start machines in clouds and in Kubernetes; the recipe is a here-document in the command. A Kubernetes manifest is a
+plain Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer with its runtime.
+
+How each kind of manifest starts a run again. A run is all of its machines: they vote on a stop and all end with 143; if one is lost, the
+others end with 5.
 - Job: each pod that ended is replaced, once it has ended (`podReplacementPolicy: Failed`, which a podFailurePolicy needs). With a
   backoffLimitPerIndex the job would continue without a machine, so the limit is that of the job, restarts × machines, since all pods of
   a lost run fail. A machine that has finished is not started again with the others.
@@ -62,7 +66,7 @@ def manifest(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE"
         "trainjob": _trainjob,
     }
     documents = [_recipe_map(job, pod), *makers[kind](job, pod)]
-    return "\n".join(_header(job, pod, kind, file)) + "\n---\n" + "---\n".join(map(as_yaml, documents))
+    return "\n".join(_manifest_header(job, pod, kind, file)) + "\n---\n" + "---\n".join(map(as_yaml, documents))
 
 
 def _pod_selector(job: ContainerJob, kind: Kind) -> str:
@@ -71,7 +75,7 @@ def _pod_selector(job: ContainerJob, kind: Kind) -> str:
     return f"batch.kubernetes.io/job-name={name},batch.kubernetes.io/job-completion-index=0"
 
 
-def commands(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE") -> list[str]:
+def manifest_commands(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE") -> list[str]:
     """Return the commands that submit, follow and stop the job."""
     where = f" -n {pod.namespace}" if pod.namespace else ""
     quoted = shlex.quote(file)
@@ -82,12 +86,12 @@ def commands(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE"
     ]
 
 
-def _header(job: ContainerJob, pod: PodSettings, kind: Kind, file: str) -> list[str]:
+def _manifest_header(job: ContainerJob, pod: PodSettings, kind: Kind, file: str) -> list[str]:
     where = f" -n {pod.namespace}" if pod.namespace else ""
     needs = {"job": "Kubernetes 1.31", "jobset": "JobSet 0.10", "trainjob": "Kubeflow Trainer 2.1 (with JobSet 0.10)"}[kind]
     lines = [
         f"# {job.name}: {job.size} of fsdp-tune. Needs {needs} or newer.",
-        *(f"#   {command}" for command in commands(job, pod, kind, file)),
+        *(f"#   {command}" for command in manifest_commands(job, pod, kind, file)),
         "# The same file again changes nothing. A deleted run saves first, and continues when it is submitted again.",
         f"# Time to save: {job.cluster.lead.seconds} s ({job.cluster.lead.reason}).",
         f"# Claims that must exist, writable from all nodes: {', '.join(mount.volume for mount in job.mounts)}.",
@@ -282,3 +286,100 @@ def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volum
             *({"name": volumes[mount.volume], "mountPath": str(mount.path)} for mount in job.mounts),
         ],
     }
+
+
+Engine = Literal["skypilot", "dstack"]
+TASK_RECIPE_DIRECTORY = "/tmp/fsdp-tune"
+_SKY_FIRST = 'export MASTER_ADDR="$(printf %s "$SKYPILOT_NODE_IPS" | head -n 1)"'
+_DSTACK_FIRST = 'export MASTER_ADDR="$DSTACK_MASTER_NODE_IP"'
+
+
+@dataclass(frozen=True, slots=True)
+class CloudSettings:
+    """What an engine gives the machines of a job."""
+
+    image: str | None = None
+    gpu: str | None = None
+    """Name of the GPUs, as the engine writes it: H100, A100-80GB."""
+    spot: bool = False
+    secrets: tuple[SecretReference, ...] = ()
+    restarts: int = 0
+    """After errors, mistakes included, which the engines cannot tell from others. Preempted machines do not count."""
+
+
+def task(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str = "FILE") -> str:
+    """Return the YAML of a task, which `sky jobs launch FILE` or `dstack apply -f FILE` starts."""
+    made = _skypilot(job, settings) if engine == "skypilot" else _dstack(job, settings)
+    return "\n".join(_task_header(job, settings, engine, file)) + "\n" + as_yaml(made)
+
+
+def task_commands(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str = "FILE") -> list[str]:
+    """Return the commands that submit, follow and stop the job."""
+    quoted = shlex.quote(file)
+    if engine == "dstack":
+        return [f"dstack apply -f {quoted}", f"dstack logs {job.name}", f"dstack stop {job.name}"]
+    secrets = "".join(f" --secret {each.variable}" for each in settings.secrets)
+    return [f"sky jobs launch{secrets} {quoted}", f"sky jobs logs -n {job.name}", f"sky jobs cancel -n {job.name}"]
+
+
+def _task_header(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str) -> list[str]:
+    lines = [
+        f"# {job.name}: {job.size} of fsdp-tune. Recipe: sha256 {job.digest}.",
+        *(f"#   {command}" for command in task_commands(job, settings, engine, file)),
+        f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. No mounted bucket: checkpoints are renamed.",
+    ]
+    if engine == "dstack":
+        lines.extend(f"#   dstack secret set {each.secret} …" for each in settings.secrets)
+    return lines
+
+
+def _task_script(job: ContainerJob, first: str, rank: str) -> str:
+    """Return a shell script that writes the recipe and runs the command of one machine."""
+    mark = f"RECIPE_{job.digest[:8]}"
+    text = job.recipe_text if job.recipe_text.endswith("\n") else f"{job.recipe_text}\n"
+    write = f"cat > {TASK_RECIPE_DIRECTORY}/{RECIPE_FILE} <<'{mark}'\n{text}{mark}"
+    lines = [f"mkdir -p {TASK_RECIPE_DIRECTORY}", write, *([first] if job.machines > 1 else [])]
+    return "\n".join([*lines, job.shell_command(rank)])
+
+
+def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
+    resources: dict[str, Any] = {}
+    if job.cluster.gpus_per_machine:
+        resources["accelerators"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
+    if settings.image is not None:
+        resources["image_id"] = f"docker:{settings.image}"
+    if settings.spot:
+        resources["use_spot"] = True
+    resources["job_recovery"] = {"max_restarts_on_errors": settings.restarts, "recover_on_exit_codes": [int(ExitCode.PREEMPTED)]}
+    made: dict[str, Any] = {
+        "name": job.name,
+        "num_nodes": job.machines,
+        "resources": resources,
+        "volumes": {str(mount.path): mount.volume for mount in job.mounts},
+        "envs": dict(job.cluster.environment),
+        "secrets": {each.variable: None for each in settings.secrets},
+        "run": _task_script(job, _SKY_FIRST, '"$SKYPILOT_NODE_RANK"'),
+    }
+    return {key: value for key, value in made.items() if value != {}}
+
+
+def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
+    resources: dict[str, Any] = {"shm_size": f"{job.shared_memory_bytes // GIB}GB"}
+    if job.cluster.gpus_per_machine:
+        resources["gpu"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
+    variables = [f"{name}={value}" for name, value in job.cluster.environment.items()]
+    secrets = [f"{each.variable}=${{{{ secrets.{each.secret} }}}}" for each in settings.secrets]
+    made: dict[str, Any] = {
+        "type": "task",
+        "name": job.name,
+        "nodes": job.machines if job.machines > 1 else None,
+        "image": settings.image,
+        "env": variables + secrets,
+        "commands": [_task_script(job, _DSTACK_FIRST, '"$DSTACK_NODE_RANK"')],
+        "volumes": [f"{mount.volume}:{mount.path}" for mount in job.mounts],
+        "resources": resources,
+        "spot_policy": "spot" if settings.spot else "on-demand",
+        "retry": {"on_events": ["interruption", "no-capacity", *(["error"] if settings.restarts else [])], "duration": "1d"},
+        "stop_duration": f"{job.cluster.lead.seconds}s",
+    }
+    return {key: value for key, value in made.items() if value is not None}

@@ -1,6 +1,6 @@
-"""Break a profiled step down by phase, from its Chrome trace: compute, collectives and idle time.
+"""The phases of a step: which one a rank is in, for its heartbeat, and how long each takes, from a profile.
 
-`train --profile steps=10:13`: a Chrome trace of each rank, and the breakdown of its steps.
+`train --profile steps=10:13` writes a Chrome trace of each rank, and the breakdown of its steps into compute, collectives and idle time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,55 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import PROFILED
-from fsdp_tune.worker.observe.step_progress import AttachedCallback
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.step_observer import StepObserver
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+class AttachedCallback(StepObserver, TrainerCallback):
+    """An observer of steps that follows the Trainer's events and keeps the trainer."""
+
+    trainer: FsdpTrainer
+
+    def attach(self, trainer: FsdpTrainer) -> None:
+        self.trainer = trainer
+
+
+class StepProgress(StepObserver, TrainerCallback):
+    """Record in the heartbeat which part of a step this rank is in."""
+
+    def __init__(self, heartbeat: HeartbeatWriter) -> None:
+        self._heartbeat = heartbeat
+
+    def attach(self, trainer: FsdpTrainer) -> None:
+        """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a backward follows it."""
+        model = trainer.wrapped
+
+        def before(*_: Any) -> None:
+            self._heartbeat.mark("forward") if model.training else self._heartbeat.tick()
+
+        def after(*_: Any) -> None:
+            if model.training:
+                self._heartbeat.mark("backward")
+
+        model.register_forward_pre_hook(before)
+        model.register_forward_hook(after)
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._heartbeat.mark("optimizer step")
+
 
 PHASE_PREFIX = "fsdp-tune::"
 STEP, FORWARD, BACKWARD, OPTIMIZER, REST = "step", "forward", "backward", "optimizer", "rest"
