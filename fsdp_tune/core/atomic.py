@@ -146,7 +146,7 @@ def json_safe(value: Any) -> Any:
             return value
 
 
-def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+def write_json(path: Path, value: object, *, private: bool = False) -> None:
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", private=private)
 
 

@@ -27,7 +27,7 @@ class Fields:
         return next((value for value in _values(config, self.names) if isinstance(value, int)), None)
 
 
-def _values(config: Any, names: Sequence[str]) -> Iterator[Any]:
+def _values(config: object, names: Sequence[str]) -> Iterator[Any]:
     for name in names:
         yield cast("Mapping[str, Any]", config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
@@ -250,7 +250,7 @@ _FAMILIES = {
 """By `model_type` of the configuration."""
 
 
-def family_of(model_type: Any) -> Family:
+def family_of(model_type: object) -> Family:
     """Return the quirks of a model type; those of an unknown type are none."""
     return _FAMILIES.get(str(model_type), Family())
 
@@ -325,7 +325,7 @@ def old_names(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return {old: fields[name] for name, old in family_of(config.get("model_type")).old_names.items() if name in fields}
 
 
-def old_rope_fields(parameters: Any) -> dict[str, Any]:
+def old_rope_fields(parameters: object) -> dict[str, Any]:
     """Return `rope_parameters` in the fields of transformers 4; empty if they had no spelling there.
 
     Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are not scaled.
@@ -350,5 +350,5 @@ def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parameters[name] for name in own if name in parameters} | {"rope_scaling": scaling if is_scaled else None}
 
 
-def _is_nested(name: str, value: Any) -> bool:
+def _is_nested(name: str, value: object) -> bool:
     return name.endswith("_config") and isinstance(value, dict)

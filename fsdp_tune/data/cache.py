@@ -25,7 +25,7 @@ STORES = "data"
 USE_MARK = ".use-"
 
 
-def content_key(parts: Any) -> str:
+def content_key(parts: object) -> str:
     """Return a digest of `parts` (JSON)."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return digest(text, size=16)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fsdp_tune.check.evaluation.examples import (
     Estimate,
     ModelToEvaluate,
     Request,
+    RowScore,
     Scores,
     bootstrap,
     find_model,
@@ -118,7 +119,7 @@ def evaluate(
         reader = AnswerReader(encoder, options.answer)
         sets = _prepare(settings, options, encoder, observer)
         request = Request(
-            models=[asdict(each) for each in models],
+            models=models,
             sets=sets,
             measure="generate" if options.metric == EXACT_MATCH else "loss" if metric is None else "extension",
             vocabulary_size=encoder.vocabulary_size,
@@ -312,7 +313,7 @@ class _ScoredSet:
         self._is_match = options.metric == EXACT_MATCH
         self._used = [index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)]
         self._targets: dict[int, str] = {}
-        self._found: list[dict[int, dict[str, Any]]] = []
+        self._found: list[dict[int, RowScore]] = []
         if self._is_match:
             refuse_without_prompt([self.examples[index] for index in self._used])
             self._targets = {index: reader.target(self.examples[index]) for index in self._used}
@@ -330,7 +331,7 @@ class _ScoredSet:
 
     def cut_answers(self, models: Sequence[ModelToEvaluate]) -> list[Notice]:
         """Return a notice for each model whose answers did not all end: an answer that is cut seldom matches."""
-        counts = [sum(found[index].get("is_cut", False) for index in self._used) for found in self._found]
+        counts = [sum(found[index].is_cut for index in self._used) for found in self._found]
         ending = f"answers to `{self.label}` did not end within {self._options.max_new_tokens:,} tokens"
         return [
             Notice("answers-cut", f"`{model.name}`: {count:,} of {len(self._used):,} {ending}", hint="raise `--max-new-tokens`")
@@ -342,20 +343,21 @@ class _ScoredSet:
     def end_ids(self) -> set[int]:
         return self._reader.end_ids([self.examples[index] for index in self._used])
 
-    def add(self, model: int, rows: Sequence[dict[str, Any]]) -> None:
+    def add(self, model: int, rows: Sequence[RowScore]) -> None:
         while len(self._found) <= model:
             self._found.append({})
         for row in rows:
-            if "ids" in row:
-                text = self._reader.text(row["ids"])
-                is_equal = self._reader.compared(text) == self._targets.get(row["index"])
-                row |= {"total": float(is_equal), "count": 1.0, "prediction": text}
-            self._found[model][row["index"]] = row
+            scored = row
+            if row.ids is not None:
+                text = self._reader.text(row.ids)
+                is_equal = self._reader.compared(text) == self._targets.get(row.index)
+                scored = replace(row, total=float(is_equal), count=1.0, prediction=text)
+            self._found[model][row.index] = scored
 
     def scores(self, model: int) -> Scores:
         """Raises: FailedError if the metric counted nothing."""
         rows = [self._found[model][index] for index in self._used]
-        scores = Scores(np.array([row["total"] for row in rows], float), np.array([row["count"] for row in rows], float))
+        scores = Scores(np.array([row.total for row in rows], float), np.array([row.count for row in rows], float))
         if not scores.counts.sum():
             raise failed_error("extension-failed", f"the metric `{self._options.metric}` counted nothing in the set `{self.label}`")
         return scores
@@ -381,19 +383,19 @@ class _ScoredSet:
             comparison=comparison,
         )
 
-    def lines(self, names: Sequence[str]) -> list[dict[str, Any]]:
+    def lines(self, names: Sequence[str]) -> list[dict[str, object]]:
         """Return one object for each row and model, for `options.out`."""
         return [self._line(index, name, found[index]) for index in self._used for name, found in zip(names, self._found, strict=True)]
 
-    def _line(self, index: int, name: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _line(self, index: int, name: str, row: RowScore) -> dict[str, object]:
         example = self.examples[index]
         begin, end = example.answer
         ids = example.row.input_ids.tolist()
-        line = {"set": self.label, "row": str(example.where), "model": name, "prompt": self._reader.text(ids[:begin])}
+        line: dict[str, object] = {"set": self.label, "row": str(example.where), "model": name, "prompt": self._reader.text(ids[:begin])}
         line["target"] = self._reader.text(ids[begin:end])
-        if "prediction" in row:
-            return line | {"prediction": row["prediction"], "score": row["total"]}
-        return line | {"total": row["total"], "count": row["count"], "score": row["total"] / row["count"] if row["count"] else None}
+        if row.prediction is not None:
+            return line | {"prediction": row.prediction, "score": row.total}
+        return line | {"total": row.total, "count": row.count, "score": row.total / row.count if row.count else None}
 
 
 def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer) -> None:
@@ -420,7 +422,7 @@ def _run_part(request: Request, part: int, scored: Mapping[str, _ScoredSet], bar
         child.send(replace(request, part=part, device=device).as_json(), is_last=True)
         for line in lines_of(child):
             with added:
-                scored[line["set"]].add(line["model"], line["rows"])
+                scored[line["set"]].add(line["model"], [RowScore(**row) for row in line["rows"]])
             bar.advance(len(line["rows"]))
         if child.wait():
             message = f"the model could not be run: {child.failure()}"

@@ -15,7 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, find_model, run_of_model
+from fsdp_tune.check.evaluation.examples import (
+    AnswerSettings,
+    ModelsRequest,
+    ModelToEvaluate,
+    ReferenceAnswer,
+    ScoredTokens,
+    ScoreRequest,
+    SpecialTokens,
+    find_model,
+    run_of_model,
+)
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
@@ -129,7 +139,7 @@ def open_model(name: str | Path, options: GenerateOptions, *, observer: Observer
         chosen = _choose(str(name), options, observer, stack)
         recipe, prepared = _settings(chosen, options), None if chosen.run is None else Prepared.read(chosen.run.data_json)
         request = ModelsRequest(
-            models=[asdict(each) for each in chosen.models],
+            models=list(chosen.models),
             adapter_off=chosen.adapter_off,
             recipe=recipe.model_dump(mode="json", by_alias=True),
             data=None if prepared is None else prepared.report.model_dump(mode="json"),
@@ -191,24 +201,24 @@ class AnsweringModel:
             if "answer" in line:
                 yield GeneratedAnswer(model=self.names[model], row=str(prompt.where) or None, **line["answer"])
 
-    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the special tokens, and what the model makes of each prompt (`check/evaluation/answer.py`, `Reference`).
+    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[SpecialTokens, list[ReferenceAnswer]]:
+        """Return the special tokens, and what the model makes of each prompt.
 
         Raises: FsdpTuneError with every prompt that cannot be answered.
         """
         sent = [asdict(each.of_models[0]) for each in prompts]
         first, *lines = list(self._object({"references": sent, "max_new_tokens": max_new_tokens}, prompts))
-        return first["special"], [line["reference"] for line in lines]
+        return SpecialTokens(**first["special"]), [ReferenceAnswer(**line["reference"]) for line in lines]
 
-    def scores(self, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the model's log-probabilities of each answer: `ids` of its prompt, `tokens` and `top` as [id or None, text]."""
-        return [line["score"] for line in self._object({"scores": list(answers)})]
+    def scores(self, answers: Sequence[ScoreRequest]) -> list[ScoredTokens]:
+        """Return the model's log-probabilities of each answer."""
+        return [ScoredTokens(**line["score"]) for line in self._object({"scores": [asdict(each) for each in answers]})]
 
     def texts(self, every: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of ids."""
         return [line["text"] for line in self._object({"decode": [list(ids) for ids in every]})]
 
-    def _object(self, request: dict[str, Any], prompts: Sequence[AskedPrompt] = ()) -> Iterator[dict[str, Any]]:
+    def _object(self, request: dict[str, object], prompts: Sequence[AskedPrompt] = ()) -> Iterator[dict[str, Any]]:
         self._send(json.dumps(request))
         for line in self._lines():
             self._refuse_bad(line, prompts)

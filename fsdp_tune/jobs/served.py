@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.check.comparison.causes import DifferentKey
 from fsdp_tune.check.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
@@ -15,12 +14,13 @@ from fsdp_tune.check.comparison.served import (
     TOLERANCE,
     Exchange,
     ServedNumbers,
-    asked,
     cause_of_tokens,
     compare_served,
     numbers_of,
+    score_request,
 )
 from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, StageDifference
+from fsdp_tune.check.evaluation.examples import ReferenceAnswer, SpecialTokens
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row
@@ -154,7 +154,7 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
 
 def _exchanges(
     model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
-) -> tuple[list[Exchange], dict[str, Any], list[str]]:
+) -> tuple[list[Exchange], SpecialTokens, list[str]]:
     """Return what model and server make of each prompt, the special tokens of the model, and what the server refuses."""
     observer.phase("computing the answers of A")
     special, references = model.refer(prompts, max_tokens)
@@ -171,7 +171,7 @@ def _exchanges(
                 )
                 each.prompt = ServedPrompt(read.text, None)
             try:
-                each.same = server.complete_ids(reference["ids"], max_tokens)
+                each.same = server.complete_ids(reference.ids, max_tokens)
             except RefusedError as error:
                 each.refused = str(error)
             exchanges.append(each)
@@ -181,24 +181,19 @@ def _exchanges(
     return exchanges, special, refused
 
 
-def _asked(server: OpenAIServer, reference: dict[str, Any], max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:
-    messages = reference["messages"]
+def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:
+    messages = reference.messages
     if messages is None:
-        return server.text_prompt(reference["text"]), server.complete(reference["text"], max_tokens)
-    extra = {"tools": reference["tools"]} if reference["tools"] else {}
-    extra |= {"chat_template_kwargs": reference["variables"]} if reference["variables"] else {}
+        return server.text_prompt(reference.text), server.complete(reference.text, max_tokens)
+    extra: dict[str, object] = {"tools": reference.tools} if reference.tools else {}
+    extra |= {"chat_template_kwargs": reference.variables} if reference.variables else {}
     return server.chat_prompt(messages, extra), server.chat(messages, extra, max_tokens)
 
 
 def _score(model: AnsweringModel, exchanges: Sequence[Exchange]) -> None:
     """Add the model's log-probabilities of the server's answers."""
-    requests: list[dict[str, Any]] = []
-    for each in exchanges:
-        ids = each.reference["ids"]
-        requests.append({"ids": ids, **asked(each.answer.tokens)})
-        if each.same is not None:
-            requests.append({"ids": ids, **asked(each.same.tokens), "scores_prompt": bool(each.same.prompt)})
-    scores = iter(model.scores(requests))
+    answers = [(each.reference.ids, answer) for each in exchanges for answer in (each.answer, each.same) if answer is not None]
+    scores = iter(model.scores([score_request(ids, answer) for ids, answer in answers]))
     for each in exchanges:
         each.score = next(scores)
         if each.same is not None:
@@ -209,7 +204,7 @@ def _answer(
     name: str,
     server: OpenAIServer,
     exchanges: Sequence[Exchange],
-    special: dict[str, Any],
+    special: SpecialTokens,
     refused: Sequence[str],
     model: AnsweringModel,
     options: CompareOptions,
@@ -252,7 +247,7 @@ def _answer(
     )
 
 
-def is_informative(stages: Sequence[Any]) -> bool:
+def is_informative(stages: Sequence[ComparedStage]) -> bool:
     """Return whether something was compared that depends on the weights."""
     return any(stage.status == "equal" and stage.name in ("logprobs", "same_tokens", "answers") for stage in stages)
 

@@ -73,7 +73,7 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
     ids = (ids if rows is None else rows.own_tokens(ids)).reshape(-1)
     group = None if rows is None else rows.group
 
-    def balance(gate_logits: Any, num_experts: int, top_k: int, *_mask: Any) -> torch.Tensor:
+    def balance(gate_logits: Any, num_experts: int, top_k: int, *_mask: object) -> torch.Tensor:
         return summed_balance(gate_logits, num_experts, top_k, ids.to(gate_logits[0].device), lengths, group)
 
     original = getattr(module, FUNCTION)

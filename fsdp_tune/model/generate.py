@@ -67,7 +67,7 @@ def generate(
     return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
 
 
-def _keys_and_values(outputs: Any, name: str) -> Any:
+def _keys_and_values(outputs: object, name: str) -> Any:
     """Return the cache of a forward; None if it has none.
 
     Layers that are all recurrent count as none: with their states they would take the mask of the full text for that of one token.

@@ -53,7 +53,7 @@ def _none(_position_ids: torch.Tensor) -> None:
     return None
 
 
-def _no(*_: Any, **__: Any) -> bool:
+def _no(*_: object, **__: object) -> bool:
     return False
 
 
@@ -244,7 +244,9 @@ def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable
 def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
     """Within the context each token sees only itself in attention, so that a token that still sees others sees them elsewhere."""
 
-    def own_value(_module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    def own_value(
+        _module: object, query: torch.Tensor, _key: object, value: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, None]:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
     config: Any = bare_model(wrapped).config

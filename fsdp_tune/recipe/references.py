@@ -371,7 +371,7 @@ def _lora_values(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return values | {"target_modules": targets, "layers_to_transform": [layers] if isinstance(layers, int) else layers}
 
 
-def _adapted_modules(folder: Path, parameters: Any) -> list[str]:
+def _adapted_modules(folder: Path, parameters: object) -> list[str]:
     """Return the full names of the modules with factors in the file, except the owners of `target_parameters`."""
     path = folder / WEIGHTS_FILE
     try:

@@ -128,11 +128,11 @@ class _Run:
         return (step - self.warmup) / max(1, self.steps - self.warmup)
 
 
-def _constant(_: _Run, **__: Any) -> Schedule:
+def _constant(_: _Run, **__: object) -> Schedule:
     return lambda _: 1.0
 
 
-def _constant_with_warmup(run: _Run, **_: Any) -> Schedule:
+def _constant_with_warmup(run: _Run, **_: object) -> Schedule:
     return run.warmed(lambda _: 1.0)
 
 

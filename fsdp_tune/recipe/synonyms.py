@@ -102,7 +102,7 @@ def _say(words: str) -> Converter:
 def _cases(key: str, cases: Mapping[str, Any], other: str) -> Converter:
     """Return a converter for values by name; `other` is said of the rest, and None means that the key is left out."""
 
-    def convert(value: Any) -> Advice:
+    def convert(value: object) -> Advice:
         name = printable(str(value)).lower()
         if name not in cases:
             return Advice(other.format(value=name), {} if other.startswith("leave it out") else None)
@@ -118,7 +118,7 @@ def _switch(key: str, on: Any, off: Any = None) -> Converter:
     return _cases(key, {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off}, "`{value}` is neither true nor false")
 
 
-def _names(value: Any) -> list[Any]:
+def _names(value: object) -> list[Any]:
     """Return a list from one, or from names with commas between them."""
     return list(cast("list[Any]", value)) if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
 
@@ -250,7 +250,7 @@ _FORMATS = {
 }
 
 
-def _formats(value: Any) -> Advice:
+def _formats(value: object) -> Advice:
     name = printable(str(value)).partition(":")[0]
     if name in _FORMATS:
         line = _write("data.train", {"path": "NAME", "format": _FORMATS[name]})
@@ -258,7 +258,7 @@ def _formats(value: Any) -> Advice:
     return Advice("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")
 
 
-def _as_builder(value: Any) -> Advice:
+def _as_builder(value: object) -> Advice:
     return Advice(f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`")
 
 

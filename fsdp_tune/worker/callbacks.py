@@ -60,7 +60,7 @@ class RunCallback(AttachedCallback):
         self._first_step = True
         self.stopped: ExitReason | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         trainer = self.trainer
         trainer.parts.heartbeat.beat("reading back", state.global_step)
         try:
@@ -98,7 +98,7 @@ class RunCallback(AttachedCallback):
             raise errors[0]
         return found
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         trainer = self.trainer
         seconds = time.monotonic() - self._step_began
         if self._first_step:  # it compiles and allocates, so its time counts only until there is another
@@ -125,16 +125,16 @@ class RunCallback(AttachedCallback):
             control.should_evaluate = bool(trainer.parts.evals) and args.eval_strategy != "no"
         self._step_began = time.monotonic()
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Cancel the requests of a stopped or finished run: the Trainer also calls this when it leaves an epoch early."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = control.should_save = False
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         now = time.monotonic()
         self._evaluation_seconds, self._step_began = max(self._evaluation_seconds, now - self._step_began), now
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._step_began = time.monotonic()
 
     def _after_first_step(self) -> None:
@@ -156,7 +156,7 @@ class RunCallback(AttachedCallback):
             trainer.lines.leave_out(seconds)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: object
     ) -> None:
         logs = logs or {}
         if "loss" in logs:
@@ -169,7 +169,7 @@ class RunCallback(AttachedCallback):
         elif "eval_loss" in logs:
             self._say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._vote.finish()
 
 
@@ -214,7 +214,7 @@ class CompileReport(AttachedCallback):
         self._clock = CompileClock()
         self._seconds, self._graphs = 0.0, 0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for function in self._clock.take_fallbacks():
             message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
             self.trainer.parts.metrics.event(COMPILE_FALLBACK, state.global_step, message=message)
@@ -246,7 +246,7 @@ class Samples(AttachedCallback):
         self._encoder = load_encoder(recipe)
         self._prompts = sample_prompts(recipe, self._encoder)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         step, is_last = state.global_step, state.global_step >= state.max_steps
         if not is_last and (step % self._sample.every or control.should_training_stop):
             return  # after a stop signal there may be no time

@@ -138,7 +138,7 @@ class GradientGate(StepObserver):
         self.skipped_steps += 1
 
 
-def supports_found_inf(optimizer: Any) -> bool:
+def supports_found_inf(optimizer: object) -> bool:
     """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses. Muon's
     matrices are not updated by such a kernel."""
     return type(optimizer) is AdamW

@@ -207,7 +207,7 @@ class FsdpTrainer(Trainer):
         total, self._step_tokens = int(summed[0].item()), int(summed[1].item())
         return batches, total
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: object) -> int:
         return 0  # the Trainer counts parameters at each micro-batch for this; our MFU is computed once a line
 
     # ---- The step
@@ -281,7 +281,7 @@ class FsdpTrainer(Trainer):
     # ---- Logging, evaluation, saving
 
     def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: Any, **kwargs: Any
+        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: object, **kwargs: Any
     ) -> None:
         step = self.state.global_step
         self.times.end_step()
@@ -333,7 +333,7 @@ class FsdpTrainer(Trainer):
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         started = time.monotonic()
         with self.parts.heartbeat.during("evaluating", self.state.global_step):
             parts = self.parts
@@ -347,7 +347,7 @@ class FsdpTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object = None) -> None:
         step = self.state.global_step
         if self.checkpointer.newest_step == step:
             return  # the end of an epoch and the last step request the same checkpoint
@@ -379,7 +379,7 @@ class FsdpTrainer(Trainer):
         assert checkpoint is not None
         restore_rng(checkpoint, self.parts.recipe.training.seed, self.state.global_step, self.args.device.type)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """Nothing: `_prepare_for_training` loads, once the model is wrapped."""
 
     def _load_callback_state(self) -> None:

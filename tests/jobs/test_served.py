@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class InProcess(AnsweringModel):
         model = find_model(str(folder))
         recipe = recipe_of_model(model, Allowed()).model_dump(mode="json", by_alias=True)
         settings = AnswerSettings(32, 0.0, 1.0, 0, shows_special_tokens=False)
-        request = ModelsRequest([asdict(model)], False, recipe, None, settings, "cpu", "fp32", trust_remote_code=False)
+        request = ModelsRequest([model], False, recipe, None, settings, "cpu", "fp32", trust_remote_code=False)
         self._reference = Reference(Answering.load(request, StopFlag(), lambda _: None))
         self._answered: list[str] = []
 

@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
+from fsdp_tune.core.units import json_list, json_object
 from fsdp_tune.recipe.schema.keys import dotted, effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults
@@ -39,44 +40,40 @@ class DifferentKey(JsonAnswer):
     """As docs/reference/recipe.yaml describes the key."""
 
 
-def different_paths(a: Any, b: Any, path: Path = ()) -> Iterator[Path]:
+def different_paths(a: object, b: object, path: Path = ()) -> Iterator[Path]:
     """Yield the paths at which two documents differ; a list whose length differs is one value."""
     if isinstance(a, dict) and isinstance(b, dict):
-        one, other = cast("dict[str, Any]", a), cast("dict[str, Any]", b)
+        one, other = json_object(a), json_object(b)
         for key in [*one, *(key for key in other if key not in one)]:
             yield from different_paths(one.get(key), other.get(key), (*path, key))
-    elif isinstance(a, list) and isinstance(b, list) and len(cast("list[Any]", a)) == len(cast("list[Any]", b)):
-        for index, (one, other) in enumerate(zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)):
+    elif isinstance(a, list) and isinstance(b, list) and len(json_list(a)) == len(json_list(b)):
+        for index, (one, other) in enumerate(zip(json_list(a), json_list(b), strict=True)):
             yield from different_paths(one, other, (*path, index))
     elif a != b or isinstance(a, bool) is not isinstance(b, bool):
         yield path
 
 
-def value_at(document: Any, path: Path) -> Any:
+def value_at(document: object, path: Path) -> object:
     """Return the value at a path; None if there is none."""
     for part in path:
-        if isinstance(document, dict):
-            document = cast("dict[str | int, Any]", document).get(part)
-        elif isinstance(document, list) and isinstance(part, int) and part < len(cast("list[Any]", document)):
-            document = cast("list[Any]", document)[part]
-        else:
-            return None
+        document = json_object(document).get(part) if isinstance(part, str) else next(iter(json_list(document)[part : part + 1]), None)
     return document
 
 
-def with_values(document: dict[str, Any], source: Mapping[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
+def with_values(document: Mapping[str, object], source: Mapping[str, object], paths: Sequence[Path]) -> dict[str, object]:
     """Return a copy of a document with the values of another one at some paths; a key that the other lacks is removed."""
-    made: dict[str, Any] = json.loads(json.dumps(document))
+    made: dict[str, object] = json.loads(json.dumps(document))
     for path in paths:
-        holder = value_at(made, path[:-1])
-        if not isinstance(holder, dict | list):
-            continue
-        value = json.loads(json.dumps(value_at(source, path)))
+        holder, part = value_at(made, path[:-1]), path[-1]
+        value: object = json.loads(json.dumps(value_at(source, path)))
         holder_of_value = value_at(source, path[:-1])
-        if isinstance(holder_of_value, dict) and path[-1] not in holder_of_value:
-            cast("dict[str | int, Any]", holder).pop(path[-1], None)
+        if isinstance(part, int):
+            if isinstance(holder, list):
+                json_list(holder)[part] = value
+        elif isinstance(holder_of_value, dict) and part not in holder_of_value:
+            json_object(holder).pop(part, None)
         else:
-            cast(Any, holder)[path[-1]] = value
+            json_object(holder)[part] = value
     return made
 
 
@@ -88,7 +85,7 @@ def changes_numbers(path: Path) -> bool:
     return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS))
 
 
-def different_key(path: Path, a: Any, b: Any) -> DifferentKey:
+def different_key(path: Path, a: object, b: object) -> DifferentKey:
     """Describe a key that differs, with secrets masked."""
     name = _INDEX.sub("", dotted(path))
     affects = affects_of(path)
@@ -103,18 +100,18 @@ def different_key(path: Path, a: Any, b: Any) -> DifferentKey:
     )
 
 
-def _or_default(name: str, value: Any) -> Any:
+def _or_default(name: str, value: object) -> object:
     """Return the default of a field of TrainingArguments that is not written: a resolved recipe leaves it out."""
     return passed_defaults().get(name.removeprefix("training.")) if value is None and name.startswith("training.") else value
 
 
-def _safe(path: Path, value: Any) -> Any:
+def _safe(path: Path, value: object) -> object:
     if path[:2] == _ENVIRONMENT and isinstance(value, str):
         return masked(str(path[-1]), value)
     if isinstance(value, dict):
-        return {key: _safe(path, each) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _safe(path, each) for key, each in json_object(value).items()}
     if isinstance(value, list):
-        return [_safe(path, each) for each in cast("list[Any]", value)]
+        return [_safe(path, each) for each in json_list(value)]
     return mask_text(value) if isinstance(value, str) else value
 
 

@@ -13,14 +13,17 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, Literal, cast
+from typing import Literal
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.core.units import json_list, json_object
 
+Document = dict[str, object]
+"""A JSON object that is sent or answered."""
 Kind = Literal["llama.cpp", "vLLM", "OpenAI-compatible"]
 CONNECT_SECONDS, ANSWER_SECONDS = 20.0, 900.0
 """The second includes the load of the model, which some servers start with the first request."""
@@ -74,7 +77,7 @@ class RefusedError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+    def redirect_request(self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object) -> None:
         """Return None, so that urllib raises the redirect as an HTTPError."""
 
 
@@ -93,12 +96,12 @@ class OpenAIServer:
         self.url = _checked(url)
         self._root = self.url.removesuffix("/v1")
         self._key = key
-        handlers: list[Any] = [_NoRedirect()]
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if _is_loopback(self.url):
             handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot reach this machine's own address
         self._opener = urllib.request.build_opener(*handlers)
         self.model = self._model(model)
-        self.properties: dict[str, Any] = {}
+        self.properties: Mapping[str, object] = {}
         """Of llama.cpp: `/props`."""
         self.kind = self._kind()
 
@@ -112,8 +115,7 @@ class OpenAIServer:
                 hint = f"`{self.url}/v1` is the usual address"
                 raise usage_error("server-response", f"`{self.url}/models` is not found on the server: {error}", hint=hint) from error
             raise self._unusable("/models", str(error), error.status) from error
-        listed = found.get("data")
-        names = [str(each["id"]) for each in cast("list[Any]", listed) if isinstance(each, dict) and "id" in each] if listed else []
+        names = [str(each["id"]) for each in map(json_object, json_list(found.get("data"))) if "id" in each]
         if wanted is not None:
             return wanted
         if len(names) != 1:
@@ -138,14 +140,14 @@ class OpenAIServer:
 
     # ---- Prompts
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> ServedPrompt:
+    def chat_prompt(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]) -> ServedPrompt:
         """Return a conversation as the server's template renders it, with the prompt of an answer. `extra`: tools and such."""
         if self.kind == "llama.cpp":
             found = self._optional("POST", "/apply-template", {"messages": list(messages), **extra})
             text = found.get("prompt") if found is not None else None
             return self.text_prompt(text) if isinstance(text, str) else ServedPrompt(None, None)
         if self.kind == "vLLM":
-            body = {"model": self.model, "messages": list(messages), "add_generation_prompt": True, **extra}
+            body: Document = {"model": self.model, "messages": list(messages), "add_generation_prompt": True, **extra}
             return ServedPrompt(None, _ids((self._optional("POST", "/tokenize", body) or {}).get("tokens")))
         return ServedPrompt(None, None)
 
@@ -161,9 +163,9 @@ class OpenAIServer:
 
     # ---- Answers
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], max_tokens: int) -> ServedAnswer:
+    def chat(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object], max_tokens: int) -> ServedAnswer:
         """Return the greedy answer to a conversation. Raises: usage error if the server does not answer."""
-        body = {"messages": list(messages), **extra, "max_tokens": max_tokens}
+        body: Document = {"messages": list(messages), **extra, "max_tokens": max_tokens}
         return self._answer("/chat/completions", body, {"logprobs": True, "top_logprobs": TOP}, _chat_answer)
 
     def complete(self, text: str, max_tokens: int) -> ServedAnswer:
@@ -175,7 +177,7 @@ class OpenAIServer:
 
         Raises: RefusedError if the server takes no tokens.
         """
-        body = {"prompt": list(ids), "max_tokens": max_tokens, "logprobs": TOP}
+        body: Document = {"prompt": list(ids), "max_tokens": max_tokens, "logprobs": TOP}
         if self.kind != "llama.cpp":  # it ignores `echo`
             try:
                 found = _text_answer(self._post("/completions", body | {"echo": True}))
@@ -187,13 +189,13 @@ class OpenAIServer:
                 pass  # without `echo` it may answer
         return _text_answer(self._post("/completions", body))
 
-    def _answer(self, path: str, body: dict[str, Any], logprobs: dict[str, Any], read: Any) -> ServedAnswer:
+    def _answer(self, path: str, body: Document, logprobs: Document, read: Callable[[Document], ServedAnswer]) -> ServedAnswer:
         try:
             return read(self._post(path, body | logprobs))
         except RefusedError as error:
             refused = error
         try:
-            found: ServedAnswer = read(self._post(path, body))
+            found = read(self._post(path, body))
         except RefusedError as error:
             raise self._unusable(path, str(error), error.status) from error
         why = f"the server refuses `logprobs`: {refused}"
@@ -201,14 +203,14 @@ class OpenAIServer:
 
     # ---- HTTP
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _get(self, path: str) -> Document:
         return self._request("GET", self.url + path, None, CONNECT_SECONDS)
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: Document) -> Document:
         own = {"return_tokens_as_token_ids": True} if self.kind == "vLLM" else {}
         return self._request("POST", self.url + path, {"model": self.model, "temperature": 0, **body, **own}, ANSWER_SECONDS)
 
-    def _optional(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def _optional(self, method: str, path: str, body: Document | None = None) -> Document | None:
         """Return what an endpoint outside OpenAI's API returns; None if the server does not have it."""
         try:
             return self._request(method, self._root + path, body, CONNECT_SECONDS)
@@ -219,7 +221,7 @@ class OpenAIServer:
                 return None
             raise
 
-    def _request(self, method: str, url: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    def _request(self, method: str, url: str, body: Document | None, seconds: float) -> Document:
         """Return the JSON object that is answered. Raises: RefusedError for an error of the server, usage error if there is none."""
         headers = {"Accept": "application/json", "User-Agent": "fsdp-tune"}
         if self._key is not None:
@@ -243,7 +245,7 @@ class OpenAIServer:
             found = None
         if not isinstance(found, dict):
             raise self._unusable(url.removeprefix(self.url), "it is not a JSON object", None)
-        return cast("dict[str, Any]", found)
+        return json_object(found)
 
     def _http_error(self, url: str, error: urllib.error.HTTPError) -> Exception:
         with error:
@@ -309,89 +311,79 @@ def _words(raw: bytes, otherwise: str) -> str:
     """Return the message of an error: of OpenAI (`error.message`), FastAPI (`detail`) or the first line of the body."""
     text = raw.decode(errors="replace").strip()
     try:
-        found: Any = json.loads(text)
+        found: object = json.loads(text)
     except (ValueError, RecursionError):
         found = None
     for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and name in found:
-            found = cast("dict[str, Any]", found)[name]
+        found = json_object(found).get(name, found)
     if isinstance(found, str):
         text = found
     line = next(iter(text.splitlines()), "")
     return line[:300] if line and not line.startswith("<") else otherwise
 
 
-def _ids(found: Any) -> tuple[int, ...] | None:
-    listed = cast("list[Any]", found) if isinstance(found, list) else None
-    return tuple(listed) if listed is not None and all(type(each) is int for each in listed) else None
+def _ids(found: object) -> tuple[int, ...] | None:
+    ids = tuple(each for each in json_list(found) if type(each) is int)
+    return ids if isinstance(found, list) and len(ids) == len(json_list(found)) else None
 
 
-def _choice(found: dict[str, Any]) -> dict[str, Any]:
-    choices = found.get("choices")
-    first = cast("list[Any]", choices)[0] if isinstance(choices, list) and choices else None
-    if not isinstance(first, dict):
+def _choice(found: Document) -> Document:
+    choices = json_list(found.get("choices"))
+    if not choices or not isinstance(choices[0], dict):
         raise RefusedError(200, "the answer has no `choices`")
-    return cast("dict[str, Any]", first)
+    return json_object(choices[0])
 
 
-def _prompt_tokens(found: dict[str, Any]) -> int | None:
-    usage = found.get("usage")
-    count = cast("dict[str, Any]", usage).get("prompt_tokens") if isinstance(usage, dict) else None
+def _text_or_none(found: object) -> str | None:
+    return found if isinstance(found, str) else None
+
+
+def _prompt_tokens(found: Document) -> int | None:
+    count = json_object(found.get("usage")).get("prompt_tokens")
     return count if type(count) is int else None
 
 
-def _chat_answer(found: dict[str, Any]) -> ServedAnswer:
+def _chat_answer(found: Document) -> ServedAnswer:
     choice = _choice(found)
-    message = cast("dict[str, Any]", choice["message"]) if isinstance(choice.get("message"), dict) else {}
+    message = json_object(choice.get("message"))
     is_in_parts = any(message.get(name) for name in ("reasoning_content", "reasoning", "tool_calls"))
     text = None if is_in_parts else str(message.get("content") or "")
     tokens = _tokens(choice.get("logprobs"))
-    return ServedAnswer(text, choice.get("finish_reason"), _prompt_tokens(found), tokens, None if tokens else _NO_LOGPROBS)
+    ended = _text_or_none(choice.get("finish_reason"))
+    return ServedAnswer(text, ended, _prompt_tokens(found), tokens, None if tokens else _NO_LOGPROBS)
 
 
-def _text_answer(found: dict[str, Any]) -> ServedAnswer:
+def _text_answer(found: Document) -> ServedAnswer:
     choice = _choice(found)
     tokens = _tokens(choice.get("logprobs"))
-    text = choice.get("text")
-    return ServedAnswer(
-        text if isinstance(text, str) else "",
-        choice.get("finish_reason"),
-        _prompt_tokens(found),
-        tokens,
-        None if tokens else _NO_LOGPROBS,
-    )
+    text, ended = _text_or_none(choice.get("text")) or "", _text_or_none(choice.get("finish_reason"))
+    return ServedAnswer(text, ended, _prompt_tokens(found), tokens, None if tokens else _NO_LOGPROBS)
 
 
-def _tokens(found: Any) -> tuple[ServedToken, ...]:
+def _tokens(found: object) -> tuple[ServedToken, ...]:
     """Return the tokens of a chat (`content`), which llama.cpp gives for texts too, or of a text (`tokens`, `token_logprobs`)."""
-    if not isinstance(found, dict):
-        return ()
-    logprobs = cast("dict[str, Any]", found)
+    logprobs = json_object(found)
     if isinstance(logprobs.get("content"), list):
-        return tuple(_token(each) for each in logprobs["content"] if isinstance(each, dict))
-    texts, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
-    if not isinstance(texts, list) or not isinstance(values, list):
-        return ()
-    tops: list[Any] = logprobs.get("top_logprobs") or []
-    tops += [None] * (len(cast("list[Any]", texts)) - len(tops))
-    pairs = zip(cast("list[Any]", texts), cast("list[Any]", values), tops, strict=False)
-    return tuple(_plain(text, value, _tops(top)) for text, value, top in pairs)
+        return tuple(_token(json_object(each)) for each in json_list(logprobs["content"]) if isinstance(each, dict))
+    tops = json_list(logprobs.get("top_logprobs"))
+    pairs = zip(json_list(logprobs.get("tokens")), json_list(logprobs.get("token_logprobs")), strict=False)
+    return tuple(_plain(text, value, _tops(tops[at]) if at < len(tops) else ()) for at, (text, value) in enumerate(pairs))
 
 
-def _tops(found: Any) -> list[ServedToken]:
+def _tops(found: object) -> list[ServedToken]:
     """Return the most probable tokens of a position, given as log-probability by text."""
-    return [_plain(*each) for each in cast("dict[str, Any]", found).items()] if isinstance(found, dict) else []
+    return [_plain(*each) for each in json_object(found).items()]
 
 
-def _token(raw: dict[str, Any]) -> ServedToken:
-    top = [_token({**each, "top_logprobs": None}) for each in raw.get("top_logprobs") or () if isinstance(each, dict)]
-    found = _plain(raw.get("token"), raw.get("logprob"), top)
+def _token(raw: Document) -> ServedToken:
+    tops = [json_object(each) for each in json_list(raw.get("top_logprobs")) if isinstance(each, dict)]
+    found = _plain(raw.get("token"), raw.get("logprob"), [_token({**each, "top_logprobs": None}) for each in tops])
     own = raw.get("id")
     return ServedToken(own if type(own) is int else found.id, found.text, found.logprob, found.top)
 
 
-def _plain(text: Any, value: Any, top: Sequence[ServedToken] = ()) -> ServedToken:
-    text = str(text)
+def _plain(token: object, value: object, top: Sequence[ServedToken] = ()) -> ServedToken:
+    text = str(token)
     written = text.removeprefix(_TOKEN_ID) if text.startswith(_TOKEN_ID) else ""
     return ServedToken(
         int(written) if written.isdecimal() else None,

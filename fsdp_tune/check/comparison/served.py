@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from fsdp_tune.check.comparison.openai_server import ServedAnswer, ServedPrompt, ServedToken
+from fsdp_tune.check.comparison.openai_server import ServedAnswer, ServedPrompt
 from fsdp_tune.check.comparison.stages import ComparedStage, StageDifference
+from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ScoredTokens, ScoreRequest, SpecialTokens
 from fsdp_tune.core.command import JsonAnswer
 
 TOLERANCE = 0.02
@@ -81,28 +82,27 @@ class Exchange:
     name: str
     shown: str
     row: str | None
-    reference: Mapping[str, Any]
-    """Of the child (`check/evaluation/answer.py`)."""
+    reference: ReferenceAnswer
     prompt: ServedPrompt
     answer: ServedAnswer
     same: ServedAnswer | None = None
     """The answer to A's tokens; None if the server takes none."""
     refused: str = ""
     """What the server says instead."""
-    score: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    score: ScoredTokens | None = None
     """The model's log-probabilities of `answer`, after A's tokens."""
-    same_score: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    same_score: ScoredTokens | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return tuple(self.reference["ids"])
+        return tuple(self.reference.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Differences:
     """The server's log-probabilities minus the model's, float64 [tokens]; NaN where the server has none."""
 
-    values: np.ndarray[Any, Any]
+    values: npt.NDArray[np.float64]
     texts: Sequence[str]
     ours: Sequence[float]
     theirs: Sequence[float]
@@ -110,7 +110,7 @@ class _Differences:
     """The first values are those of the prompt's tokens."""
 
     @property
-    def known(self) -> np.ndarray[Any, Any]:
+    def known(self) -> npt.NDArray[np.float64]:
         return np.abs(self.values[~np.isnan(self.values)])
 
     def first(self, tolerance: float) -> int | None:
@@ -123,9 +123,9 @@ class _Differences:
 
 
 def compare_served(
-    exchanges: Sequence[Exchange], special: Mapping[str, Any], properties: Mapping[str, Any], tolerance: float, decode: Decode
+    exchanges: Sequence[Exchange], special: SpecialTokens, properties: Mapping[str, object], tolerance: float, decode: Decode
 ) -> tuple[list[ComparedStage], list[str]]:
-    """Return the stages, and what of them could not be compared. `special`: of the child; `properties`: of the server."""
+    """Return the stages, and what of them could not be compared. `properties`: of the server."""
     left_out: list[str] = []
     stages = [
         _special_tokens(special, properties),
@@ -142,27 +142,27 @@ def compare_served(
 # ---- Prompts
 
 
-def _special_tokens(special: Mapping[str, Any], properties: Mapping[str, Any]) -> ComparedStage:
+def _special_tokens(special: SpecialTokens, properties: Mapping[str, object]) -> ComparedStage:
     places = [
         (name, ours, str(properties[key]))
-        for name, key, ours in (("beginning of text", "bos_token", special["bos"]), ("end of text", "eos_token", special["eos"]))
+        for name, key, ours in (("beginning of text", "bos_token", special.bos), ("end of text", "eos_token", special.eos))
         if key in properties and ours is not None
     ]
     if not places:
         return _without("special_tokens", "the server does not return them")
-    ends = {special["eos"], *special["ends"].values()}
+    ends = {special.eos, *special.ends.values()}
     wrong = [each for each in places if each[2] != each[1] and not (each[0] == "end of text" and each[2] in ends)]
     return _stage("special_tokens", [(each[0], ("", repr(each[1]), repr(each[2])) if each in wrong else None) for each in places])
 
 
-def _prompt_stages(exchanges: Sequence[Exchange], special: Mapping[str, Any], decode: Decode) -> list[ComparedStage]:
+def _prompt_stages(exchanges: Sequence[Exchange], special: SpecialTokens, decode: Decode) -> list[ComparedStage]:
     """Return the stages of rendered prompts and their tokens; of a server that returns neither, their number."""
-    bos = special["bos"] or ""
-    rendered = [each for each in exchanges if each.prompt.text is not None and each.reference["messages"] is not None]
+    bos = special.bos or ""
+    rendered = [each for each in exchanges if each.prompt.text is not None and each.reference.messages is not None]
     stages: list[ComparedStage] = []
     if rendered:
         # llama.cpp leaves out the beginning of text, which it adds as a token: it is compared with the tokens.
-        texts = [(each.name, *(text.removeprefix(bos) for text in (each.reference["text"], each.prompt.text or ""))) for each in rendered]
+        texts = [(each.name, *(text.removeprefix(bos) for text in (each.reference.text, each.prompt.text or ""))) for each in rendered]
         stages.append(_stage("template", [(name, _text_difference(a, b)) for name, a, b in texts]))
     known = [each for each in exchanges if each.prompt.ids is not None]
     if known:
@@ -208,7 +208,7 @@ def _token_difference(a: Sequence[int], b: Sequence[int], decode: Decode) -> Fou
     return f", token {at}", x, y
 
 
-def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+def _shared(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the part that both begin with."""
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -220,26 +220,26 @@ def _quoted(text: str) -> str:
 # ---- Log-probabilities
 
 
-def differences(answer: ServedAnswer | None, score: Mapping[str, Any]) -> _Differences | None:
+def differences(answer: ServedAnswer | None, score: ScoredTokens | None) -> _Differences | None:
     """Return the differences of the tokens that were identified; None if there are none."""
-    if answer is None or not score:
+    if answer is None or score is None:
         return None
-    theirs = [each.logprob for each in (*answer.prompt[1:], *answer.tokens[: len(score["tokens"])])]
-    ours = [*(score["prompt"] if answer.prompt else ()), *score["logprobs"]]
+    theirs = [each.logprob for each in (*answer.prompt[1:], *answer.tokens[: len(score.tokens)])]
+    ours = [*(score.prompt if answer.prompt else ()), *score.logprobs]
     if not theirs:
         return None
-    texts = [*(score["prompt_texts"] if answer.prompt else ()), *score["texts"]]
+    texts = [*(score.prompt_texts if answer.prompt else ()), *score.texts]
     return _Differences(np.array(theirs, np.float64) - np.array(ours, np.float64), texts, ours, theirs, max(len(answer.prompt) - 1, 0))
 
 
 def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_out: list[str]) -> ComparedStage:
     is_same = name == "same_tokens"
     places: list[tuple[str, Found | None]] = []
-    every: list[np.ndarray[Any, Any]] = []
+    every: list[npt.NDArray[np.float64]] = []
     unknown = 0
     for each in exchanges:
         answer, score = (each.same, each.same_score) if is_same else (each.answer, each.score)
-        unknown += 0 if answer is None else len(answer.tokens) - len(score.get("tokens", ()))
+        unknown += 0 if answer is None else len(answer.tokens) - (len(score.tokens) if score is not None else 0)
         if (found := differences(answer, score)) is None or not len(found.known):
             continue
         every.append(found.known)
@@ -261,14 +261,14 @@ def _at(found: _Differences, at: int) -> str:
     return f", token {index} of the {part}, {found.texts[at]!r}"
 
 
-def scale_of(pairs: Sequence[tuple[ServedAnswer, Mapping[str, Any]]]) -> float | None:
+def scale_of(pairs: Sequence[tuple[ServedAnswer, ScoredTokens | None]]) -> float | None:
     """Return the factor between the logits of server and model; None if no factor other than 1 explains how they differ.
 
     Least squares over the most probable tokens of each position, whose log-probabilities are logits up to a constant of the position.
     """
     ours, theirs = [], []
     for answer, score in pairs:
-        for token, own in zip(answer.tokens, score.get("top", ()), strict=False):
+        for token, own in zip(answer.tokens, score.top if score is not None else (), strict=False):
             both = [(x, y.logprob) for x, y in zip(own, token.top, strict=False) if x is not None and math.isfinite(y.logprob)]
             if len(both) > 1:
                 x, y = np.array(both, np.float64).T
@@ -288,18 +288,18 @@ def scale_of(pairs: Sequence[tuple[ServedAnswer, Mapping[str, Any]]]) -> float |
 # ---- Answers
 
 
-def _answers(exchanges: Sequence[Exchange], special: Mapping[str, Any], tolerance: float, left_out: list[str]) -> ComparedStage:
+def _answers(exchanges: Sequence[Exchange], special: SpecialTokens, tolerance: float, left_out: list[str]) -> ComparedStage:
     """Compare greedy answers up to a near tie: where A's two most probable tokens are within the tolerance, rounding decides."""
     places: list[tuple[str, Found | None]] = []
     ties = 0
-    ends = {int(token): text for token, text in special["ends"].items()}
+    ends = {int(token): text for token, text in special.ends.items()}
     for each in exchanges:
-        if each.score.get("tokens"):
-            found, is_tie = _by_tokens(each, ends, tolerance)
+        if each.score is not None and each.score.tokens:
+            found, is_tie = _by_tokens(each.answer, each.score, ends, tolerance)
         elif each.answer.text is None:
             left_out.append(f"the answer to {each.name}: the server has taken it apart (reasoning, calls of tools), and returns no tokens")
             continue
-        elif _parts_within_character(each.answer.text, each.reference["answer_text"]):
+        elif _parts_within_character(each.answer.text, each.reference.answer_text):
             left_out.append(f"the answer to {each.name}: it has bytes that are no character, which servers write in other ways")
             continue
         else:
@@ -317,33 +317,33 @@ def _parts_within_character(a: str, b: str) -> bool:
     return REPLACEMENT in (a[at : at + 1], b[at : at + 1])
 
 
-def _by_tokens(each: Exchange, ends: Mapping[int, str], tolerance: float) -> tuple[Found | None, bool]:
+def _by_tokens(answer: ServedAnswer, score: ScoredTokens, ends: Mapping[int, str], tolerance: float) -> tuple[Found | None, bool]:
     """Return the first difference, and whether the answers part at a near tie."""
-    known, best = each.score["tokens"], each.score["best"]
-    texts = [*each.score["texts"], *(token.text for token in each.answer.tokens[len(known) :])]
+    known, best = score.tokens, score.best
+    texts = [*score.texts, *(token.text for token in answer.tokens[len(known) :])]
     for at, token in enumerate(known):
         if token != best[at]:
-            gap = each.score["best_logprobs"][at] - each.score["logprobs"][at]
+            gap = score.best_logprobs[at] - score.logprobs[at]
             if gap <= tolerance:
                 return None, True
-            return (f", token {at}", f"{each.score['best_texts'][at]!r}, by {gap:.3g}", repr(texts[at])), False
+            return (f", token {at}", f"{score.best_texts[at]!r}, by {gap:.3g}", repr(texts[at])), False
         if token in ends and at < len(texts) - 1:
             return (f", token {at}", f"ends with {ends[token]!r}", f"goes on with {texts[at + 1]!r}"), False
     is_complete = len(known) == len(texts)
-    if is_complete and each.answer.finish_reason == "stop" and known[-1] not in ends and best[len(known)] not in ends:
-        return (f", token {len(known)}", f"goes on with {each.score['best_texts'][len(known)]!r}", "ends"), False
+    if is_complete and answer.finish_reason == "stop" and known[-1] not in ends and best[len(known)] not in ends:
+        return (f", token {len(known)}", f"goes on with {score.best_texts[len(known)]!r}", "ends"), False
     return None, False
 
 
 def _by_text(each: Exchange, tolerance: float) -> tuple[Found | None, bool]:
-    a, b = each.reference["answer_text"], each.answer.text or ""
-    lengths, margins = each.reference["lengths"], each.reference["margins"]
+    a, b = each.reference.answer_text, each.answer.text or ""
+    lengths, margins = each.reference.lengths, each.reference.margins
     if a == b:
         ended = each.answer.finish_reason == "stop"
-        if each.answer.finish_reason is None or ended is each.reference["is_ended"]:
+        if each.answer.finish_reason is None or ended is each.reference.is_ended:
             return None, False
         shown = {True: "ends", False: "does not end"}
-        return (f", after {len(lengths)} tokens", shown[each.reference["is_ended"]], shown[ended]), False
+        return (f", after {len(lengths)} tokens", shown[each.reference.is_ended], shown[ended]), False
     at = next((index for index, length in enumerate(lengths) if a[:length] != b[:length]), len(lengths) - 1)
     if margins and margins[at] <= tolerance:
         return None, True
@@ -356,7 +356,7 @@ def _by_text(each: Exchange, tolerance: float) -> tuple[Found | None, bool]:
 
 def numbers_of(exchanges: Sequence[Exchange], server: str, model: str, stored_type: str | None) -> ServedNumbers:
     """Return the differences over all prompts."""
-    has_same = any(each.same is not None and each.same_score for each in exchanges)
+    has_same = any(each.same is not None and each.same_score is not None for each in exchanges)
     pairs = [(each.same, each.same_score) if has_same else (each.answer, each.score) for each in exchanges]
     found = [differences(answer, score) for answer, score in pairs]
     values = [each.values[~np.isnan(each.values)] for each in found if each is not None]
@@ -382,7 +382,7 @@ def _compared(each: Exchange, found: _Differences | None) -> ComparedPrompt:
         row=each.row,
         tokens_a=len(each.ids),
         tokens_b=len(ids) if ids is not None else each.answer.prompt_tokens,
-        answer_a=each.reference["answer_text"],
+        answer_a=each.reference.answer_text,
         answer_b=each.answer.text,
         scored_tokens=len(known),
         mean_difference=_rounded(known.mean()) if len(known) else None,
@@ -390,19 +390,17 @@ def _compared(each: Exchange, found: _Differences | None) -> ComparedPrompt:
     )
 
 
-def _rounded(value: Any) -> float:
+def _rounded(value: float) -> float:
     return float(f"{float(value):.6g}")
 
 
-def asked(tokens: Sequence[ServedToken]) -> dict[str, Any]:
-    """Return what the child is asked about the tokens of an answer."""
-    return {
-        "tokens": [[each.id, each.text] for each in tokens],
-        "top": [[[one.id, one.text] for one in each.top] for each in tokens],
-    }
+def score_request(ids: Sequence[int], answer: ServedAnswer) -> ScoreRequest:
+    """Return what the model is asked about an answer to the prompt `ids`."""
+    tokens = [(each.id, each.text) for each in answer.tokens]
+    return ScoreRequest(list(ids), tokens, [[(one.id, one.text) for one in each.top] for each in answer.tokens], bool(answer.prompt))
 
 
-def cause_of_tokens(exchanges: Sequence[Exchange], special: Mapping[str, Any], decode: Decode) -> tuple[str, str] | None:
+def cause_of_tokens(exchanges: Sequence[Exchange], special: SpecialTokens, decode: Decode) -> tuple[str, str] | None:
     """Return why the tokens of prompts differ, and what to do; None if they do not."""
     serve = "serve with the model's own template: `--chat-template-file` of llama.cpp, `--chat-template` of vLLM"
     wrong = next((each for each in exchanges if each.prompt.ids is not None and each.prompt.ids != each.ids), None)
@@ -415,14 +413,14 @@ def cause_of_tokens(exchanges: Sequence[Exchange], special: Mapping[str, Any], d
             what = "the beginning of text, twice or not at all" if abs(more) == 1 else "a system prompt or other turns of the template"
             return f"not shown: each prompt has {abs(more)} tokens {'more' if more > 0 else 'fewer'} on the server, such as {what}", serve
         return "not shown: the server returns only how many tokens it reads", serve
-    a, b, bos = wrong.ids, wrong.prompt.ids or (), special["bos_id"]
+    a, b, bos = wrong.ids, wrong.prompt.ids or (), special.bos_id
     if bos is not None and b[1:] == a and b[:1] == (bos,):
         how = "twice: the template writes it and the server adds it" if a[:1] == (bos,) else "which training did not have"
         hint = "switch off one of them: in a GGUF file `tokenizer.ggml.add_bos_token`, with vLLM `add_special_tokens` of a request"
-        return f"the server's prompts begin with {special['bos']!r} {how}", hint
+        return f"the server's prompts begin with {special.bos!r} {how}", hint
     if bos is not None and a[1:] == b and a[:1] == (bos,):
         return (
-            f"the server's prompts lack {special['bos']!r}, with which they began in training",
+            f"the server's prompts lack {special.bos!r}, with which they began in training",
             "in a GGUF file: `tokenizer.ggml.add_bos_token`",
         )
     start = _shared(a, b)

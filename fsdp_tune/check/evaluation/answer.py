@@ -27,7 +27,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, Request
+from fsdp_tune.check.evaluation.examples import (
+    AnswerSettings,
+    Identified,
+    ModelsRequest,
+    ReferenceAnswer,
+    Request,
+    ScoredTokens,
+    ScoreRequest,
+    SpecialTokens,
+)
 from fsdp_tune.check.evaluation.score import load_with_adapter
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.data.prompts import EncodedPrompt, Prompt, PromptFormat
@@ -49,7 +58,7 @@ class StopFlag(StoppingCriteria):
     def __init__(self) -> None:
         self.is_set = False
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:  # noqa: ARG002  signature of the library
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> Any:  # noqa: ARG002  signature of the library
         return torch.full((input_ids.shape[0],), self.is_set, device=input_ids.device)
 
 
@@ -166,8 +175,7 @@ class Answering:
         loading = Request([], {}, "generate", encoder.vocabulary_size, encoder.pad_id, 1, request.device, request.dtype)
         loading.trust_remote_code = request.trust_remote_code
         found: list[Answerer] = []
-        for raw in request.models:
-            model = ModelToEvaluate(**raw)
+        for model in request.models:
             emit({"phase": f"loading {model.name}"})
             loaded, adapted = load_with_adapter(model, loading)
             ends = tuple(sorted({*prompts.end_ids, *end_ids_of(loaded)}))
@@ -225,7 +233,7 @@ class Reference:
         if "references" in request:
             self._references(request["references"], request["max_new_tokens"], emit)
         for each in request.get("scores", ()):
-            emit({"score": self._score(**each)})
+            emit({"score": asdict(self._score(ScoreRequest(**each)))})
         for ids in request.get("decode", ()):
             emit({"text": self._encoder.decode(ids)})
         emit({"end": True})
@@ -246,12 +254,12 @@ class Reference:
             return
         bos = None if encoder.bos_id is None else encoder.decode([encoder.bos_id])
         ends = {str(token): encoder.decode([token]) for token in self._answerer.end_ids}
-        emit({"special": {"bos": bos, "bos_id": encoder.bos_id, "eos": encoder.eos_token, "ends": ends}})
+        emit({"special": asdict(SpecialTokens(bos, encoder.bos_id, encoder.eos_token, ends))})
         for each in encoded:
-            emit({"reference": self._reference(each, max_new_tokens)})
+            emit({"reference": asdict(self._reference(each, max_new_tokens))})
 
     @torch.inference_mode()
-    def _reference(self, prompt: EncodedPrompt, max_new_tokens: int) -> dict[str, Any]:
+    def _reference(self, prompt: EncodedPrompt, max_new_tokens: int) -> ReferenceAnswer:
         answerer, model = self._answerer, self._answerer.model
         settings: dict[str, Any] = {"end_ids": answerer.end_ids, "pad_id": self._encoder.pad_id, "device": model.device}
         with answerer.context():
@@ -259,42 +267,38 @@ class Reference:
         margins = self._values([*prompt.ids, *own], len(own) + 1).topk(2, dim=-1).values
         lengths = [len(answerer.text_of(own[: count + 1])) for count in range(len(own))]
         chat = prompt.chat
-        sent = None if chat is None else [_sent(dict(message)) for message in chat.messages]
-        found = {"ids": prompt.ids, "text": prompt.text, "messages": sent, "answer": own, "answer_text": answerer.text_of(own)}
-        return found | {
-            "tools": None if chat is None else chat.tools,
-            "variables": {} if chat is None else chat.variables,
-            "lengths": lengths,
-            "margins": (margins[:-1, 0] - margins[:-1, 1]).tolist(),
-            "is_ended": bool(own) and own[-1] in answerer.end_ids,
-        }
+        return ReferenceAnswer(
+            ids=prompt.ids,
+            text=prompt.text,
+            messages=None if chat is None else [_sent(dict(message)) for message in chat.messages],
+            tools=None if chat is None else chat.tools,
+            variables={} if chat is None else chat.variables,
+            answer_text=answerer.text_of(own),
+            lengths=lengths,
+            margins=(margins[:-1, 0] - margins[:-1, 1]).tolist(),
+            is_ended=bool(own) and own[-1] in answerer.end_ids,
+        )
 
     @torch.inference_mode()
-    def _score(self, ids: list[int], tokens: list[Any], top: list[list[Any]], *, scores_prompt: bool = False) -> dict[str, Any]:
-        """Return log-probabilities of tokens that follow `ids`, each [id or None, text], up to the first that is not identified.
-
-        `top`: tokens whose log-probabilities are wanted too, by position. `scores_prompt`: those of `ids` too.
-        """
-        known = self._identified(tokens)
-        every = self._values([*ids, *known], len(ids) + len(known) if scores_prompt else len(known) + 1)
+    def _score(self, request: ScoreRequest) -> ScoredTokens:
+        ids, known = request.ids, self._identified(request.tokens)
+        every = self._values([*ids, *known], len(ids) + len(known) if request.scores_prompt else len(known) + 1)
         values = every[-len(known) - 1 :]
         best = values.max(dim=-1)
-        found: dict[str, Any] = {
-            "tokens": known,
-            "texts": [self._encoder.decode([token]) for token in known],
-            "logprobs": values[range(len(known)), known].tolist() if known else [],
-            "best": best.indices.tolist(),
-            "best_texts": [self._encoder.decode([token]) for token in best.indices.tolist()],
-            "best_logprobs": best.values.tolist(),
-            "top": [
+        return ScoredTokens(
+            tokens=known,
+            texts=[self._encoder.decode([token]) for token in known],
+            logprobs=values[range(len(known)), known].tolist() if known else [],
+            best=best.indices.tolist(),
+            best_texts=[self._encoder.decode([token]) for token in best.indices.tolist()],
+            best_logprobs=best.values.tolist(),
+            top=[
                 [None if (one := self._identified([each])) == [] else float(values[at, one[0]]) for each in of_position]
-                for at, of_position in enumerate(top[: len(known)])
+                for at, of_position in enumerate(request.top[: len(known)])
             ],
-        }
-        if scores_prompt:
-            found["prompt_texts"] = [self._encoder.decode([token]) for token in ids[1:]]
-            found["prompt"] = every[range(len(ids) - 1), ids[1:]].tolist()
-        return found
+            prompt_texts=[self._encoder.decode([token]) for token in ids[1:]] if request.scores_prompt else [],
+            prompt=every[range(len(ids) - 1), ids[1:]].tolist() if request.scores_prompt else [],
+        )
 
     def _values(self, ids: Sequence[int], last: int) -> torch.Tensor:
         """Return the log-probabilities after each of the last tokens, float32 [last, vocabulary]."""
@@ -305,8 +309,8 @@ class Reference:
             logits = model(row, use_cache=False, **({"logits_to_keep": last} if "logits_to_keep" in takes else {})).logits[0, -last:]
         return torch.log_softmax(logits.float(), dim=-1)
 
-    def _identified(self, tokens: Sequence[Any]) -> list[int]:
-        """Return the ids of tokens, each [id or None, text], up to the first whose text is that of no token or of several.
+    def _identified(self, tokens: Sequence[Identified]) -> list[int]:
+        """Return the ids of tokens up to the first whose text is that of no token or of several.
 
         llama.cpp leaves out tokens that end within a character, and adds their bytes to the text of the next one: it ends there too.
         """

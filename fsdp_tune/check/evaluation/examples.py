@@ -216,8 +216,7 @@ def run_of_model(model: ModelToEvaluate) -> RunDir | None:
 class Request:
     """The document on stdin of `fsdp_tune.check.evaluation.score`."""
 
-    models: list[dict[str, Any]]
-    """`ModelToEvaluate` of each."""
+    models: list[ModelToEvaluate]
     sets: dict[str, str]
     """Directory of each prepared set by its label."""
     measure: Measure
@@ -242,7 +241,23 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+        raw = json.loads(text)
+        return cls(**raw | {"models": [ModelToEvaluate(**each) for each in raw["models"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class RowScore:
+    """What the metric of an evaluation makes of a row: total and count, or of a generated answer its ids, which are not compared yet."""
+
+    index: int
+    total: float = 0.0
+    count: float = 0.0
+    ids: list[int] | None = None
+    """Without those that end the answer."""
+    is_cut: bool = False
+    """Whether the answer has not ended."""
+    prediction: str | None = None
+    """The text of `ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +277,8 @@ class AnswerSettings:
 class ModelsRequest:
     """The first line on stdin of `fsdp_tune.check.evaluation.answer`; each further line is a list of prompts for every model."""
 
-    models: list[dict[str, Any]]
-    """`ModelToEvaluate` of each; the second is the base."""
+    models: list[ModelToEvaluate]
+    """The second is the base."""
     adapter_off: bool
     """Whether the base is the first model without its adapter, so that only one is loaded."""
     recipe: dict[str, Any]
@@ -281,7 +296,72 @@ class ModelsRequest:
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
-        return cls(**raw | {"settings": AnswerSettings(**raw["settings"])})
+        models = [ModelToEvaluate(**each) for each in raw["models"]]
+        return cls(**raw | {"settings": AnswerSettings(**raw["settings"]), "models": models})
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Special tokens of the model that is compared with a server."""
+
+    bos: str | None
+    bos_id: int | None
+    eos: str
+    ends: dict[str, str]
+    """Text by id, both as text, of the tokens that end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswer:
+    """A prompt as the model reads it, what a server is sent, and the model's greedy answer."""
+
+    ids: list[int]
+    text: str
+    messages: list[dict[str, Any]] | None
+    """In the form of OpenAI's API; None for a prompt that is a text."""
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    """Of the chat template."""
+    answer_text: str
+    lengths: list[int]
+    """Characters of the answer up to each of its tokens."""
+    margins: list[float]
+    """Of the most probable token over the second, in nats, at each token of the answer."""
+    is_ended: bool
+
+
+Identified = tuple[int | None, str]
+"""Id, if it is known, and text of a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """An answer whose log-probabilities the model computes, after the prompt `ids`."""
+
+    ids: list[int]
+    tokens: list[Identified]
+    top: list[list[Identified]]
+    """Tokens whose log-probabilities are wanted too, by position."""
+    scores_prompt: bool = False
+    """Whether those of `ids` are wanted too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """The model's log-probabilities of a server's answer, up to the first token that is not identified, and what it would have said."""
+
+    tokens: list[int]
+    texts: list[str]
+    logprobs: list[float]
+    best: list[int]
+    """The most probable tokens; one more than `tokens`."""
+    best_texts: list[str]
+    best_logprobs: list[float]
+    top: list[list[float | None]]
+    """By position; None for a token that is not identified."""
+    prompt_texts: list[str]
+    prompt: list[float]
+    """Of the tokens of the prompt from the second on; empty unless they were requested."""
 
 
 Z = 1.959963984540054

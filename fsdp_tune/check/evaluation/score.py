@@ -14,7 +14,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.check.evaluation.examples import EvaluatedExample, ModelToEvaluate, Request, read_examples
+from fsdp_tune.check.evaluation.examples import EvaluatedExample, ModelToEvaluate, Request, RowScore, read_examples
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
@@ -156,15 +156,12 @@ _FACTORS = ((".lora_embedding_A", 1), (".lora_B.weight", 0))
 """Tensors of an adapted embedding or head, with the axis of the vocabulary."""
 
 
-Rows = list[dict[str, Any]]
-
-
 @dataclass(frozen=True, slots=True)
 class Scorer:
     request: Request
     model: PreTrainedModel
 
-    def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[Rows]:
+    def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[list[RowScore]]:
         """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any number of processes."""
         score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.request.measure]
         if self.request.measure == "generate":
@@ -173,27 +170,29 @@ class Scorer:
         size = self.request.batch_size
         for start in range(self.request.part * size, len(order), self.request.parts * size):
             chosen = order[start : start + size]
-            rows = score([examples[index] for index in chosen])
-            yield [{"index": index, **row} for index, row in zip(chosen, rows, strict=True)]
+            yield score(chosen, [examples[index] for index in chosen])
 
-    def _generate(self, examples: Sequence[EvaluatedExample]) -> Rows:
+    def _generate(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         request = self.request
         prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
         ends = {*(request.end_ids or ()), *end_ids_of(self.model)}
         device = torch.device(request.device)
         new = generate(self.model, prompts, max_new_tokens=request.max_new_tokens, end_ids=ends, pad_id=request.pad_id, device=device)
-        return [{"ids": [token for token in tokens if token not in ends], "is_cut": not ends.intersection(tokens)} for tokens in new]
+        return [
+            RowScore(index, ids=[token for token in tokens if token not in ends], is_cut=not ends.intersection(tokens))
+            for index, tokens in zip(chosen, new, strict=True)
+        ]
 
-    def _loss(self, examples: Sequence[EvaluatedExample]) -> Rows:
+    def _loss(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         logits, targets = self._forward(examples)
         totals: list[float] = []
         for row, wanted in zip(logits, targets, strict=True):  # fp32 copies of the logits of all rows would not fit with long rows
             trained = wanted != IGNORE_INDEX
             losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
             totals.append(float(losses.double().sum()))
-        return self._rows(examples, totals, (targets != IGNORE_INDEX).sum(1).tolist())
+        return self._rows(chosen, examples, totals, (targets != IGNORE_INDEX).sum(1).tolist())
 
-    def _extension(self, examples: Sequence[EvaluatedExample]) -> Rows:
+    def _extension(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         assert self.request.metric is not None
         metric: Callable[..., Any] = Extension.from_dict(self.request.metric).load()
         logits, targets = self._forward(examples)
@@ -205,7 +204,7 @@ class Scorer:
             total, count = metric(logits[row : row + 1, :length], one, one != IGNORE_INDEX)
             totals.append(float(total))
             counts.append(float(count))
-        return self._rows(examples, totals, counts)
+        return self._rows(chosen, examples, totals, counts)
 
     def _forward(self, examples: Sequence[EvaluatedExample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [rows, tokens, vocabulary] and the target of each position [rows, tokens]."""
@@ -214,13 +213,15 @@ class Scorer:
         logits: torch.Tensor = self.model(input_ids=tensors["input_ids"], use_cache=False).logits
         return logits, shift_labels(tensors["labels"])
 
-    def _rows(self, examples: Sequence[EvaluatedExample], totals: list[float], counts: list[float]) -> Rows:
+    def _rows(
+        self, chosen: Sequence[int], examples: Sequence[EvaluatedExample], totals: list[float], counts: list[float]
+    ) -> list[RowScore]:
         for example, total in zip(examples, totals, strict=True):
             if total != total or abs(total) == float("inf"):
                 message = f"the score of a row is {total}, so the metric has no value"
                 problem = Problem("score-not-finite", message, example.where, "try `--dtype fp32`; else the model itself is damaged")
                 raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
-        return [{"total": total, "count": count} for total, count in zip(totals, counts, strict=True)]
+        return [RowScore(*each) for each in zip(chosen, totals, counts, strict=True)]
 
     def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
         longest = max(examples, key=lambda example: example.answer[0])
@@ -230,13 +231,13 @@ class Scorer:
 
 
 def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
-    for number, raw in enumerate(request.models):
-        model = load_model(ModelToEvaluate(**raw), request)
+    for number, each in enumerate(request.models):
+        model = load_model(each, request)
         scorer = Scorer(request, model)
         with torch.inference_mode():
             for label, path in request.sets.items():
                 for rows in scorer.batches(read_examples(path, most=request.max_rows)):
-                    emit({"model": number, "set": label, "rows": rows})
+                    emit({"model": number, "set": label, "rows": [asdict(row) for row in rows]})
         del model, scorer
         if request.device.startswith("cuda"):
             torch.cuda.empty_cache()

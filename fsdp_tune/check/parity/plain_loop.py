@@ -166,7 +166,7 @@ def _muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             group["params"] = [nn.Parameter(matrix) for matrix in parameter.detach()]
             stacks.append((parameter, group["params"]))
 
-    def take_gradients(*_: Any) -> None:
+    def take_gradients(*_: object) -> None:
         for parameter, matrices in stacks:
             for index, matrix in enumerate(matrices):
                 matrix.grad = None if parameter.grad is None else parameter.grad[index]

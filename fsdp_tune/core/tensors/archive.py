@@ -351,7 +351,7 @@ def _storage(identifier: Any) -> tuple[DType | None, str]:
     return kind.value, parts[2]
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def _tuple(value: object) -> tuple[Any, ...]:
     """Return a tuple unchanged, and for anything else one that no check accepts."""
     return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (None,)
 

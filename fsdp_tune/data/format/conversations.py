@@ -404,11 +404,11 @@ def _with_arguments(function: Message) -> Message:
     return function | {"arguments": {}} if is_blank and "name" in function else function
 
 
-def _is_result(part: Any) -> bool:
+def _is_result(part: object) -> bool:
     return isinstance(part, dict) and cast(Message, part).get("type") == RESULT_PART
 
 
-def _is_call(value: Any) -> bool:
+def _is_call(value: object) -> bool:
     call = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     return isinstance(call.get("name"), str) and "arguments" in call
 

@@ -276,7 +276,7 @@ def take_mark(values: dict[str, Any], names: Sequence[str], where: str, path: st
     return next(iter(marks.values()), None)
 
 
-def _mark(name: str, value: Any, where: str, path: str, ignored: Collection[str]) -> bool:
+def _mark(name: str, value: object, where: str, path: str, ignored: Collection[str]) -> bool:
     if isinstance(value, (list, dict)):
         raise RowError(f"{where}`{name}` holds {kind_of(cast(object, value))} instead of one mark", hint=TOKEN_MARKS)
     if value not in (0, 1) or (name in FLAGS and isinstance(value, float)):

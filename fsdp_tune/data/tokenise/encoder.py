@@ -76,13 +76,13 @@ class Encoder(TextEncoder, Protocol):
         ...
 
     def render(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: object
     ) -> str:
         """Render a conversation as text. Exceptions of the template are not caught."""
         ...
 
     def render_marked(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: Any
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: object
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         ...

@@ -394,6 +394,6 @@ def _values(recipe: Recipe) -> dict[str, Any]:
     return defaults | values_by_key(recipe) | {GLOBAL_BATCH: recipe.global_batch_size}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)  # as the recipe spells them
     return text if len(text) <= 80 else text[:77] + "…"

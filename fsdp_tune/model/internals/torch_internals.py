@@ -78,7 +78,7 @@ def observing_mode(
     this version has dispatch modes."""
 
     class Observing(OBSERVING_MODE.get()):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def __torch_dispatch__(self, func: Any, _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
             if see is not None:
                 see(func, args)
             result = func(*args, **(kwargs or {}))

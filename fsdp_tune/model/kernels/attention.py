@@ -77,7 +77,7 @@ def torch_varlen_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [batch, tokens, heads, width] of states [batch, heads, tokens, width], and None for the weights.
 

@@ -256,10 +256,10 @@ class CompileClock(logging.Handler):
         taken, self._fallbacks = self._fallbacks, []
         return taken
 
-    def _start(self, _args: Any) -> None:
+    def _start(self, _args: object) -> None:
         self._since = time.monotonic()
 
-    def _end(self, _args: Any) -> None:
+    def _end(self, _args: object) -> None:
         self.seconds += time.monotonic() - self._since
 
     @property

@@ -173,7 +173,7 @@ class _Views(TorchFunctionMode):
         self.joined: dict[int, tuple[torch.Tensor, int, Sequence[torch.Tensor]]] = {}
         """{storage: (tensor, dimension, its parts)}"""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.__name__ == "contiguous":
             return args[0]

@@ -367,7 +367,7 @@ def rounds_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def _round_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _round_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:

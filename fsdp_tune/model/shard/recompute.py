@@ -132,7 +132,7 @@ def _products() -> frozenset[Any]:
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, SCALED_MM.get()})
 
 
-def _is_attention(op: Any) -> bool:
+def _is_attention(op: object) -> bool:
     """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn package
     (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
     if op in _attention_operators():

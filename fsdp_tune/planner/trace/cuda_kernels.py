@@ -254,7 +254,7 @@ def flash_share(tokens: int, window: int | None) -> float:
     return min(1.0, (attended + TILE_TOKENS) / tokens)
 
 
-def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:
+def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: object) -> tuple[int, ...]:
     """Return the scratch memory of `mha_bwd` in torch's flash attention: an fp32 dq, row sums, and under GQA dk and dv per query head."""
     batch, heads, tokens, width = query.shape
     rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64

@@ -51,7 +51,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def nothing(*_args: Any, **_options: Any) -> None:
+def nothing(*_args: object, **_options: object) -> None:
     """Do nothing, in place of a function whose effect a trace must not have."""
 
 
@@ -129,7 +129,7 @@ def restart() -> Clock:
 
 
 class Event:
-    def __init__(self, *_args: Any, **_options: Any) -> None:
+    def __init__(self, *_args: object, **_options: object) -> None:
         self.source, self.until = 0, 0
 
     def record(self, stream: Stream | None = None) -> Event:
@@ -151,7 +151,7 @@ class Stream:
     # Attributes of torch's own streams; FSDP2 of torch 2.15 passes the stream to an operation that backends may replace.
     device_index, device_type = 0, 0
 
-    def __init__(self, *_args: Any, index: int | None = None, priority: int | None = None, **_options: Any) -> None:
+    def __init__(self, *_args: object, index: int | None = None, priority: int | None = None, **_options: object) -> None:
         if index is None and priority == 0:
             index = len(STREAMS) - 1
         if index is None:
@@ -175,7 +175,7 @@ class Stream:
         return False
 
 
-def current_stream(*_device: Any) -> Stream:
+def current_stream(*_device: object) -> Stream:
     return Stream(index=clock.streams[-1])
 
 
@@ -184,7 +184,7 @@ class _Module:
 
     Stream, Event = Stream, Event
 
-    def current_stream(self, *_device: Any) -> Stream:
+    def current_stream(self, *_device: object) -> Stream:
         return current_stream()
 
     @contextlib.contextmanager
@@ -195,19 +195,19 @@ class _Module:
         finally:
             clock.streams.pop()
 
-    def device(self, *_device: Any) -> Any:
+    def device(self, *_device: object) -> Any:
         return contextlib.nullcontext()
 
-    def set_device(self, *_device: Any) -> None:
+    def set_device(self, *_device: object) -> None:
         pass
 
-    def synchronize(self, *_device: Any) -> None:
+    def synchronize(self, *_device: object) -> None:
         pass
 
-    def get_rng_state(self, *_device: Any) -> torch.Tensor:
+    def get_rng_state(self, *_device: object) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def set_rng_state(self, *_state: Any) -> None:
+    def set_rng_state(self, *_state: object) -> None:
         pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:

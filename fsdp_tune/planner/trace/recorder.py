@@ -146,7 +146,7 @@ class Recorder:
             return "logits and loss"
         return "activations" if self.place.layer >= 0 else "activations outside layers"
 
-    def _dead(self, key: int, _storage: Any) -> None:
+    def _dead(self, key: int, _storage: object) -> None:
         allocation = self._live.pop(key)
         if allocation.size:
             self._event(allocation, -allocation.size)

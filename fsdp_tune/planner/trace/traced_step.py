@@ -329,7 +329,7 @@ class _Tracker:
                 self.place.phase = PHASE["loss"]
             self._when_gradient_arrives(args, layer=-1, name="", in_head=False)
 
-    def leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, _args: object, output: Any) -> None:
         if id(module) not in self.names:
             return
         self.place.module = self.outer.pop()

@@ -134,7 +134,7 @@ class RestrictedReader(FileSystemReader):
     tensor of that name, so such entries are refused, as is a `.metadata` with other classes.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         path = Path(self.path) / METADATA_NAME
         try:
             found = DcpMetadata(path.read_bytes())

@@ -206,7 +206,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     bad: list[str] = []
 
     def watch(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        def hook(_module: nn.Module, _args: object, output: Any) -> None:
             if not bad and any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in _tensors(output)):
                 bad.append(name)
 
@@ -277,7 +277,7 @@ class ExpertLoads(StepObserver, TrainerCallback):
 
         module.register_forward_pre_hook(count, with_kwargs=True)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         step = state.global_step + 1
         is_first = step == 1 and bool(args.logging_first_step)
         self._is_counting = self._is_counted = is_first or step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
@@ -285,7 +285,7 @@ class ExpertLoads(StepObserver, TrainerCallback):
             for counts in self._layers.values():
                 counts.zero_()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._is_counting = False
 
     def facts(self, step: LoggedStep) -> dict[str, Any]:
@@ -389,20 +389,20 @@ class StepShares(StepObserver, TrainerCallback):
             "exposed_communication_seconds": sums.get(COMMUNICATION) if self.sees_communication else None,
         }
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         step = state.global_step + 1
         self._is_measuring = step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
         self._step_began = self._watch.now() if self._is_measuring else None
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._optimizer_began = self._watch.now() if self._is_measuring else None
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._optimizer_began is not None and self._step_began is not None:
             ended = self._watch.now()
             self._spans[OPTIMIZER].append((self._optimizer_began, ended))
             self._spans[STEP].append((self._step_began, ended))
             self._step_began = self._optimizer_began = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._is_measuring = False  # an evaluation gathers too

@@ -47,17 +47,17 @@ class StepProgress(StepObserver, TrainerCallback):
         """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a backward follows it."""
         model = trainer.wrapped
 
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             self._heartbeat.mark("forward") if model.training else self._heartbeat.tick()
 
-        def after(*_: Any) -> None:
+        def after(*_: object) -> None:
             if model.training:
                 self._heartbeat.mark("backward")
 
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._heartbeat.mark("optimizer step")
 
 
@@ -242,7 +242,7 @@ class Profile(AttachedCallback):
         self._phase: record_function | None = None
         self._step: record_function | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         wrapped = self.trainer.wrapped
         wrapped.register_forward_pre_hook(lambda *_: self._enter(FORWARD), prepend=True)
         wrapped.register_forward_hook(lambda *_: self._enter(BACKWARD))
@@ -255,7 +255,7 @@ class Profile(AttachedCallback):
 
         self.trainer.training_step = training_step
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         step = state.global_step + 1
         if self._profiler is None and self._steps.first <= step <= self._steps.last:
             on_cuda = args.device.type == "cuda"
@@ -265,20 +265,20 @@ class Profile(AttachedCallback):
             self._step = record_function(f"{PHASE_PREFIX}{STEP}")
             self._step.__enter__()
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._enter(OPTIMIZER)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._leave()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
         if self._profiler is not None and state.global_step >= min(self._steps.last, state.max_steps):
             self._finish(state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._profiler is not None:  # stopped in the middle
             self._finish(state.global_step)
 

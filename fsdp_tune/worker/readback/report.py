@@ -135,7 +135,7 @@ def _offloads(wrapped: nn.Module, kind: str) -> bool:
     return any(map(_goes_to_host, policies))
 
 
-def _goes_to_host(policy: Any) -> bool:
+def _goes_to_host(policy: object) -> bool:
     """FSDP2 encodes it in the class of the policy, FSDP1 in a field."""
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 

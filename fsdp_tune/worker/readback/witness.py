@@ -80,7 +80,7 @@ class Witness(AttachedCallback):
 
     # ---- Callbacks
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._steps_begun += 1
         if self._steps_begun > GATHERED_STEPS and not self._is_requested(state.global_step + 1):
             return
@@ -91,7 +91,7 @@ class Witness(AttachedCallback):
             elif self._is_on and (gathered := gathered_units(self._units)):
                 self._stop([f"rank {dist.get_rank()}: {sentence}" for sentence in _of_gathered(gathered)], state.global_step)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._is_on and self._steps_begun == 1 and self.trainer.parts.recipe.lora is not None:
             self._check_adapters()
         if not (self._is_due or self._is_requested(state.global_step + 1)):
@@ -104,7 +104,7 @@ class Witness(AttachedCallback):
                 names = {parameter: name for name, parameter in self._parameters()}
                 self._sample = UpdateSample(names, optimizer, stochastic=stochastic)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._sample is None:
             return
         with self._timed():
@@ -112,7 +112,7 @@ class Witness(AttachedCallback):
             self._compare_update(sample, state.global_step)
         self.trainer.parts.metrics.event(WITNESSED, state.global_step + 1, cpu_seconds=self.cpu_seconds)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._steps_begun == COST_STEPS and self._is_on:
             training = time.thread_time() - self._started_at_seconds
             self.trainer.parts.metrics.event(

@@ -336,7 +336,7 @@ class TrainingRows(StepObserver, Protocol):
         """Return what a checkpoint needs beyond the step, in plain values. Collective."""
         ...
 
-    def restore(self, state: Any, step: int) -> None:
+    def restore(self, state: object, step: int) -> None:
         """Go on after `step` steps with what `state` returned, on any number of ranks."""
         ...
 

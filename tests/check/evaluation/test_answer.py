@@ -48,7 +48,7 @@ def answering(folder: Path, *, adapter_off: bool = False, **settings: Any) -> An
     model = find_model(str(folder))
     values = {"max_new_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0, "shows_special_tokens": False} | settings
     recipe = recipe_of_model(ModelToEvaluate("", str(folder.parent / "model")), Allowed()).model_dump(mode="json", by_alias=True)
-    request = ModelsRequest([asdict(model)], adapter_off, recipe, None, AnswerSettings(**values), "cpu", "auto", trust_remote_code=False)
+    request = ModelsRequest([model], adapter_off, recipe, None, AnswerSettings(**values), "cpu", "auto", trust_remote_code=False)
     return Answering.load(request, StopFlag(), lambda _: None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def evaluated(folder: Path, vocabulary: int = 160, dtype: str = "fp32") -> torch.Tensor:
     model = find_model(str(folder))
-    request = Request([asdict(model)], {}, "loss", vocabulary, 0, 1, "cpu", dtype)
+    request = Request([model], {}, "loss", vocabulary, 0, 1, "cpu", dtype)
     return logits(load_model(model, request))
 
 

@@ -35,7 +35,7 @@ _LAUNCH = "the launcher of this package sets it"
 _BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
 
 
-def _kind(ledger: Ledger, path: Path, value: Any) -> None:
+def _kind(ledger: Ledger, path: Path, value: object) -> None:
     """How the ranks share the model."""
     strategies = {
         "FSDP": None,
@@ -165,7 +165,7 @@ def _enabled(dtype: str) -> Rule:
     return rule
 
 
-def _optimizer(ledger: Ledger, path: Path, _: Any) -> None:
+def _optimizer(ledger: Ledger, path: Path, _: object) -> None:
     if ledger.is_open((*path, "type")):
         _optimizer_name(ledger, (*path, "type"), ledger.value(*path, "type"))
     params: Path = (*path, "params")
@@ -173,7 +173,7 @@ def _optimizer(ledger: Ledger, path: Path, _: Any) -> None:
         settle_all(ledger, params, {name: unless_auto(rule) for name, rule in _OPTIMIZER.items()})
 
 
-def _optimizer_name(ledger: Ledger, path: Path, value: Any) -> None:
+def _optimizer_name(ledger: Ledger, path: Path, value: object) -> None:
     if str(value).lower() in ("adam", "adamw"):
         ledger.write(path, {"training.optim": "adamw_torch_fused"}, Fate.CONVERTED)
     else:
@@ -187,7 +187,7 @@ def _betas(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.ask(path, "two numbers: `training: {adam_beta1: 0.9, adam_beta2: 0.999}`", ("training", "adam_beta1"))
 
 
-def _scheduler(ledger: Ledger, path: Path, _: Any) -> None:
+def _scheduler(ledger: Ledger, path: Path, _: object) -> None:
     names = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = str(ledger.value(*path, "type"))
     if not ledger.is_open((*path, "type")):
@@ -221,7 +221,7 @@ _ZERO: Rules = {
 }
 
 
-def _zero(ledger: Ledger, path: Path, value: Any) -> None:
+def _zero(ledger: Ledger, path: Path, value: object) -> None:
     for name in cast("dict[str, Any]", value) if isinstance(value, dict) else ():
         inner = (*path, name)
         rule = _ZERO.get(name) or leave(_BY_FSDP2)
@@ -294,7 +294,7 @@ def fms_has_adapter(values: dict[str, Any]) -> bool:
     return values.get("peft_method") == "lora"
 
 
-def _adapter(ledger: Ledger, path: Path, value: Any) -> None:
+def _adapter(ledger: Ledger, path: Path, value: object) -> None:
     if value == "lora":
         ledger.write(path, {"lora": {}}, Fate.CONVERTED)
     else:
@@ -323,7 +323,7 @@ def _tokenizer(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"model.tokenizer": value}, Fate.CONVERTED)
 
 
-def _text_field(ledger: Ledger, path: Path, value: Any) -> None:
+def _text_field(ledger: Ledger, path: Path, value: object) -> None:
     if value == "text":
         ledger.drop(path, "`text` is the name of that column here too")
         return
@@ -331,7 +331,7 @@ def _text_field(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {(*place, 0, "rename_columns", str(value)): "text" for place in places}, Fate.CONVERTED)
 
 
-def _chat_field(ledger: Ledger, path: Path, value: Any) -> None:
+def _chat_field(ledger: Ledger, path: Path, value: object) -> None:
     rename(ledger, path, (*TRAIN, 0), str(value), "messages")
 
 
@@ -342,14 +342,14 @@ def _path(place: Path) -> Rule:
 # ---- The file of data sets
 
 
-def _data_config(ledger: Ledger, path: Path, value: Any) -> None:
+def _data_config(ledger: Ledger, path: Path, value: object) -> None:
     if isinstance(value, dict):
         settle_all(ledger, path, _FMS_DATA)
     else:
         ledger.ask(path, f"`{value}` was not found here: write its data sets as `data: {{train: [{{path: NAME}}]}}`", TRAIN)
 
 
-def _sets(ledger: Ledger, path: Path, value: Any) -> None:
+def _sets(ledger: Ledger, path: Path, value: object) -> None:
     if not isinstance(value, list):
         ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
         return
@@ -365,7 +365,7 @@ def _files(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         ledger.ask(path, "write one source for each file: `data: {train: [{path: A}, {path: B}]}`", place)
 
 
-def _handlers(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _handlers(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """Functions that make the rows; those that only name columns or tokenise are not needed."""
     for index, handler in enumerate(cast("list[Any]", value) if isinstance(value, list) else []):
         inner = (*path, index)

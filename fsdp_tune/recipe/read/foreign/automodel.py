@@ -45,7 +45,7 @@ def _last(ledger: Ledger, path: Path) -> str:
 # ---- Model and adapter
 
 
-def _model_class(ledger: Ledger, path: Path, value: Any) -> None:
+def _model_class(ledger: Ledger, path: Path, value: object) -> None:
     if str(value).endswith("from_config"):
         words = "the weights are random there: write `model: {from_config: DIR/config.json}` if they are to be so here too"
         ledger.ask(path, words, ("model", "from_config"))
@@ -140,7 +140,7 @@ def _recomputation(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"fsdp.activation_checkpointing": "full" if is_on(value) else "none"}, Fate.CONVERTED)
 
 
-def _only_with_stages(ledger: Ledger, path: Path, _value: Any) -> None:
+def _only_with_stages(ledger: Ledger, path: Path, _value: object) -> None:
     stages = ledger.value("distributed", "pp_size")
     if isinstance(stages, int) and stages > 1:
         ledger.ask(path, "there are no pipeline stages here", ("parallelism",))
@@ -151,7 +151,7 @@ def _only_with_stages(ledger: Ledger, path: Path, _value: Any) -> None:
 def _dtype_of(key: str) -> Rule:
     names = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "float16": "fp16"}
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         name = names.get(str(value).removeprefix("torch."), str(value))
         name = "no" if (key, name) == ("precision.mixed_precision", "fp32") else name
         ledger.write(path, {key: name}, Fate.CONVERTED)
@@ -191,7 +191,7 @@ _PARALLEL: Rules = {
 
 
 def _rows(place: Path) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         if isinstance(value, dict):
             _settle_set(ledger, path, place)
             settle_source(ledger, path, place, _SET)
@@ -216,7 +216,7 @@ def _path(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED)
 
 
-def _columns(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _columns(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     names = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     for content, column in names.items():
         if content == "question" and "context" in names:
@@ -253,7 +253,7 @@ def _template(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     chat_template((*place, "chat_template"))(ledger, path, value)
 
 
-def _tokenizer(ledger: Ledger, path: Path, _place: Path, value: Any) -> None:
+def _tokenizer(ledger: Ledger, path: Path, _place: Path, value: object) -> None:
     """The tokenizer of a set; a recipe has one for all rows."""
     name = cast("dict[str, Any]", value).get("pretrained_model_name_or_path") if isinstance(value, dict) else None
     if name is None or name in (ledger.value("model", "pretrained_model_name_or_path"), ledger.get("model", "tokenizer")):
@@ -317,7 +317,7 @@ _EVAL_LOADER: Rules = {
 # ---- Optimizer, schedule, checkpoints
 
 
-def _optimizer(ledger: Ledger, path: Path, value: Any) -> None:
+def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
     kind = str(value).rpartition(".")[2]
     if kind not in _OPTIMIZERS:
         ledger.ask(path, f"`{value}` is not supported", ("training", "optim"))
@@ -328,7 +328,7 @@ def _optimizer(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"training.optim": _OPTIMIZERS[kind]}, Fate.CONVERTED, reason)
 
 
-def _betas(ledger: Ledger, path: Path, value: Any) -> None:
+def _betas(ledger: Ledger, path: Path, value: object) -> None:
     pair = cast("list[Any]", value) if isinstance(value, list) else []
     if len(pair) == 2:
         ledger.write(path, {"training.adam_beta1": pair[0], "training.adam_beta2": pair[1]}, Fate.CONVERTED)

@@ -29,7 +29,7 @@ from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
 def _datasets(place: Path) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         if not isinstance(value, list):
             settle_source(ledger, path, (*place, 0), _SOURCE)
         elif not any(isinstance(item, dict) for item in cast("list[Any]", value)):
@@ -74,7 +74,7 @@ def _builder(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         ledger.drop(path, "the ending of the file says so")
 
 
-def _message_keys(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _message_keys(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """How the keys of a message are named: `from` and `value` (sharegpt), or `role` and `content`, are known here."""
     keys = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     role = str(keys.get("role", "role"))
@@ -91,13 +91,13 @@ def _known_keys(ledger: Ledger, path: Path, place: Path, role: str) -> None:
         ledger.write(path, {(*place, "format"): "sharegpt"}, Fate.CONVERTED)
 
 
-def _messages(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _messages(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """The column of the messages, which sharegpt calls `conversations`."""
     keys = ledger.value(*path[:-1], "message_property_mappings", "role") or ledger.value(*path[:-1], "message_field_role")
     rename(ledger, path, place, str(value), "conversations" if keys == "from" else "messages")
 
 
-def _message_key(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _message_key(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """The older spelling of `message_property_mappings`, one key for each."""
     if value in ("role", "content"):
         ledger.drop(path, "messages have this key here too")
@@ -110,7 +110,7 @@ def _message_key(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
 _KNOWN_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 
-def _roles(ledger: Ledger, path: Path, _: Path, value: Any) -> None:
+def _roles(ledger: Ledger, path: Path, _: Path, value: object) -> None:
     """{known role: [names in the rows]} is the other way round here."""
     written: dict[Path, Any] = {}
     for role, those in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
@@ -131,7 +131,7 @@ def _trained_roles(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         ledger.ask(path, advice.words, (*place, "loss_on"))
 
 
-def _end_of_turn(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _end_of_turn(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     if value in ("turn", "all", True):
         ledger.drop(path, "the end of each trained turn is trained, as the chat template renders it")
     else:
@@ -190,7 +190,7 @@ def _tokens(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"model.tokens.add": value}, Fate.CONVERTED)
 
 
-def _special_tokens(ledger: Ledger, path: Path, value: Any) -> None:
+def _special_tokens(ledger: Ledger, path: Path, value: object) -> None:
     keys = {"pad_token": "model.tokens.pad", "eos_token": "model.tokens.eos"}
     for name, token in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
         inner = (*path, name)
@@ -267,7 +267,7 @@ def _entries(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
 
 
-def _wandb_project(ledger: Ledger, path: Path, value: Any) -> None:
+def _wandb_project(ledger: Ledger, path: Path, value: object) -> None:
     """Naming a project switches the tracker on."""
     ledger.write(path, {("launch", "env", "WANDB_PROJECT"): str(value), ("training", "report_to"): ["wandb"]}, Fate.CONVERTED)
 

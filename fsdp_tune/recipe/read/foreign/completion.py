@@ -343,14 +343,14 @@ def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, settings, Fate.CONVERTED)
 
 
-def _text_field(ledger: Ledger, path: Path, value: Any) -> None:
+def _text_field(ledger: Ledger, path: Path, value: object) -> None:
     if value == "text":
         ledger.drop(path, "`text` is the name of that column here too")
     else:
         ledger.write(path, {(*_FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
 
 
-def _datasets(ledger: Ledger, path: Path, value: Any) -> None:
+def _datasets(ledger: Ledger, path: Path, value: object) -> None:
     """TRL's mixture."""
     if not isinstance(value, list):
         ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
@@ -359,7 +359,7 @@ def _datasets(ledger: Ledger, path: Path, value: Any) -> None:
         settle_source(ledger, (*path, index), (*TRAIN, index))
 
 
-def _init_kwargs(ledger: Ledger, path: Path, value: Any) -> None:
+def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
     """Arguments of `from_pretrained`."""
     if isinstance(value, dict):
         settle_all(ledger, path, {})

@@ -103,7 +103,7 @@ def _path_of(entry: Mapping[str, Any]) -> str | None:
     return str(found) if found else None
 
 
-def _place(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _place(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """The key that `_path_of` took is converted; others name other places of the same rows."""
     found = ledger.get(*place, "path")
     if found == value:
@@ -114,7 +114,7 @@ def _place(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         ledger.drop(path, f"the rows are read from `{found}`")
 
 
-def _formatting(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _formatting(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """Rows whose messages have `role` and `content` are LLaMA-Factory's sharegpt too."""
     tags = ledger.value(*path[:-1], "tags")
     is_chat = value == "sharegpt" and isinstance(tags, dict) and cast("dict[str, Any]", tags).get("role_tag") == "role"
@@ -122,7 +122,7 @@ def _formatting(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     ledger.write(path, {(*place, "format"): name}, Fate.CONVERTED)
 
 
-def _columns(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _columns(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     is_chat = ledger.get(*place, "format") == "messages" or _role_tag(ledger, path) == "role"
     for content, column in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
         name = "messages" if content == "messages" and is_chat else _COLUMNS.get(content)
@@ -140,7 +140,7 @@ def _role_tag(ledger: Ledger, path: Path) -> str:
     return str(ledger.value(*path[:-1], "tags", "role_tag") or "from")
 
 
-def _tags(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+def _tags(ledger: Ledger, path: Path, place: Path, value: object) -> None:
     """How the keys of a message, and the roles in them, are named."""
     same_here = {
         "role_tag": ("from", "role"),
@@ -189,7 +189,7 @@ _ENTRY: dict[str, SourceRule] = {
 # ---- Keys of the file
 
 
-def _stage(ledger: Ledger, path: Path, value: Any) -> None:
+def _stage(ledger: Ledger, path: Path, value: object) -> None:
     if value == "pt":
         ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, "pre-training: every token is trained")
     else:

@@ -45,7 +45,7 @@ def question(words: str, *near: str) -> Rule:
 def fine_or(fine: Collection[Any], reason: str, words: str, *near: str) -> Rule:
     """Return a rule for a key that is dropped with one of the values `fine`, and a question with any other."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         if any(value == each and type(value) is type(each) for each in fine):
             ledger.drop(path, reason)
         else:
@@ -84,7 +84,7 @@ def implies(lines: Mapping[str, Any], reason: str = "") -> Rule:
 def chat_template(key: str | Path) -> Rule:
     """Return a rule for the name of a chat template, which another tool has in its code: it is written if one of that name is bundled."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         name = str(value)
         if name in ("tokenizer_default", "default"):
             ledger.drop(path, "the tokenizer's own is the default here too")
@@ -271,7 +271,7 @@ def _compute_dtype(ledger: Ledger, path: Path, value: Any) -> None:
 def dtype(key: str) -> Rule:
     """Return a rule for the name of a dtype, with or without `torch.`."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         name = str(value).removeprefix("torch.")
         short = DTYPE_NAMES.get(name, name)
         if short == "auto":
@@ -305,7 +305,7 @@ def _trackers(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"training.report_to": written}, Fate.KEPT if written == value else Fate.CONVERTED)
 
 
-def _zero_config(ledger: Ledger, path: Path, value: Any) -> None:
+def _zero_config(ledger: Ledger, path: Path, value: object) -> None:
     """A file of DeepSpeed that was not found: its name often has the stage."""
     stage = next((number for number in "320" if f"z{number}" in str(value).lower() or f"zero{number}" in str(value).lower()), None)
     stage = stage or next(

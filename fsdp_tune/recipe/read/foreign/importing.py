@@ -98,7 +98,7 @@ def _tree(ledger: Ledger) -> dict[str, Any]:
     return tree
 
 
-def _child(holder: Any, part: str | int, default: Any) -> Any:
+def _child(holder: object, part: str | int, default: Any) -> Any:
     if isinstance(part, str):
         return cast("dict[str, Any]", holder).setdefault(part, default)
     items = cast("list[Any]", holder)
@@ -314,7 +314,7 @@ def _file(rules: Rules, otherwise: Rule) -> Rule:
     return rule
 
 
-def _not_found(ledger: Ledger, path: Path, value: Any) -> None:
+def _not_found(ledger: Ledger, path: Path, value: object) -> None:
     ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it")
 
 
@@ -333,7 +333,7 @@ def _deepspeed(ledger: Ledger, path: Path, value: Any) -> None:
         settle_by_name(ledger, path, value)
 
 
-def _variable(ledger: Ledger, path: Path, value: Any) -> None:
+def _variable(ledger: Ledger, path: Path, value: object) -> None:
     """A variable of the environment that ranks get too."""
     ledger.write(path, {("launch", "env", str(path[-1])): str(value)}, Fate.KEPT)
 

@@ -169,7 +169,7 @@ class Ledger:
         for target, value in found:
             self.set(target, value, dotted(path), weight, row)
 
-    def _differs(self, target: Path, value: Any) -> bool:
+    def _differs(self, target: Path, value: object) -> bool:
         """Return whether a key has another value, or is a value where a mapping is needed."""
         there = self.settings.get(target)
         if there is not None and there.weight is Weight.GIVEN and there.value != value:

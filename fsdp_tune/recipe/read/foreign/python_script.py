@@ -225,7 +225,7 @@ def has_adapter(values: dict[str, Any]) -> bool:
     return ADAPTER in values and not is_on(cast("dict[str, Any]", values[MODEL]).get("full_finetuning", False))
 
 
-def _model(ledger: Ledger, path: Path, value: Any) -> None:
+def _model(ledger: Ledger, path: Path, value: object) -> None:
     name = _QUANTISED.sub("", str(value))
     reason = "the weights of 16 bits, which are quantised here when they are read" if name != value else ""
     ledger.write(path, {"model.name_or_path": name}, Fate.CONVERTED, reason)
@@ -262,7 +262,7 @@ def _length(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"data.max_length": value}, Fate.CONVERTED)
 
 
-def _answers(ledger: Ledger, path: Path, value: Any) -> None:
+def _answers(ledger: Ledger, path: Path, value: object) -> None:
     """The texts before a question and an answer; here the chat template marks the answers."""
     names = list(cast("dict[str, Any]", value)) if isinstance(value, dict) else []
     settings: dict[str, Any] = {"data.loss_on": "assistant"}
@@ -273,12 +273,12 @@ def _answers(ledger: Ledger, path: Path, value: Any) -> None:
             ledger.write((*path, name), settings, Fate.CONVERTED, "the chat template marks the answers")
 
 
-def _rows(ledger: Ledger, path: Path, value: Any) -> None:
+def _rows(ledger: Ledger, path: Path, value: object) -> None:
     for index in range(len(cast("list[Any]", value))):
         settle_source(ledger, (*path, index), (*TRAIN, index), _SET)
 
 
-def _text_field(ledger: Ledger, path: Path, value: Any) -> None:
+def _text_field(ledger: Ledger, path: Path, value: object) -> None:
     if value == "text" or ledger.value(MAP):
         ledger.drop(path, "the column of the rows that the script makes" if ledger.value(MAP) else "`text` is its name here too")
     else:

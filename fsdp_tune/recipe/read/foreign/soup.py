@@ -43,7 +43,7 @@ def has_adapter(values: dict[str, Any]) -> bool:
     return cast("dict[str, Any]", lora or {}).get("r", 64) != 0
 
 
-def _task(ledger: Ledger, path: Path, value: Any) -> None:
+def _task(ledger: Ledger, path: Path, value: object) -> None:
     if value == "pretrain":
         ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, "pre-training: every token is trained")
     else:
@@ -86,7 +86,7 @@ def _micro_batch(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"training.per_device_train_batch_size": value}, Fate.CONVERTED)
 
 
-def _quantization(ledger: Ledger, path: Path, value: Any) -> None:
+def _quantization(ledger: Ledger, path: Path, value: object) -> None:
     if value == "none":
         ledger.drop(path, "off, as it is here")
     elif value == "4bit":

@@ -80,7 +80,7 @@ def _component(ledger: Ledger, path: Path) -> str:
 # ---- The model
 
 
-def _builder(ledger: Ledger, path: Path, value: Any) -> None:
+def _builder(ledger: Ledger, path: Path, value: object) -> None:
     """`lora_llama3_8b` and `qlora_…` add an adapter; the model itself is that of the checkpointer's directory."""
     name = str(value).rpartition(".")[2]
     if name.startswith(("lora_", "qlora_", "dora_")):
@@ -141,7 +141,7 @@ _TOKENIZER: Rules = {
 
 
 def _dataset(place: Path) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
         if isinstance(value, list):
             for index in range(len(cast("list[Any]", value))):
                 _settle_set(ledger, (*path, index), (*place, index))
@@ -190,7 +190,7 @@ def _at(place: Path, name: str) -> Rule:
 # ---- Optimizer, schedule and loggers
 
 
-def _optimizer(ledger: Ledger, path: Path, value: Any) -> None:
+def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
     name = _OPTIMIZERS.get(str(value).rpartition(".")[2])
     fused = ledger.value(*path[:-1], "fused")
     if name is None:
@@ -203,14 +203,14 @@ def _betas(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"training.adam_beta1": value[0], "training.adam_beta2": value[1]}, Fate.CONVERTED)
 
 
-def _schedule(ledger: Ledger, path: Path, value: Any) -> None:
+def _schedule(ledger: Ledger, path: Path, value: object) -> None:
     if "cosine" in str(value):
         ledger.write(path, {"training.lr_scheduler_type": "cosine"}, Fate.CONVERTED)
     else:
         ledger.ask(path, f"`{value}` is not known here: cosine, linear, constant …", ("training", "lr_scheduler_type"))
 
 
-def _logger(ledger: Ledger, path: Path, value: Any) -> None:
+def _logger(ledger: Ledger, path: Path, value: object) -> None:
     names = {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"], "CometLogger": ["comet_ml"]}
     name = str(value).rpartition(".")[2]
     if name in names:
@@ -228,7 +228,7 @@ def _evaluation(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"training.eval_steps": value, "training.eval_strategy": "steps"}, Fate.CONVERTED)
 
 
-def _dtype(ledger: Ledger, path: Path, value: Any) -> None:
+def _dtype(ledger: Ledger, path: Path, value: object) -> None:
     """torchtune trains weights in this dtype."""
     if value == "bf16":
         ledger.write(
