@@ -13,14 +13,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
-from fsdp_tune.cli.completion import split_words
 from fsdp_tune.cli.env import cache, doctor, env
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import explain, import_config, recipes, templates
 from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
 from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
-from fsdp_tune.cli.verbs import Screen
+from fsdp_tune.cli.verbs import Screen, split_words
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
 from fsdp_tune.core.version import __version__

@@ -13,7 +13,7 @@ from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.merge import output_directory as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.ties import Tied, as_base, find_ties

@@ -26,7 +26,7 @@ import yaml
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, stage_lock, stages_inside, staging_path, undo_fill
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import announced, is_abandoned
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.core.version import __version__
 from fsdp_tune.data.report import DataReport

@@ -17,7 +17,7 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, card_cell, without_folders
 from fsdp_tune.merge.source import INDEX_NAME

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
-from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
+from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe

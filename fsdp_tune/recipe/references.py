@@ -23,8 +23,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.keys import Finding, given
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe

@@ -43,13 +43,12 @@ from fsdp_tune.worker.checkpoint.state import (
     trainer_state_json,
 )
 from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
-from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import metrics
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import Lines, device_peak_flops, model_size
-from fsdp_tune.worker.observe.spikes import IN_SPIKES, CurveWatch, RecentBatches
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
+from fsdp_tune.worker.step_checks import IN_SPIKES, CurveWatch, GradientGate, RecentBatches
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli import completion
+from fsdp_tune.cli import verbs
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.pages.written import written
@@ -72,32 +72,32 @@ def test_other_shells_complete_the_word_as_a_whole(tmp_path: Path, shell: str) -
 
 def test_recipes_are_names_of_the_catalogue_and_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert completion.recipes("mine") == ["mine.yml"]
-    assert completion.recipes("rec") == ["recipes/mine.yaml"]
-    assert completion.recipes("recipes/") == ["recipes/mine.yaml"]
-    assert {"gpt2_smoke", "mine.yml"} < set(completion.sides(""))
-    assert completion.runs("nowhere/") == completion.runs("runs/cache/") == []
+    assert verbs.complete_recipes("mine") == ["mine.yml"]
+    assert verbs.complete_recipes("rec") == ["recipes/mine.yaml"]
+    assert verbs.complete_recipes("recipes/") == ["recipes/mine.yaml"]
+    assert {"gpt2_smoke", "mine.yml"} < set(verbs.complete_sides(""))
+    assert verbs.complete_runs("nowhere/") == verbs.complete_runs("runs/cache/") == []
 
 
 def test_keys_are_those_that_can_be_set() -> None:
-    found = completion.keys("")
+    found = verbs.complete_keys("")
     assert {"training.learning_rate", "training.max_grad_norm", "fsdp.version", "model.from_config", "output_dir"} <= set(found)
     assert not {"training", "fsdp", "data.train.path", "training.deepspeed"} & set(found)
     assert found == sorted(set(found))
 
 
 def test_only_key_that_fits_is_followed_by_its_values() -> None:
-    assert completion.overrides("data.packin") == ["data.packing", "data.packing_strategy"]
-    assert completion.overrides("data.streami") == ["data.streaming=", "data.streaming=true", "data.streaming=false"]
-    assert completion.overrides("training.weight_dec")[0] == "training.weight_decay="
-    assert completion.overrides("no.such.key") == completion.overrides("no.such.key=t") == []
-    assert completion.overrides("fsdp.version=") == ["fsdp.version=2"]
+    assert verbs.complete_overrides("data.packin") == ["data.packing", "data.packing_strategy"]
+    assert verbs.complete_overrides("data.streami") == ["data.streaming=", "data.streaming=true", "data.streaming=false"]
+    assert verbs.complete_overrides("training.weight_dec")[0] == "training.weight_decay="
+    assert verbs.complete_overrides("no.such.key") == verbs.complete_overrides("no.such.key=t") == []
+    assert verbs.complete_overrides("fsdp.version=") == ["fsdp.version=2"]
 
 
 def test_values_that_are_offered_are_taken() -> None:
     refused: list[str] = []
-    for key in completion.keys(""):
-        for pair in completion.overrides(f"{key}="):
+    for key in verbs.complete_keys(""):
+        for pair in verbs.complete_overrides(f"{key}="):
             try:
                 load_recipe("gpt2_smoke", [pair])
             except FsdpTuneError as error:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from fsdp_tune.check.parity.model_directories import checkpoint_tensors
-from fsdp_tune.core.tensors.peft_fields import PREFIX
+from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir

@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors import peft_fields
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
+from fsdp_tune.core.tensors import file_formats
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty
@@ -27,7 +27,7 @@ from tests.parity.architectures import make_model
 
 
 def test_every_field_of_peft_is_in_one_list() -> None:
-    lists = (peft_fields._OTHER_ARITHMETIC, peft_fields._OTHER_TRAINING, peft_fields._READ, peft_fields._UNUSED)
+    lists = (file_formats._OTHER_ARITHMETIC, file_formats._OTHER_TRAINING, file_formats._READ, file_formats._UNUSED)
     assert [name for name, count in Counter(name for names in lists for name in names).items() if count > 1] == []
     assert {field.name for field in dataclasses.fields(LoraConfig)} - KNOWN_FIELDS == set(), f"new in PEFT {peft.__version__}"
 

@@ -69,7 +69,7 @@ def test_steady_state_waits_for_the_device_once_a_step(trained: tuple[RunDir, li
     for report in trained[1]:
         steady = [each for each in report["synchronisations"] if each["steps"] > STEPS // 2]
         places = [(each["kind"], each["times"] - each["steps"], each["site"].split(":")[0]) for each in steady]
-        assert places == [("event", 0, "fsdp_tune/worker/gradients.py")]
+        assert places == [("event", 0, "fsdp_tune/worker/step_checks.py")]
 
 
 @pytest.mark.e2e

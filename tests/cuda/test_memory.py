@@ -85,7 +85,7 @@ def leaky_run(path: str) -> MemoryStep | dict[str, Any]:
     """On a rank: the worker, which keeps 3 MiB that no plan knows while gradients are clipped."""
     import torch
 
-    from fsdp_tune.worker.gradients import GradientGate
+    from fsdp_tune.worker.step_checks import GradientGate
 
     original, kept = GradientGate.pass_or_skip, []
 

@@ -27,7 +27,7 @@ def bench() -> Bench:
 
 @contextlib.contextmanager
 def wait_in_each_step() -> Iterator[None]:
-    from fsdp_tune.worker.gradients import GradientGate
+    from fsdp_tune.worker.step_checks import GradientGate
 
     original = GradientGate.pass_or_skip
 
@@ -43,7 +43,7 @@ def wait_in_each_step() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_that_is_not_waited_for() -> Iterator[None]:
     """The host reads the norm of a step before its copy has arrived."""
-    from fsdp_tune.worker.gradients import AsyncScalar
+    from fsdp_tune.worker.step_checks import AsyncScalar
 
     with patch.object(AsyncScalar, "read", lambda self: float(self._view)):
         yield
@@ -71,15 +71,15 @@ def gradients_on_another_stream() -> Iterator[None]:
     """The norm is computed on a side stream that nobody orders."""
     import torch
 
-    from fsdp_tune.worker import gradients
+    from fsdp_tune.worker import step_checks
 
-    original = gradients.total_norm
+    original = step_checks.total_norm
 
     def total_norm(*arguments: Any) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
             return original(*arguments)
 
-    with patch.object(gradients, "total_norm", total_norm):
+    with patch.object(step_checks, "total_norm", total_norm):
         yield
 
 

@@ -126,7 +126,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("duplicate signal treated as a second one", "worker.rank", value("ECHO_SECONDS", "0.0"), rows="F063"),
     plant("tracker error ends the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
-    plant("nonfinite gradients applied", "worker.gradients:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
+    plant("nonfinite gradients applied", "worker.step_checks:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
     plant(
         "step without targets has loss 0",
         "worker.trainer:FsdpTrainer.get_batch_samples",
@@ -210,7 +210,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("path.is_relative_to", "path.parent == checkpoint"),
         rows="F104",
     ),
-    plant("holes in a safetensors file accepted", "core.tensors.safetensors_header:read_header", never("entry.first_byte"), rows="F117"),
+    plant("holes in a safetensors file accepted", "core.tensors.file_formats:read_header", never("entry.first_byte"), rows="F117"),
     plant("free space not checked before a merge", "merge.output_directory:check_space", never("free_bytes"), rows="F103"),
     plant(
         "NaN and infinity merged",

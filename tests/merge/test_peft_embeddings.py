@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdp_tune.check.evaluation.examples import Request, find_model
 from fsdp_tune.check.evaluation.score import load_model
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.peft_fields import PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.tensors.file_formats import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_full

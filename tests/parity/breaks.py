@@ -341,7 +341,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "replicas not synchronised": skip_replica_reduction,
     "weight decay on norms": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: True),
     "no weight decay": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: False),
-    "no clipping": _replaced("fsdp_tune.worker.gradients.clip_factor", _no_clipping),
+    "no clipping": _replaced("fsdp_tune.worker.step_checks.clip_factor", _no_clipping),
     "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
     "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
     "evaluation repeats rows": _replaced("fsdp_tune.worker.eval_sets.eval_batches", _repeated_rows),

@@ -212,7 +212,7 @@ def test_every_field_of_a_training_line_is_documented() -> None:
     written = (
         dictionary_keys("worker/observe/metrics.py", "facts", "memory")
         | dictionary_keys("worker/observe/metrics.py", "facts")
-        | dictionary_keys("worker/gradients.py", "facts")
+        | dictionary_keys("worker/step_checks.py", "facts")
         | dictionary_keys("worker/observe/metrics.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time", "source_<label>_loss"}  # whose name is not a constant

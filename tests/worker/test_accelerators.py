@@ -24,14 +24,14 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Collective
 from fsdp_tune.run.records import LiveState
-from fsdp_tune.worker import gradients
+from fsdp_tune.worker import step_checks
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
-from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import heartbeat
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
 from fsdp_tune.worker.rank import Rank, flight_recorder_variables, share_time_limit, start_process_group, time_limits_seconds
 from fsdp_tune.worker.readback.report import excessive_growth
+from fsdp_tune.worker.step_checks import AsyncScalar
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.conftest import REPOSITORY
 from tests.model.families import FAMILIES
@@ -153,7 +153,7 @@ def test_async_scalar_waits_only_for_its_own_copy() -> None:
 
 def test_late_nonfinite_step_is_reported_once_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_cuda():
-        monkeypatch.setattr(gradients, "AsyncScalar", lambda _: AsyncScalar(CUDA))
+        monkeypatch.setattr(step_checks, "AsyncScalar", lambda _: AsyncScalar(CUDA))
         bench = Bench()
         bench.step()
         before = bench.everything()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.hub import MODEL_FILES, HubResource, snapshot
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.account import examples_of
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text

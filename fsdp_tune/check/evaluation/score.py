@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.check.evaluation.examples import EvaluatedExample, ModelToEvaluate, Request, RowScore, read_examples
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.data.batches import collate
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_tune.check.parity.plain_loop import evaluate
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE, PREFIX
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.run.base_model import BaseModel

@@ -26,7 +26,7 @@ import xxhash
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
-from fsdp_tune.core.tensors.safetensors_header import header_bytes
+from fsdp_tune.core.tensors.file_formats import header_bytes
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,

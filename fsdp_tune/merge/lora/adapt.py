@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.families import with_changes
-from fsdp_tune.core.tensors.peft_fields import (
+from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
     PREFIX,

@@ -22,7 +22,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, is_embedding, is_head, tie_setting
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.peft_fields import (
+from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
     PeftNames,

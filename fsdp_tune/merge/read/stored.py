@@ -2,7 +2,7 @@
 
 The tensors of a torch.distributed.checkpoint (DCP) directory: the model's names, and chunks that cover each tensor exactly once.
 
-Tensors of safetensors files, one or many behind an index; the headers are read by `core.tensors.safetensors_header`.
+Tensors of safetensors files, one or many behind an index; the headers are read by `core.tensors.file_formats`.
 
 Sharded safetensors of torch's HuggingFaceStorageWriter (`save_distributed=True`): each rank's slices in a file of its own.
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.tensors import safetensors_header as header
+from fsdp_tune.core.tensors import file_formats as header
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.core.tensors.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, DType, Extent, Shape, row_major

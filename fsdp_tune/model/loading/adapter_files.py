@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.families import changed_fields
-from fsdp_tune.core.tensors.peft_fields import (
+from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,

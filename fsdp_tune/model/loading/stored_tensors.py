@@ -34,8 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.core.tensors.peft_fields import WEIGHTS_FILE
-from fsdp_tune.core.tensors.safetensors_header import MAX_HEADER_BYTES, DamagedHeader, read_header
+from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 

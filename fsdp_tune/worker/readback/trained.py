@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.tensors.peft_fields import value_for
+from fsdp_tune.core.tensors.file_formats import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, ALL_LINEAR, adapters_of, ends_with, is_of_adapter, last_parts, name_in_base, rank_of
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
 from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdp_tune.check.evaluation.examples import Request, find_model
 from fsdp_tune.check.evaluation.score import load_model
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.peft_fields import CONFIG_FILE
+from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint

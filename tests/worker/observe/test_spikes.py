@@ -10,7 +10,7 @@ import torch
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.metrics_file import LOSS_SPIKE
-from fsdp_tune.worker.observe.spikes import CurveWatch
+from fsdp_tune.worker.step_checks import CurveWatch
 from tests.ranks import RankPool
 
 
@@ -50,8 +50,8 @@ def named(topology: Topology, batches: dict[int, list[tuple[int, int, tuple[int,
     """`batches` of each rank: (step, number, rows, loss sum, supervised tokens)."""
     import torch.distributed as dist
 
-    from fsdp_tune.worker.observe.spikes import RecentBatches
     from fsdp_tune.worker.rows.training_rows import Batch
+    from fsdp_tune.worker.step_checks import RecentBatches
 
     rows: Any = Rows(long)
     recent = RecentBatches(rows, topology)
@@ -104,8 +104,8 @@ def test_event_names_200_rows_and_counts_all(pool: RankPool) -> None:
 
 
 def test_tensors_of_batches_are_not_kept() -> None:
-    from fsdp_tune.worker.observe.spikes import KEPT_BATCHES, RecentBatches
     from fsdp_tune.worker.rows.training_rows import Batch
+    from fsdp_tune.worker.step_checks import KEPT_BATCHES, RecentBatches
 
     recent = RecentBatches(SimpleNamespace(), Topology())  # type: ignore[arg-type]
     for number in range(KEPT_BATCHES + 5):

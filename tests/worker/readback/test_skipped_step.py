@@ -35,7 +35,7 @@ def train(path: str, *, nonfinite: bool) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from fsdp_tune.model.shard.wrap import gathered_units, units_of
-    from fsdp_tune.worker.gradients import GradientGate
+    from fsdp_tune.worker.step_checks import GradientGate
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     get_batch_samples, pass_or_skip = FsdpTrainer.get_batch_samples, GradientGate.pass_or_skip
