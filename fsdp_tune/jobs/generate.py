@@ -20,9 +20,9 @@ from fsdp_tune.check.evaluation.examples import (
     ModelsRequest,
     ModelToEvaluate,
     ReferenceAnswer,
+    ReferenceTokens,
     ScoredTokens,
     ScoreRequest,
-    SpecialTokens,
     find_model,
     run_of_model,
 )
@@ -201,14 +201,14 @@ class AnsweringModel:
             if "answer" in line:
                 yield GeneratedAnswer(model=self.names[model], row=str(prompt.where) or None, **line["answer"])
 
-    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[SpecialTokens, list[ReferenceAnswer]]:
+    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[ReferenceTokens, list[ReferenceAnswer]]:
         """Return the special tokens, and what the model makes of each prompt.
 
         Raises: FsdpTuneError with every prompt that cannot be answered.
         """
         sent = [asdict(each.of_models[0]) for each in prompts]
         first, *lines = list(self._object({"references": sent, "max_new_tokens": max_new_tokens}, prompts))
-        return SpecialTokens(**first["special"]), [ReferenceAnswer(**line["reference"]) for line in lines]
+        return ReferenceTokens(**first["special"]), [ReferenceAnswer(**line["reference"]) for line in lines]
 
     def scores(self, answers: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Return the model's log-probabilities of each answer."""

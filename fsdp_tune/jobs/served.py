@@ -20,7 +20,7 @@ from fsdp_tune.check.comparison.served import (
     score_request,
 )
 from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, StageDifference
-from fsdp_tune.check.evaluation.examples import ReferenceAnswer, SpecialTokens
+from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row
@@ -154,7 +154,7 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
 
 def _exchanges(
     model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
-) -> tuple[list[Exchange], SpecialTokens, list[str]]:
+) -> tuple[list[Exchange], ReferenceTokens, list[str]]:
     """Return what model and server make of each prompt, the special tokens of the model, and what the server refuses."""
     observer.phase("computing the answers of A")
     special, references = model.refer(prompts, max_tokens)
@@ -204,7 +204,7 @@ def _answer(
     name: str,
     server: OpenAIServer,
     exchanges: Sequence[Exchange],
-    special: SpecialTokens,
+    special: ReferenceTokens,
     refused: Sequence[str],
     model: AnsweringModel,
     options: CompareOptions,

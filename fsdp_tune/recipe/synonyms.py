@@ -118,7 +118,7 @@ def _switch(key: str, on: Any, off: Any = None) -> Converter:
     return _cases(key, {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off}, "`{value}` is neither true nor false")
 
 
-def _names(value: object) -> list[Any]:
+def _names(value: Any) -> list[Any]:
     """Return a list from one, or from names with commas between them."""
     return list(cast("list[Any]", value)) if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
 

@@ -61,7 +61,7 @@ class RankTimes:
 class StepObserver(Protocol):
     """`attach` and `facts` do nothing: override what is needed. The trainer calls the Trainer's events of one that is a callback too."""
 
-    def attach(self, trainer: object) -> None:
+    def attach(self, trainer: Any) -> None:
         """Receive the `FsdpTrainer`, before the first step. Its module imports this one, so its type is in the overriding methods."""
 
     def facts(self, step: LoggedStep) -> dict[str, Any]:

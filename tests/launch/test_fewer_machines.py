@@ -14,7 +14,8 @@ import pytest
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
+from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.attempts import Attempts, Resized
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir

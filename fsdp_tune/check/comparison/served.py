@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fsdp_tune.check.comparison.openai_server import ServedAnswer, ServedPrompt
 from fsdp_tune.check.comparison.stages import ComparedStage, StageDifference
-from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ScoredTokens, ScoreRequest, SpecialTokens
+from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ReferenceTokens, ScoredTokens, ScoreRequest
 from fsdp_tune.core.command import JsonAnswer
 
 TOLERANCE = 0.02
@@ -123,7 +123,7 @@ class _Differences:
 
 
 def compare_served(
-    exchanges: Sequence[Exchange], special: SpecialTokens, properties: Mapping[str, object], tolerance: float, decode: Decode
+    exchanges: Sequence[Exchange], special: ReferenceTokens, properties: Mapping[str, object], tolerance: float, decode: Decode
 ) -> tuple[list[ComparedStage], list[str]]:
     """Return the stages, and what of them could not be compared. `properties`: of the server."""
     left_out: list[str] = []
@@ -142,7 +142,7 @@ def compare_served(
 # ---- Prompts
 
 
-def _special_tokens(special: SpecialTokens, properties: Mapping[str, object]) -> ComparedStage:
+def _special_tokens(special: ReferenceTokens, properties: Mapping[str, object]) -> ComparedStage:
     places = [
         (name, ours, str(properties[key]))
         for name, key, ours in (("beginning of text", "bos_token", special.bos), ("end of text", "eos_token", special.eos))
@@ -155,7 +155,7 @@ def _special_tokens(special: SpecialTokens, properties: Mapping[str, object]) ->
     return _stage("special_tokens", [(each[0], ("", repr(each[1]), repr(each[2])) if each in wrong else None) for each in places])
 
 
-def _prompt_stages(exchanges: Sequence[Exchange], special: SpecialTokens, decode: Decode) -> list[ComparedStage]:
+def _prompt_stages(exchanges: Sequence[Exchange], special: ReferenceTokens, decode: Decode) -> list[ComparedStage]:
     """Return the stages of rendered prompts and their tokens; of a server that returns neither, their number."""
     bos = special.bos or ""
     rendered = [each for each in exchanges if each.prompt.text is not None and each.reference.messages is not None]
@@ -288,7 +288,7 @@ def scale_of(pairs: Sequence[tuple[ServedAnswer, ScoredTokens | None]]) -> float
 # ---- Answers
 
 
-def _answers(exchanges: Sequence[Exchange], special: SpecialTokens, tolerance: float, left_out: list[str]) -> ComparedStage:
+def _answers(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance: float, left_out: list[str]) -> ComparedStage:
     """Compare greedy answers up to a near tie: where A's two most probable tokens are within the tolerance, rounding decides."""
     places: list[tuple[str, Found | None]] = []
     ties = 0
@@ -400,7 +400,7 @@ def score_request(ids: Sequence[int], answer: ServedAnswer) -> ScoreRequest:
     return ScoreRequest(list(ids), tokens, [[(one.id, one.text) for one in each.top] for each in answer.tokens], bool(answer.prompt))
 
 
-def cause_of_tokens(exchanges: Sequence[Exchange], special: SpecialTokens, decode: Decode) -> tuple[str, str] | None:
+def cause_of_tokens(exchanges: Sequence[Exchange], special: ReferenceTokens, decode: Decode) -> tuple[str, str] | None:
     """Return why the tokens of prompts differ, and what to do; None if they do not."""
     serve = "serve with the model's own template: `--chat-template-file` of llama.cpp, `--chat-template` of vLLM"
     wrong = next((each for each in exchanges if each.prompt.ids is not None and each.prompt.ids != each.ids), None)

@@ -32,10 +32,10 @@ from fsdp_tune.check.evaluation.examples import (
     Identified,
     ModelsRequest,
     ReferenceAnswer,
+    ReferenceTokens,
     Request,
     ScoredTokens,
     ScoreRequest,
-    SpecialTokens,
 )
 from fsdp_tune.check.evaluation.score import load_with_adapter
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
@@ -254,7 +254,7 @@ class Reference:
             return
         bos = None if encoder.bos_id is None else encoder.decode([encoder.bos_id])
         ends = {str(token): encoder.decode([token]) for token in self._answerer.end_ids}
-        emit({"special": asdict(SpecialTokens(bos, encoder.bos_id, encoder.eos_token, ends))})
+        emit({"special": asdict(ReferenceTokens(bos, encoder.bos_id, encoder.eos_token, ends))})
         for each in encoded:
             emit({"reference": asdict(self._reference(each, max_new_tokens))})
 

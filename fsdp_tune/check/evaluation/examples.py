@@ -301,7 +301,7 @@ class ModelsRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class ReferenceTokens:
     """Special tokens of the model that is compared with a server."""
 
     bos: str | None

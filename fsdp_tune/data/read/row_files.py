@@ -159,7 +159,7 @@ def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
 def _is_nested_too_deeply(value: Any, text: str) -> bool:
     """Return whether `value`, parsed from `text`, has more than MOST_NESTED levels."""
 
-    def is_deeper(part: object, levels: int) -> bool:
+    def is_deeper(part: Any, levels: int) -> bool:
         inner = list(cast(dict[str, Any], part).values()) if isinstance(part, dict) else cast(list[Any], part)
         return not levels or any(is_deeper(each, levels - 1) for each in inner if isinstance(each, (dict, list)))
 

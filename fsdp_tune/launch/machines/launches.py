@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,9 +25,11 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.machine import (
     NOT_STARTED,
+    Fewer,
     Identity,
     MachineReport,
     Relayed,
+    Standby,
     before_launch,
     combined,
     difference,
@@ -63,22 +65,6 @@ REFUSED_SECONDS = 45.0
 """A first machine that answers, but serves no store for this long, has no command any more. A child that died is replaced sooner."""
 UNHEARD_SECONDS = 30.0
 """At the end of a launch, machines that have been silent for longer are not waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fewer:
-    """A launch that did not start, since not all of its machines confirmed it in time."""
-
-    present: tuple[int, ...]
-    """Those that did, the first included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standby:
-    """This machine takes part in no launch yet. It joins the next one."""
-
-    members: tuple[int, ...]
-    """The machines of the present launch."""
 
 
 class Machines:
@@ -335,9 +321,14 @@ class Machines:
 
     # ---- All machines, during a launch.
 
+    @property
+    def launch_id(self) -> str | None:
+        """What distinguishes the ranks of this launch from those of earlier ones, which may still run; None on a single machine."""
+        return f"{self._report.life}-{self._report.launch}" if self.others else None
+
     def environment(self) -> dict[str, str]:
         """Return variables for the launcher, so that agents of different lives or launches never form one group."""
-        return {"PET_RDZV_ID": f"{self._report.life}-{self._report.launch}"} if self.others else {}
+        return {"PET_RDZV_ID": self.launch_id} if self.launch_id is not None else {}
 
     def end(self, ended: Verdict) -> None:
         """Publish how this launch ended here."""

@@ -297,6 +297,22 @@ class MachineReport(Document):
         return self.verdict.problem if self.verdict is not None else None
 
 
+@dataclass(frozen=True, slots=True)
+class Fewer:
+    """A launch that did not start, since not all of its machines confirmed it in time."""
+
+    present: tuple[int, ...]
+    """Those that did, the first included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """This machine takes part in no launch yet. It joins the next one."""
+
+    members: tuple[int, ...]
+    """The machines of the present launch."""
+
+
 def digests_of_files(run: RunDir) -> dict[str, str]:
     """Return digests of the files of a run that its ranks read at the start, of those that are there."""
     found: dict[str, str] = {}

@@ -18,7 +18,8 @@ from typing import Protocol
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines.launches import Fewer, Machines, Standby
+from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
