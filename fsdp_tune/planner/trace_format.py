@@ -84,7 +84,7 @@ OP = np.dtype(
 `flops` counts a multiply-add as two, and zero for elementwise work. `moved_bytes` are the bytes read and written; `batch_bytes` and
 `slice_bytes` are those in tensors whose size is a multiple of the micro-batch or of the tokens of a loss slice; `in_slice` marks the
 work of every slice (`blend.at_micro_batch`). `kernels` is the number of launches: more than one for foreach operations, 0 inside a
-fused kernel, whose bytes are those of its first operation (`planner.predict.fusion`)."""
+fused kernel, whose bytes are those of its first operation (`fuse`)."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
 

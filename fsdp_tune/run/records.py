@@ -99,7 +99,7 @@ class Environment(Document):
     devices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """`kind`, `name` and `memory_bytes` of each visible device."""
     extensions: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """Fields of `recipe.extensions.Extension`."""
+    """Fields of `recipe.references.Extension`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,12 @@
-"""Archives of `torch.save`, read without running anything that they name.
+"""Read archives of `torch.save` and pickles of checkpoints without running anything that they name.
 
-Read pickles inside checkpoints without running anything that they name.
+An archive is a zip file with uncompressed members, whose ranges can be copied. The layout is that of torch's `PyTorchStreamWriter`:
+`data.pkl` describes the tensors, `data/<key>` are their storages, aligned, each with the CRC-32 of its bytes (zero in all members when
+`set_crc32_options(False)` was used).
 
 `load` is Python's own interpreter of pickles with a closed list of opcodes and of names. Nothing is imported, and the opcodes that
 could allocate more than the file holds, change a class, or overflow the C stack (by hashing nested tuples) are left out or replaced.
 The interpreter in C is not used, because its opcodes cannot be restricted.
-
-Locate tensors inside `torch.save` archives: zip files with uncompressed members, whose ranges can be copied.
-
-The layout is torch's `PyTorchStreamWriter`: `data.pkl` describes the tensors, `data/<key>` are their storages, aligned,
-uncompressed, each with the CRC-32 of its bytes (zero in all members when `set_crc32_options(False)` was used).
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Files that a source names: local ones with their digests, those at URLs, and the data set of the package.
+"""Open the files that a source names: local files with their digests, files at URLs, and the data set of the package.
 
-Read files at URLs in blocks. Blocks are larger the longer a file is read in sequence; a request that fails is repeated after a wait.
+A file at a URL is read in blocks, which grow the longer it is read in sequence; a request that fails is repeated after a wait. HTTP uses
+`urllib`. Other protocols are file systems of `fsspec`, most of which need a package, such as s3fs for s3.
 
-HTTP uses `urllib`. Other protocols are file systems of `fsspec`, most of which need a package, such as s3fs for s3.
+Digests of local files are stored, so that an unchanged file is not read again at each start. A digest is reused while the file has the
+size, modification time, status change time and inode that it had when it was hashed. Programs that write a file and then restore its
+modification time (rsync, tar) cannot restore the status change time.
 
-Digests of source files, stored so that an unchanged file is not read again at each start.
-
-A digest is reused while the file has the size, modification time, status change time and inode that it had when it was
-hashed. Programs that write a file and then restore its modification time (rsync, tar) cannot restore the status change time.
-
-`builtin:arithmetic`: a data set of sums in words and its tokenizer, generated without a download.
-
-`thirty seven plus four is` → ` forty one`: a number below a hundred plus a number below ten. A tenth of the thousand sums
-is held out: the splits `train` and `test` share no question, so exact match on `test` measures addition and not
-memorisation.
+`builtin:arithmetic` is a data set of sums in words with its tokenizer, generated without a download: `thirty seven plus four is` →
+` forty one`, a number below a hundred plus a number below ten. A tenth of the thousand sums is held out: the splits `train` and `test`
+share no question, so exact match on `test` measures addition and not memorisation.
 """
 
 from __future__ import annotations

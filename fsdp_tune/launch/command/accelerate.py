@@ -1,11 +1,9 @@
-"""The environment of the ranks: which variables are removed, and which are recorded.
+"""Build the exact command and environment that start the ranks of one machine, without relying on defaults.
 
 Variables left over from another job would change the stack silently (Accelerate reads RANK, PMI_RANK and FSDP_*; torchrun reads PET_*),
 so they are removed and named in `launch.json`.
 
-Build the exact command and environment that start the ranks of one machine, without relying on defaults.
-
-How `accelerate launch` 1.15 reads them (accelerate/commands/launch.py):
+How `accelerate launch` 1.15 reads command and environment (accelerate/commands/launch.py):
 - `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and uses a given
   file only for what the command line leaves unset. So both are given and agree.
 - `launch_command` reaches `multi_gpu_launcher`, the only one that spawns ranks (through torch.distributed.run), for

@@ -1,15 +1,13 @@
-"""The effects of a recipe key, and whether a resumed run may change it. Each key declares both next to its type (`Effect`).
+"""Kinds of values of recipe keys, the effects that a key declares, and the sharding strategies.
 
-A declaration holds for a resolved recipe and covers the direct effects of the key: `training.global_batch_size` affects memory
-only through `training.gradient_accumulation_steps`, which declares that effect itself. The name of a cached trace and the
-classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without one affects everything and
-cannot change on resume.
+A kind is a pydantic type with a description for messages (`Description`). Next to its type each key declares what it affects, and
+whether a resumed run may change it (`Effect`). A declaration holds for a resolved recipe and covers the direct effects of the key:
+`training.global_batch_size` affects memory only through `training.gradient_accumulation_steps`, which declares that effect itself. The
+name of a cached trace and the classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without
+one affects everything and cannot change on resume.
 
-The kinds of values that recipe keys take: pydantic types, each with a description (`Description`).
-
-The sharding strategies and their properties. Every other list of their names is derived from this one.
-
-The exception is `recipe.fsdp_arguments`, which defines the expected state of a live run independently, so that a mistake here is found.
+Every list of strategies is derived from `STRATEGIES`, except `recipe.fsdp_arguments`, which defines the expected state of a live run
+independently, so that a mistake here is found.
 """
 
 from __future__ import annotations
@@ -80,8 +78,10 @@ SDPA_OR_EAGER = "sdpa_or_eager"
 
 
 def is_flash_kernel(attn_implementation: str) -> bool:
-    """Return whether `attn_implementation` is a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
-    `kernels-community/flash-attn2@main`."""
+    """Return whether `attn_implementation` is a flash kernel, by transformers' rule (`is_flash_attention_requested`).
+
+    Examples: `flash_attention_2`, `kernels-community/flash-attn2@main`.
+    """
     return "flash" in attn_implementation
 
 

@@ -1,15 +1,11 @@
-"""Delete old checkpoints and the leftovers of crashed saves.
+"""Save checkpoints: staged, hashed while written, published by rank 0 when all ranks have finished, optionally in the background.
 
-The contents of one checkpoint, and their copy in host memory, which training does not change.
+Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the manifest and renames.
+Until the rename there is no `checkpoint-N`. Old checkpoints and the leftovers of crashed saves are deleted.
 
-The copy is what training waits for. It goes into one arena, which is allocated at the first save and used again by each later one: fresh
-memory costs a page fault every 4 KiB, and pageable memory a second copy by the driver. On a GPU the arena is page-locked by
-`cudaHostRegister`, since torch's allocator of pinned memory would round a block of 17 GiB up to 32.
-
-Save checkpoints: staged, hashed while written, published by rank 0 when all have finished, optionally in the background.
-
-Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
-manifest and renames. Until the rename there is no `checkpoint-N`.
+Training waits only for the copy to host memory, which a save in the background writes. The copy goes into one arena, which is allocated
+at the first save and reused by later ones: fresh memory costs a page fault every 4 KiB, and pageable memory a second copy by the driver.
+On a GPU the arena is page-locked by `cudaHostRegister`, since torch's allocator of pinned memory would round a block of 17 GiB up to 32.
 """
 
 from __future__ import annotations
@@ -187,8 +183,10 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the same mesh for tensors in host memory. It only describes the layout, without process groups, which would create
-    communicators on the devices during training."""
+    """Return the same mesh for tensors in host memory.
+
+    It only describes the layout: process groups would create communicators on the devices during training.
+    """
     if mesh.device_type == "cpu":
         return mesh
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
@@ -289,8 +287,11 @@ class Checkpointer:
             self.report(saved)
 
     def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
-        """Write in a new thread. Its default device is the first of the machine; DCP synchronises with the current device's stream, so
-        without `set_device` every rank of the machine would allocate memory there."""
+        """Write in a new thread, with the device of this rank as its current device.
+
+        A thread starts with the first device of the machine, and DCP synchronises with the current device's stream: every rank of the
+        machine would allocate memory there.
+        """
         module: Any = getattr(torch, self.device_type)
         index = None if self.device_type == "cpu" else module.current_device()
 

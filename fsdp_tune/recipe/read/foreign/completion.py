@@ -174,14 +174,14 @@ _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "ev
 
 
 def _settle_evaluation(ledger: Ledger) -> None:
-    """Keys of evaluations have no effect without rows to evaluate."""
+    """Leave out keys of evaluations if there are no rows to evaluate, since they have no effect."""
     if not any(target[:2] == ("data", "eval") for target in ledger.settings):
         for target in (*(("training", name) for name in _EVALUATIONS), ("data", "eval_packing")):
             ledger.discard(target, "there are no rows to evaluate")
 
 
 def _settle_state_format(ledger: Ledger) -> None:
-    """Moments of few bits are saved in shards alone; the format is a matter of files, and the optimizer one of the training."""
+    """Leave out the format of the state for optimizers whose moments have few bits: those are saved in shards alone."""
     if ledger.get("training", "optim") in ("adamw_torch_8bit", "adamw_torch_4bit"):
         ledger.discard(("fsdp", "state_dict_type"), "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model")
 
@@ -236,7 +236,7 @@ def _is_unquantised(ledger: Ledger) -> bool:
 
 
 def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
-    """Return the schedule, and ask for the dtype of the weights. Without `lr_scheduler` the rate is constant, with it a cosine."""
+    """Return the schedule, constant without `lr_scheduler` and a cosine with it, and ask for the dtype of the weights."""
     if ledger.get("model", "dtype") is None and not has_adapter(ledger):
         words = "Automodel trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
         ledger.decide(("model", "dtype"), words)

@@ -1,6 +1,6 @@
-"""Parse the command that starts another trainer: its options, those of the launcher before it, and the variables before both.
+"""Read the configuration of another tool, with lines and comments: YAML, JSON, or the command that starts it, in a text file.
 
-Read the configuration of another tool: YAML, JSON, or a command line in a text file, with lines and comments.
+Of a command, the options of the program, those of the launcher before it, and the variables before both are read.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class ForeignCommand:
 
 
 def command_in(text: str) -> ForeignCommand | None:
-    """Return the command of a shell script that starts a trainer, its variables first; None if there is none. Raises: usage error for
-    several."""
+    """Return the command of a shell script that starts a trainer, its variables first; None if there is none.
+
+    Raises: usage error for several.
+    """
     comments: list[str] = []
     variables: list[str] = []
     found: list[list[str]] = []
@@ -89,7 +91,7 @@ def command_in(text: str) -> ForeignCommand | None:
 
 
 def _check_method(words: list[str]) -> None:
-    """Raises: usage error for a command that trains by another method: a recipe of its options would train something else."""
+    """Refuse a command that trains by another method, since a recipe of its options would train something else. Raises: usage error."""
     rest = _without_variables(words)
     options = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
     scripts = [word.rpartition("/")[2].removesuffix(".py") for word in rest if word.endswith(".py")]
@@ -153,8 +155,10 @@ def _evaluated(word: str) -> str:
 
 
 def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
-    """Return the options of the program, with those of its launcher and its variables under keys of their own, and the tool if its name
-    tells it."""
+    """Return the options of the program, and the tool if the program's name identifies it.
+
+    Options of its launcher and variables are under keys of their own.
+    """
     values: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     while words and (match := _VARIABLE.fullmatch(words[0])) and not words[0].startswith("-"):
@@ -186,8 +190,10 @@ def _program(words: list[str]) -> tuple[int, str | None]:
 
 
 def _options(words: list[str], *, is_launcher: bool) -> dict[str, Any]:
-    """Return `--name value`, `--name=value`, `--name a b` and `--name` alone, which is true. Words before the first option are left out,
-    but for a file of options, as `llamafactory-cli train FILE` takes it."""
+    """Return the options: `--name value`, `--name=value`, `--name a b`, and `--name` alone, which is true.
+
+    Words before the first option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
+    """
     values: dict[str, Any] = {}
     name: str | None = None
     for word in words:

@@ -379,8 +379,10 @@ def leave_here(reason: str) -> SourceRule:
 
 
 def settle_source(ledger: Ledger, path: Path, place: Path, named: Mapping[str, SourceRule] | None = None) -> None:
-    """Settle an entry, which is the name of a data set or a mapping, by the source at `place`. `named`: rules of the tool, which take the
-    place too."""
+    """Settle an entry, which is the name of a data set or a mapping, by the source at `place`.
+
+    `named`: rules of the tool, which take the place too.
+    """
     entry = ledger.value(*path)
     if not isinstance(entry, dict):
         ledger.write(path, {(*place, "path"): str(entry)}, Fate.CONVERTED)

@@ -1,6 +1,6 @@
-"""Write a recipe from the settings of an import: sections in the order of the schema, and the origin of each value beside it.
+"""Make a recipe of the file of another tool: read it, settle every key, complete it, and check it by the reader of recipes itself.
 
-From the file of another tool to a recipe: read, settle every key, complete, and check by the reader of recipes itself.
+The recipe is written with sections in the order of the schema, and the origin of each value next to it.
 """
 
 from __future__ import annotations

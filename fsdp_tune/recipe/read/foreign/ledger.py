@@ -1,4 +1,4 @@
-"""The account of an import: what became of each key of the other tool's file, and the values that the recipe gets from them.
+"""Account for an import: record what became of each key of the other tool's file, and the values that the recipe gets from it.
 
 The account is closed: `Ledger.close` fails unless each value of the file is in exactly one row.
 """
@@ -148,8 +148,10 @@ class Ledger:
         *,
         weight: Weight = Weight.GIVEN,
     ) -> None:
-        """Settle a key by values of the recipe, by dotted key or path. A value of equal weight that is there and differs makes it a
-        question."""
+        """Settle a key by values of the recipe, by dotted key or path.
+
+        A value of equal weight that is there already and differs makes it a question.
+        """
         if _is_secret(path, self.value(*path)):
             self.drop(path, "")
             return
