@@ -1,4 +1,6 @@
-"""Values as users read and write them: sizes, durations, YAML scalars, and text that is safe to print. GiB = 2**30 bytes, GB = 10**9 bytes.
+"""Values as users and other programs write them: sizes, durations, YAML scalars, JSON values, text that is safe to print.
+
+GiB = 2**30 bytes, GB = 10**9 bytes.
 
 Plain YAML scalars follow the core schema of YAML 1.2, in which `no` is text and `2e-5` is a number. YAML 1.1, which PyYAML implements,
 reads `2e-5` as text, `0123` as 83, `no` as false and `12:30` as 750. Text that the two versions read differently stays text and has a
