@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from fsdp_tune.core.units import json_object
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -22,14 +24,14 @@ class Fields:
 
     names: tuple[str, ...]
 
-    def of(self, config: Any) -> int | None:
+    def of(self, config: object) -> int | None:
         """Return the number; None if the configuration has it under none of the names."""
         return next((value for value in _values(config, self.names) if isinstance(value, int)), None)
 
 
 def _values(config: object, names: Sequence[str]) -> Iterator[Any]:
     for name in names:
-        yield cast("Mapping[str, Any]", config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        yield cast("Mapping[str, object]", config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 # ---- Sizes
@@ -60,7 +62,7 @@ UNDECLARED = frozenset({"head_dim"})
 """Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
 
 
-def layer_types(config: Any) -> list[str]:
+def layer_types(config: object) -> list[str]:
     """Return the type of each layer; empty if the configuration does not list them."""
     return list(next(_values(config, ("layer_types",))) or ())
 
@@ -82,12 +84,12 @@ def heads_by_layer(config: Any) -> list[tuple[int, int]]:
     return found
 
 
-def widest_head(config: Any) -> int:
+def widest_head(config: object) -> int:
     """Return the largest width of an attention head over all layers; 0 if the configuration declares no heads."""
     return max((width for _, width in heads_by_layer(config)), default=0)
 
 
-def mean_heads(config: Any) -> tuple[int, int]:
+def mean_heads(config: object) -> tuple[int, int]:
     """Return (heads of a layer, their width) whose product is the mean of all layers; zeros if the configuration declares no heads."""
     layers = heads_by_layer(config)
     if not layers:
@@ -105,17 +107,17 @@ CAUSAL_SWITCHES = ("is_decoder", "causal")
 """Fields that give a bidirectional model a causal mask."""
 
 
-def has_attention_dropout(config: Any) -> bool:
+def has_attention_dropout(config: object) -> bool:
     """Return whether the attention of a text model drops weights in training."""
     return any(_values(config, _ATTENTION_DROPOUT))
 
 
-def has_attention_soft_cap(config: Any) -> bool:
+def has_attention_soft_cap(config: object) -> bool:
     """Return whether the attention of a text model caps its logits (Gemma 2)."""
     return next(_values(config, ("attn_logit_softcapping",))) is not None
 
 
-def dropout_fields(config: Mapping[str, Any]) -> list[str]:
+def dropout_fields(config: Mapping[str, object]) -> list[str]:
     """Return the fields of a `config.json` that make the model's forward random in training, sorted."""
     rates = (name for name, value in config.items() if isinstance(value, float) and value > 0)
     return sorted(name for name in rates if any(word in name for word in _DROPOUT_WORDS) and not name.startswith(_DROPOUT_OF_OTHER_HEADS))
@@ -133,7 +135,7 @@ SCALED_FIELDS = ("rope_parameters", "rope_scaling", *POSITIONS.names)
 """Fields that scaling the positions changes."""
 
 
-def max_positions(config: Any) -> int | None:
+def max_positions(config: object) -> int | None:
     """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
     positions = POSITIONS.of(config)
     return positions if positions is not None and positions > 0 else None
@@ -166,13 +168,13 @@ EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
 """Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
 
 
-def expert_count(config: Any) -> int:
+def expert_count(config: object) -> int:
     """Return the number of experts in a layer; 1 for a dense model. Configurations that have it under two names have it once
     (`attribute_map` of transformers), so the first name decides."""
     return EXPERTS.of(config) or 1
 
 
-def is_router(config: Any, outputs: int) -> bool:
+def is_router(config: object, outputs: int) -> bool:
     """Return whether a linear layer with this number of outputs has one for each expert of a mixture."""
     experts = expert_count(config)
     return experts > 1 and outputs == experts + (EMPTY_EXPERTS.of(config) or 0)
@@ -195,11 +197,10 @@ def is_embedding(name: str) -> bool:
     return _EMBEDDING.search(name) is not None
 
 
-def tie_setting(config: Mapping[str, Any]) -> bool | None:
+def tie_setting(config: Mapping[str, object]) -> bool | None:
     """Return whether a `config.json` ties head and embedding; None if it is left to the model class."""
-    nested: Any = config.get("text_config")
-    places: list[Mapping[str, Any]] = [config, nested] if isinstance(nested, dict) else [config]
-    return next((place[TIE_KEY] for place in places if isinstance(place.get(TIE_KEY), bool)), None)
+    settings = (config.get(TIE_KEY), json_object(config.get("text_config")).get(TIE_KEY))
+    return next((each for each in settings if isinstance(each, bool)), None)
 
 
 def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -273,9 +274,9 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
 
 
-def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def changed_fields(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for name, value in after.items():
         old = before.get(name)
         if _is_nested(name, old) and _is_nested(name, value):
@@ -285,7 +286,7 @@ def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     return changed
 
 
-def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
     merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}
     for name, value in changes.items():
@@ -295,9 +296,11 @@ def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {}) | old_names(config, changes)
 
 
-def with_old_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_old_spellings(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
-    old = {name: with_old_spellings(value) if _is_nested(name, value) else with_floats(value) for name, value in config.items()}
+    old: dict[str, object] = {
+        name: with_old_spellings(json_object(value)) if _is_nested(name, value) else with_floats(value) for name, value in config.items()
+    }
     return old | _old_rope_fields_of(config) | old_names(config, config)
 
 
@@ -314,18 +317,18 @@ def with_floats(value: Any) -> Any:
             return value
 
 
-def _old_rope_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _old_rope_fields_of(config: Mapping[str, object]) -> dict[str, object]:
     fields = old_rope_fields(config.get("rope_parameters"))
     names = family_of(config.get("model_type")).old_rope_names
     return fields | {old: fields[name] for name, old in names.items() if name in fields}
 
 
-def old_names(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def old_names(config: Mapping[str, object], fields: Mapping[str, object]) -> dict[str, object]:
     """Return those of `fields` that transformers 4 reads under another name for the model type of `config`, by that name."""
     return {old: fields[name] for name, old in family_of(config.get("model_type")).old_names.items() if name in fields}
 
 
-def old_rope_fields(parameters: object) -> dict[str, Any]:
+def old_rope_fields(parameters: object) -> dict[str, object]:
     """Return `rope_parameters` in the fields of transformers 4; empty if they had no spelling there.
 
     Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are not scaled.
@@ -343,7 +346,7 @@ def old_rope_fields(parameters: object) -> dict[str, Any]:
     return _flat(fields["full_attention"]) | {OLD_LOCAL_ROPE: local["rope_theta"]}
 
 
-def _flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(parameters: Mapping[str, object]) -> dict[str, object]:
     own = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in parameters.items() if name not in own}
     is_scaled = scaling.get("rope_type", "default") != "default"

@@ -17,9 +17,9 @@ others end with 5.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.core.units import GIB
@@ -60,7 +60,7 @@ class PodSettings:
 
 def manifest(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE") -> str:
     """Return the YAML documents of a run, which `kubectl apply -f FILE` submits."""
-    makers: dict[Kind, Callable[[ContainerJob, PodSettings], list[dict[str, Any]]]] = {
+    makers: dict[Kind, Callable[[ContainerJob, PodSettings], Sequence[Mapping[str, object]]]] = {
         "job": _job,
         "jobset": _jobset,
         "trainjob": _trainjob,
@@ -104,11 +104,11 @@ def _manifest_header(job: ContainerJob, pod: PodSettings, kind: Kind, file: str)
     return lines
 
 
-def _metadata(job: ContainerJob, pod: PodSettings, *, name: str | None = None, queued: bool = False) -> dict[str, Any]:
+def _metadata(job: ContainerJob, pod: PodSettings, *, name: str | None = None, queued: bool = False) -> dict[str, object]:
     labels = {"app.kubernetes.io/name": "fsdp-tune", "app.kubernetes.io/instance": job.name}
     if queued and pod.queue is not None:
         labels[QUEUE_LABEL] = pod.queue
-    found: dict[str, Any] = {"name": name or job.name}
+    found: dict[str, object] = {"name": name or job.name}
     if pod.namespace is not None:
         found["namespace"] = pod.namespace
     return found | {"labels": labels, "annotations": {"fsdp-tune-recipe-sha256": job.digest}}
@@ -119,12 +119,12 @@ def _recipe_name(job: ContainerJob) -> str:
     return f"{job.name}-recipe-{job.digest[:8]}"
 
 
-def _recipe_map(job: ContainerJob, pod: PodSettings) -> dict[str, Any]:
+def _recipe_map(job: ContainerJob, pod: PodSettings) -> dict[str, object]:
     metadata = _metadata(job, pod, name=_recipe_name(job))
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": {RECIPE_FILE: job.recipe_text}}
 
 
-def _job(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
+def _job(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
     spec = _job_spec(job, pod, f"{job.name}-0.{job.name}", subdomain=job.name) | {
         "backoffLimit": pod.restarts * job.machines,
         "podReplacementPolicy": "Failed",
@@ -151,12 +151,12 @@ def _job(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
     return [service, made] if job.machines > 1 else [made]
 
 
-def _jobset(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
+def _jobset(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
     metadata = _metadata(job, pod, queued=True)
     return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": _jobset_spec(job, pod)}]
 
 
-def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] | None = None, more: str = "") -> dict[str, Any]:
+def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] | None = None, more: str = "") -> dict[str, object]:
     spec = _job_spec(job, pod, f"{job.name}-{GROUP}-0-0.{job.name}", more=more) | {
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
@@ -168,7 +168,7 @@ def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] 
             ]
         },
     }
-    template: dict[str, Any] = {"metadata": {"labels": dict(labels)}} if labels else {}
+    template: dict[str, object] = {"metadata": {"labels": dict(labels)}} if labels else {}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
         "failurePolicy": {
@@ -191,7 +191,7 @@ def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] 
     }
 
 
-def _trainjob(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
+def _trainjob(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
     """Return a runtime for this run and its TrainJob: only a runtime has volumes, a failure policy and a security context."""
     trackers = ",".join(dict.fromkeys([*job.reported_to, "kubeflow"]))
     more = f'${{{STATUS_VARIABLE}:+--set "training.report_to=[{trackers}]"}}'
@@ -215,11 +215,11 @@ def _trainjob(job: ContainerJob, pod: PodSettings) -> list[dict[str, Any]]:
     return [runtime, made]
 
 
-def _in(codes: list[int]) -> dict[str, Any]:
+def _in(codes: list[int]) -> dict[str, object]:
     return {"containerName": GROUP, "operator": "In", "values": [int(code) for code in codes]}
 
 
-def _job_spec(job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str | None = None, more: str = "") -> dict[str, Any]:
+def _job_spec(job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str | None = None, more: str = "") -> dict[str, object]:
     spec = _pod_spec(job, pod, first, more)
     if subdomain is not None and job.machines > 1:
         spec = {"subdomain": subdomain} | spec
@@ -234,10 +234,10 @@ def _job_spec(job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str
     }
 
 
-def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dict[str, Any]:
+def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dict[str, object]:
     shared = pod.shared_memory_bytes or job.shared_memory_bytes
     claims = dict.fromkeys(mount.volume for mount in job.mounts)
-    volumes: list[dict[str, Any]] = [
+    volumes: list[dict[str, object]] = [
         {"name": "recipe", "configMap": {"name": _recipe_name(job)}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{-(-shared // GIB)}Gi"}},
         *({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)),
@@ -262,7 +262,7 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
     }
 
 
-def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volumes: Mapping[str, str]) -> dict[str, Any]:
+def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volumes: Mapping[str, str]) -> dict[str, object]:
     command = job.shell_command('"$JOB_COMPLETION_INDEX"', more)
     variables = dict(job.cluster.environment)
     if job.machines > 1:
@@ -342,8 +342,8 @@ def _task_script(job: ContainerJob, first: str, rank: str) -> str:
     return "\n".join([*lines, job.shell_command(rank)])
 
 
-def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
-    resources: dict[str, Any] = {}
+def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, object]:
+    resources: dict[str, object] = {}
     if job.cluster.gpus_per_machine:
         resources["accelerators"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
     if settings.image is not None:
@@ -351,7 +351,7 @@ def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
     if settings.spot:
         resources["use_spot"] = True
     resources["job_recovery"] = {"max_restarts_on_errors": settings.restarts, "recover_on_exit_codes": [int(ExitCode.PREEMPTED)]}
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "name": job.name,
         "num_nodes": job.machines,
         "resources": resources,
@@ -363,13 +363,13 @@ def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value != {}}
 
 
-def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, Any]:
-    resources: dict[str, Any] = {"shm_size": f"{job.shared_memory_bytes // GIB}GB"}
+def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, object]:
+    resources: dict[str, object] = {"shm_size": f"{job.shared_memory_bytes // GIB}GB"}
     if job.cluster.gpus_per_machine:
         resources["gpu"] = f"{settings.gpu}:{job.cluster.gpus_per_machine}"
     variables = [f"{name}={value}" for name, value in job.cluster.environment.items()]
     secrets = [f"{each.variable}=${{{{ secrets.{each.secret} }}}}" for each in settings.secrets]
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "type": "task",
         "name": job.name,
         "nodes": job.machines if job.machines > 1 else None,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
@@ -114,7 +113,7 @@ def _represent_text(_dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def as_yaml(document: dict[str, Any]) -> str:
+def as_yaml(document: Mapping[str, object]) -> str:
     """Return a document as YAML, with its keys in their order."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
