@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -68,6 +69,24 @@ def trend(values: Sequence[float], *, is_narrow: bool) -> str:
     """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than two."""
     shown = values[-(TREND // 2 if is_narrow else TREND) :]
     return sparkline(shown) if len(shown) > 1 else ""
+
+
+def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
+    """Wrap a line between words. What is in backticks, to be typed as it is, and words longer than a line stay on one line.
+
+    Later lines are indented by `indent`; None: by two more than the first.
+    """
+    if len(text) <= width or not text.strip():
+        return [text]
+    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
+    margin = " " * (len(text) - len(text.lstrip()) + 2 if indent is None else indent)
+    lines = textwrap.wrap(kept, max(width, len(margin) + LEAST_LAST_COLUMN), subsequent_indent=margin, **_BETWEEN_WORDS)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+_CODE = re.compile(r"`[^`]+`")
+_NO_BREAK = "\x00"
+_BETWEEN_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "expand_tabs": False}
 
 
 class Terminal:
@@ -135,13 +154,18 @@ class Terminal:
             self._log.close()
             self._log = None
 
-    def message(self, text: str) -> None:
-        """Print a line."""
+    def message(self, text: str, *, indent: int | None = None, wraps: bool = True) -> None:
+        """Print a line. A terminal gets it as `wrapped` returns it, unless it `wraps` not: a table, or a command to be copied. A pipe and
+        the log get one line."""
+        lines = [text]
+        if wraps and self.talk.isatty():
+            lines = [line for part in text.split("\n") for line in wrapped(part, self._width(), indent)]
         if self._collected is not None:
-            self._collected.append(printable(text))
+            self._collected.extend(map(printable, lines))
             return
         self._record(text)
-        self._print(text)
+        for line in lines:
+            self._print(line)
 
     def _print(self, line: str) -> None:
         if not self.is_quiet:
@@ -254,21 +278,22 @@ class Terminal:
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
             first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
-            self.message("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
+            padded = (cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True))
+            self.message("  " + "  ".join(padded).rstrip(), wraps=False)
             for part in rest:
-                self.message(" " * indent + part)
+                self.message(" " * indent + part, wraps=False)
 
     def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
         name_width = max((len(name) for name in columns[1:]), default=0)
         indent = 4 + name_width + 2
         for first, *others in cells:
-            self.message(f"  {first}".rstrip())
+            self.message(f"  {first}".rstrip(), wraps=False)
             for name, cell in zip(columns[1:], others, strict=True):
                 # Paths and hashes are not broken, so that they can be copied.
                 parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
                 for number, part in enumerate(parts):
-                    self.message(f"    {'' if number else name:<{name_width}}  {part}")
+                    self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 
     def document(self, value: JsonAnswer | dict[str, Any]) -> None:
         """Set the command's JSON document. A later failure adds its `errors` to it."""
