@@ -183,10 +183,18 @@ def import_config(
             raise typer.Exit(ExitCode.FAILED)
 
 
+PIPE_WIDTH = 100
+"""Columns of the account of keys where there is no terminal."""
+
+
 def _show(screen: Screen, found: Import, output: Path | None) -> None:
+    from fsdp_tune.recipe.read.loader import DECIDE
+
     imported = found.imported
     rows = [(row.key, row.fate.value, ", ".join(row.as_dict()["to"]), row.reason) for row in imported.rows]
-    screen.table(f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here", "remark"], rows)
+    screen.table(
+        f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here", "remark"], rows, pipe_width=PIPE_WIDTH
+    )
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
     for key, words in imported.decisions:
@@ -194,7 +202,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
-    to_do = "look for `# DECIDE:` in it, then " if "# DECIDE:" in imported.text else ""
+    to_do = f"look for `{DECIDE.strip()}` in it, then " if DECIDE in imported.text else ""
     screen.message(f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it")
 
 

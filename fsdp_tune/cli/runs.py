@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
+
 import fsdp_tune
 from fsdp_tune.cli.terminal import trend
 from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -50,14 +52,20 @@ def status(
     answer = _read_status(screen, run)
     if watch and answer.is_active:
         from fsdp_tune.cli.bars import LiveLines
+        from fsdp_tune.launch.run_status import RunStatus
 
-        with LiveLines(screen) as live:
-            while answer.is_active:
-                with screen.collected() as lines:
-                    _show_answer(screen, answer)
-                live.show(lines)
-                time.sleep(WATCH_SECONDS)
-                answer = _read_status(screen, run)
+        try:
+            with LiveLines(screen) as live:
+                while answer.is_active:
+                    with screen.collected() as lines:
+                        _show_answer(screen, answer)
+                    live.show(lines)
+                    time.sleep(WATCH_SECONDS)
+                    answer = _read_status(screen, run)
+        except KeyboardInterrupt:
+            screen.document(answer)
+            screen.message(f"no longer watched; {'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not affected")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
     screen.document(answer)
     _show_answer(screen, answer)
 
@@ -263,7 +271,15 @@ def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
             screen.message(f"to open it on your machine, run there: {forwarding_command(urlsplit(url).port or 0)}")
         screen.message("Ctrl-C ends the command; the runs continue")
 
-    follow_report(runs, port=port, serving=serving)
+    def ended(run: Path, state: str, is_last: bool) -> None:
+        has_ended = "has finished" if state == ExitReason.FINISHED.value else f"has ended ({state})"
+        screen.message(f"{run} {has_ended}" + ("; the page is served until Ctrl-C, and changes no more" if is_last else ""))
+
+    try:
+        follow_report(runs, port=port, serving=serving, ended=ended)
+    except KeyboardInterrupt:
+        screen.message("the page is no longer served; runs are not affected")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _last(ends: dict[str, Any] | None) -> str:

@@ -260,20 +260,21 @@ class Terminal:
                 else:
                     self.warn(line)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table under its title. A pipe gets one line for each row.
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, pipe_width: int | None = None) -> None:
+        """Print a table under its title. A pipe gets one line for each row, unless a width is given.
 
-        On a terminal the last column is wrapped to fit; a table whose other columns take the width is printed as records.
+        Within a width the last column is wrapped to fit; a table whose other columns take the width is printed as records.
         """
+        width = self._width() if self.talk.isatty() else pipe_width
         cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
         if title:
             self.message(title)
         indent = 2 + sum(width + 2 for width in widths[:-1])
-        if self.talk.isatty():
-            room = self._width() - indent
+        if width is not None:
+            room = width - indent
             if room < min(widths[-1], LEAST_LAST_COLUMN):
-                self._records(columns, cells)
+                self._records(columns, cells, width)
                 return
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
@@ -283,15 +284,15 @@ class Terminal:
             for part in rest:
                 self.message(" " * indent + part, wraps=False)
 
-    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
+    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
+        """Print each row of a table that is too wide as its first cell, and below it a line for each other cell."""
         name_width = max((len(name) for name in columns[1:]), default=0)
         indent = 4 + name_width + 2
         for first, *others in cells:
             self.message(f"  {first}".rstrip(), wraps=False)
             for name, cell in zip(columns[1:], others, strict=True):
                 # Paths and hashes are not broken, so that they can be copied.
-                parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
+                parts = textwrap.wrap(cell, max(width - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
                 for number, part in enumerate(parts):
                     self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 

@@ -161,6 +161,11 @@ class RunStatus(JsonAnswer):
         """Whether a process works on the run."""
         return self.state in (RUNNING, BUSY)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and no process works on it any more."""
+        return self.state not in _CONTINUES
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatus(JsonAnswer):
