@@ -165,8 +165,18 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if facts.problem:
         screen.message(f"ended with: {facts.problem}")
     for way in facts.ways_on:
-        screen.message(f"  {way}")
+        _show_way(screen, way)
     screen.message(f"logs: {facts.logs}")
+
+
+def _show_way(screen: Screen, way: str) -> None:
+    """Print a next command and what it does; on a narrow terminal below it, so that the command can be copied."""
+    command, _, does = way.removeprefix("`").partition("` ")
+    if not does or screen.wrap_width is None or len(way) + 2 <= screen.wrap_width:
+        screen.message(f"  {way}", wraps=False)
+        return
+    screen.message(f"  {command}", wraps=False)
+    screen.message(f"    {does}")
 
 
 def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
@@ -328,7 +338,8 @@ def show_evaluation(screen: Screen, found: Evaluation) -> None:
         for name, estimate in ((found.model, result.metric), (found.base, result.base)):
             if estimate is not None:
                 rows.append([label, name, f"{result.rows:,}", f"{result.tokens:,}", f"{estimate.value:.4f}", _span(estimate)])
-    screen.table("", ["set", "model", "rows", "tokens", found.metric, f"interval ({found.interval})"], rows)
+    screen.table("", ["set", "model", "rows", "tokens", found.metric, "interval"], rows)
+    screen.message(f"intervals: {found.interval}")
     for label, result in found.sets.items():
         for line in _notes(found, result):
             screen.message(f"{label}: {line}")

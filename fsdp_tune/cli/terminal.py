@@ -226,10 +226,10 @@ class Terminal:
     def _log_failed(self, path: Path, error: OSError) -> None:
         write_text(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"))
 
-    def _width(self) -> int:
-        """Return the columns of the terminal behind `talk`; 80 if they are unknown."""
+    def _width(self, stream: TextIO | None = None) -> int:
+        """Return the columns of the terminal behind `stream`, None: `talk`; 80 if they are unknown."""
         try:
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(self.talk.fileno()).columns or 80
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size((stream or self.talk).fileno()).columns or 80
         except (OSError, ValueError):
             return 80
 
@@ -247,7 +247,9 @@ class Terminal:
     def _paint(self, head: str, colour: str, tail: str) -> None:
         self._record(head + tail)
         wants_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
+        text = "\n".join(wrapped(head + tail, self._width(sys.stderr))) if sys.stderr.isatty() else head + tail
+        shown = printable(text).removeprefix(head)
+        write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + shown + "\n")
 
     def problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
@@ -263,7 +265,8 @@ class Terminal:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, pipe_width: int | None = None) -> None:
         """Print a table under its title. A pipe gets one line for each row, unless a width is given.
 
-        Within a width the last column is wrapped to fit; a table whose other columns take the width is printed as records.
+        Within a width the last column is wrapped to fit. If the others leave no room for it, its words are below each row; if they do not
+        fit either, rows are printed as records.
         """
         width = self._width() if self.talk.isatty() else pipe_width
         cells = [[printable(str(cell)) for cell in row] for row in rows]
@@ -274,7 +277,8 @@ class Terminal:
         if width is not None:
             room = width - indent
             if room < min(widths[-1], LEAST_LAST_COLUMN):
-                self._records(columns, cells, width)
+                is_below = len(columns) > 2 and widths[-1] > LEAST_LAST_COLUMN and indent - 2 <= width
+                (self._rows_with_words_below if is_below else self._records)(columns, cells, width)
                 return
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
@@ -283,6 +287,14 @@ class Terminal:
             self.message("  " + "  ".join(padded).rstrip(), wraps=False)
             for part in rest:
                 self.message(" " * indent + part, wraps=False)
+
+    def _rows_with_words_below(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
+        """Print a table without its last column, whose words are indented below each row."""
+        widths = [max(len(line[index]) for line in [columns, *cells]) for index in range(len(columns) - 1)]
+        for *row, words in [list(columns), ["─" * each for each in widths] + [""], *cells]:
+            self.message("  " + "  ".join(cell.ljust(each) for cell, each in zip(row, widths, strict=True)).rstrip(), wraps=False)
+            for line in wrapped(f"      {words}", width, 6) if words else ():
+                self.message(line, wraps=False)
 
     def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
         """Print each row of a table that is too wide as its first cell, and below it a line for each other cell."""

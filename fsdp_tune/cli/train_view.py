@@ -113,7 +113,7 @@ def _rates(steps: Sequence[Line]) -> str:
     if not logged:
         return ""
     highest, step = max(logged, key=lambda each: each[0])
-    return f"{highest:.3g} at step {step:,}, the highest that was logged; {logged[-1][0]:.3g} at step {logged[-1][1]:,}"
+    return f"highest logged {highest:.3g} (step {step:,}), last {logged[-1][0]:.3g} (step {logged[-1][1]:,})"
 
 
 def _losses(lines: Sequence[Line], name: str, spans: Sequence[str]) -> str:
@@ -127,7 +127,10 @@ def _losses(lines: Sequence[Line], name: str, spans: Sequence[str]) -> str:
 
     numbers = [at for at, line in enumerate(lines) if isinstance(line[name], int | float)]
     best = min(numbers, key=lambda at: float(lines[at][name]), default=None)
-    return f"first {shown(0)}, last {shown(-1)}{f', best {shown(best)}' if best is not None else ''}"
+    first = shown(0).replace("(steps", "(mean of steps")
+    if best == len(lines) - 1:
+        return f"first {first}, last and best {shown(-1)}"
+    return f"first {first}, last {shown(-1)}{f', best {shown(best)}' if best is not None else ''}"
 
 
 def _samples(lines: Sequence[Line]) -> list[str]:

@@ -310,6 +310,50 @@ def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
     assert wide[1].split() == ["set", "rows", "path", "because", "last"]
 
 
+def test_words_of_a_table_without_room_for_them_are_below_its_rows() -> None:
+    program = (
+        "from fsdp_tune.cli.verbs import command\n"
+        "rows = [['a.key', 'x' * 40, 'two words ' * 6], ['b', 'y', ''], ['c', 'z', 'short']]\n"
+        "with command(False) as screen: screen.table('t', ['key', 'value', 'because'], rows)"
+    )
+    lines = shown_on_a_terminal(program, 60).replace("\r", "").splitlines()
+    assert lines == [
+        "t",
+        "  key    value",
+        "      because",
+        f"  {'─' * 5}  {'─' * 40}",
+        f"  a.key  {'x' * 40}",
+        "      two words two words two words two words two words two",
+        "      words",
+        "  b      y",
+        "  c      z",
+        "      short",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(40, [3, 4]), (200, [1, 1])])
+def test_lines_are_wrapped_between_words_and_code_is_not_broken(columns: int, lines: list[int], tmp_path: Path) -> None:
+    """The log has one line whatever the terminal is."""
+    text = "batch: two sequences on each rank; write `training.global_batch_size: 8` to fix it"
+    program = (
+        "from pathlib import Path\n"
+        "from fsdp_tune.cli.verbs import command\n"
+        "from fsdp_tune.core.errors import Notice\n"
+        f"text = {text!r}\n"
+        "import os; os.dup2(1, 2)\n"
+        "with command(False) as screen:\n"
+        f"    screen.log_to(Path({str(tmp_path / 'log')!r}))\n"
+        "    screen.message(text)\n"
+        "    screen.notices([Notice('a', text)])"
+    )
+    shown = shown_on_a_terminal(program, columns).replace("\r", "").splitlines()
+    assert max(map(len, shown)) <= columns
+    assert len(shown) == sum(lines)
+    assert sum("`training.global_batch_size: 8`" in line for line in shown) == 2
+    assert [" ".join(line.split()) for line in (" ".join(shown[: lines[0]]), " ".join(shown[lines[0] :]))] == [text, f"notice: {text}"]
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
     program = (

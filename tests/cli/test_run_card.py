@@ -56,8 +56,8 @@ def test_card_has_losses_tokens_time_and_memory(tmp_path: Path, capsys: pytest.C
     assert shown[:6] == [
         "  time          1m15s since the start, 40.0s in the run's 30 steps",
         "  tokens        3,000",
-        "  loss          first 3.0000 (steps 1 to 10), last nan (steps 21 to 30), best 1.5000 (steps 11 to 20)",
-        "  eval loss     first 3.5000 (step 10), last 2.5000 (step 30), best 2.5000 (step 30)",
+        "  loss          first 3.0000 (mean of steps 1 to 10), last nan (steps 21 to 30), best 1.5000 (steps 11 to 20)",
+        "  eval loss     first 3.5000 (step 10), last and best 2.5000 (step 30)",
         "  peak memory   13.00 GiB of GPU memory reserved on rank 0",
         "  plan          peak_reserved_gib: 10 GiB predicted, 12.5 measured (-20.0%)",
     ]
