@@ -176,7 +176,7 @@ def follow_report(
     *,
     port: int = 0,
     serving: Callable[[RunReport, str], None],
-    ended: Callable[[Path, str, bool], None] = lambda *_: None,
+    ended: Callable[[Path, str, bool], None] | None = None,
 ) -> None:
     """Serve the page of `report` on this machine until the process is interrupted; in a browser it shows what the runs write, as they do.
 
@@ -192,7 +192,8 @@ def follow_report(
             with suppress(FsdpTuneError, OSError):  # the page says that it cannot be read
                 if (now := run_status(run)).has_ended:
                     watched.remove(run)
-                    ended(run.path, now.state, not watched)
+                    if ended is not None:
+                        ended(run.path, now.state, not watched)
 
     page = LivePage(lambda: report_page(_read(runs), _now(), is_live=True), port=port, watch=watch)
     serving(first, page.url)
