@@ -283,7 +283,7 @@ def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
 
     def ended(run: Path, state: str, is_last: bool) -> None:
         has_ended = "has finished" if state == ExitReason.FINISHED.value else f"has ended ({state})"
-        screen.message(f"{run} {has_ended}" + ("; the page is served until Ctrl-C, and changes no more" if is_last else ""))
+        screen.message(f"{run} {has_ended}" + ("; the page is served until Ctrl-C" if is_last else ""))
 
     try:
         follow_report(runs, port=port, serving=serving, ended=ended)

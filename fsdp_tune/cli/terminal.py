@@ -148,8 +148,9 @@ class Terminal:
             self._log.write(line)
         self._shown.clear()
 
-    def end_log(self) -> None:
-        """Close the file of `log_to`; lines from now on are for the next one."""
+    def next_run(self) -> None:
+        """Close the file of `log_to`: lines from now on are for the next one, and times count from now."""
+        self.began = time.monotonic()
         if self._log is not None:
             self._log.close()
             self._log = None

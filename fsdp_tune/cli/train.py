@@ -136,7 +136,7 @@ def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: T
     from fsdp_tune.jobs.sweep import answer_of, plan_sweep, run_sweep, waiting
 
     planned = plan_sweep(recipe.source(), recipe.overrides, sweep, options, name=recipe.name)
-    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.end_log)
+    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.next_run)
     screen.document(found)
     show_sweep(screen, found, overwrites=options.overwrite)
     raise typer.Exit(found.exit_code)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -44,10 +44,6 @@ from fsdp_tune.run.metrics_file import (
     seconds_in_steps,
 )
 from fsdp_tune.run.records import Prediction
-
-if TYPE_CHECKING:
-    pass
-
 
 Line = dict[str, Any]
 CARD_SAMPLES = 3

@@ -78,6 +78,8 @@ def resolve_recipe(
             resume=resume,
         )
     except FsdpTuneError as error:
+        if not refused:
+            raise
         raise FsdpTuneError(*refused, *error.problems, exit_code=error.exit_code) from error
     if refused:
         raise FsdpTuneError(*refused, *(missing_sources(loaded.recipe) if starts_ranks else ()))

@@ -243,6 +243,30 @@ screen.position(61, 'finished', 0, 0)"""
     assert not any("61/60" in line for line in shown)
 
 
+def test_first_step_counts_from_the_start_of_the_command_and_later_ones_from_the_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks count from their launch, and start again after a failure; a sweep starts its next run."""
+    event = {"event": "first_step", "step": 1, "time": 1000.0, "phase_seconds": {"launching": 2.0, "training": 3.0}}
+    screen = Screen(json_output=False)
+    monkeypatch.setattr("time.time", lambda: 1000.5)  # the line is half a second old
+    monkeypatch.setattr("time.monotonic", lambda: screen.began + 9.5)
+    with screen.training():
+        screen.metrics(event)
+        screen.metrics(event)
+    began = screen.began
+    monkeypatch.setattr("time.monotonic", lambda: began + 100.0)
+    screen.next_run()
+    monkeypatch.setattr("time.monotonic", lambda: began + 106.5)
+    with screen.training():
+        screen.metrics(event)
+    assert capsys.readouterr().out.splitlines() == [
+        "first step 9.0 s after the start (checking 4.0, launching 2.0, training 3.0)",
+        "first step 5.0 s after the launch (launching 2.0, training 3.0)",
+        "first step 6.0 s after the start (checking 1.0, launching 2.0, training 3.0)",
+    ]
+
+
 def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:
     with bars.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
