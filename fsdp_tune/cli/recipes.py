@@ -191,9 +191,9 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     from fsdp_tune.recipe.read.loader import DECIDE
 
     imported = found.imported
-    rows = [(row.key, row.fate.value, ", ".join(row.as_dict()["to"]), row.reason) for row in imported.rows]
+    rows = [(row.key, row.fate.value, ": ".join(filter(None, (", ".join(row.as_dict()["to"]), row.reason)))) for row in imported.rows]
     screen.table(
-        f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here", "remark"], rows, pipe_width=PIPE_WIDTH
+        f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here: remark"], rows, pipe_width=PIPE_WIDTH
     )
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")

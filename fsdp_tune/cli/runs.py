@@ -175,7 +175,7 @@ def _show_way(screen: Screen, way: str) -> None:
     if not does or screen.wrap_width is None or len(way) + 2 <= screen.wrap_width:
         screen.message(f"  {way}", wraps=False)
         return
-    screen.message(f"  {command}", wraps=False)
+    screen.message(f"  {command}" if len(command) + 2 <= screen.wrap_width else command, wraps=False)
     screen.message(f"    {does}")
 
 
