@@ -56,7 +56,7 @@ def show_recipe(screen: Screen, name: Name) -> None:
     path, text = _read(name)
     screen.document(RecipeTextAnswer(name, str(path), text))
     if not screen.json_output:
-        screen.message(text.rstrip("\n"))
+        screen.message(text.rstrip("\n"), wraps=False)
 
 
 @recipes.command("copy")
@@ -97,7 +97,7 @@ def print_schema(screen: Screen) -> None:
     schema = json_schema()
     screen.document(schema)
     if not screen.json_output:
-        screen.message(json.dumps(schema, indent=2))
+        screen.message(json.dumps(schema, indent=2), wraps=False)
 
 
 @recipes.command("new")
@@ -260,7 +260,7 @@ def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fs
     text = bundled_text(name)
     screen.document(TemplateTextAnswer(**given(_described(name)), text=text))
     if not screen.json_output:
-        screen.message(text.rstrip("\n"))
+        screen.message(text.rstrip("\n"), wraps=False)
 
 
 def _list(screen: Screen, tokenizer: str | None) -> None:
@@ -352,9 +352,9 @@ def _show_key(screen: Screen, found: KeyExplanation) -> None:
     if found.meaning:
         screen.message(f"\n{found.meaning}\n")
     if found.keys:
-        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}")
+        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}", indent=10)
     else:
-        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""))
-        screen.message(f"default:  {default}")
-        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}")
-        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}")
+        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""), indent=10)
+        screen.message(f"default:  {default}", indent=10)
+        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}", indent=10)
+        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}", indent=10)

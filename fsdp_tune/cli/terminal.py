@@ -194,7 +194,7 @@ class Terminal:
             self.piece(prompt)
         line = sys.stdin.readline()
         if line and not is_typed:
-            self.message(prompt + line.rstrip("\n"))
+            self.message(prompt + line.rstrip("\n"), wraps=False)
         return line.rstrip("\n") if line else None
 
     def _ask_with_history(self, prompt: str) -> str | None:

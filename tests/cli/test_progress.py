@@ -16,7 +16,9 @@ from fsdp_tune.cli import bars
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.data.format.templates import bundled_text
 from fsdp_tune.data.report import DataReport
+from fsdp_tune.recipe.read.loader import catalogue
 from fsdp_tune.recipe.resolve import Resolution
 from tests.model.recipes import model_facts
 from tests.planner.recipes import resolved
@@ -376,6 +378,20 @@ def test_lines_are_wrapped_between_words_and_code_is_not_broken(columns: int, li
     assert sum("`training.global_batch_size: 8`" in line for line in shown) == 2
     assert [" ".join(line.split()) for line in (" ".join(shown[: lines[0]]), " ".join(shown[lines[0] :]))] == [text, f"notice: {text}"]
     assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_files_are_printed_as_they_are() -> None:
+    """A template, or a recipe, may be copied from the terminal."""
+    for words, text in (
+        (["templates", "show", "qwen3"], bundled_text("qwen3")),
+        (["recipes", "show", "gpt2_smoke"], recipe_text("gpt2_smoke")),
+    ):
+        program = f"import sys; sys.argv = ['fsdp-tune', *{words}]\nfrom fsdp_tune.cli.app import main\nmain()"
+        assert shown_on_a_terminal(program, 40).replace("\r", "") == text.rstrip("\n") + "\n"
+
+
+def recipe_text(name: str) -> str:
+    return catalogue()[name].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
