@@ -12,8 +12,8 @@ _INTRODUCTION = """# Exports in older stacks
 
 A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported as a run exports it: a merged
 model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
-largest), token ids, special tokens and chat template, and generation settings. [exports.json](../evidence/data/exports.json) has the result of
-each; `scripts/test --suite exports --write` measures them and writes this page.
+largest), token ids, special tokens and chat template, and generation settings. [exports.json](../evidence/data/exports.json) has the
+result of each; `scripts/test --suite exports --write` measures them and writes this page.
 
 {counts}
 

@@ -20,10 +20,12 @@ HEAD = """# Parity
 Each run is one of the real worker on CPU ranks over gloo (torch {torch}, transformers {transformers}, accelerate {accelerate}),
 compared with the [plain loop](numerics.md), in which each example goes through the model alone.
 `scripts/test --suite parity --write` writes this page and [parity.json](data/parity.json), which has a row for each run.
-A run takes 22 optimizer steps of 16 rows over 4 epochs, the last batch with 3 rows; vocabulary (257) and widths are not divisible by any number of ranks.
+A run takes 22 optimizer steps of 16 rows over 4 epochs, the last batch with 3 rows; vocabulary
+(257) and widths are not divisible by any number of ranks.
 
 Numbers are relative deviations, the largest of all runs: `loss` and `grad norm` of any step, `mean` the mean signed one of the loss,
-`parameters` the norm of the difference after the last step over the norm of the update. The tests require loss, eval loss and gradient norm within 1e-5 and parameters
+`parameters` the norm of the difference after the last step over the norm of the update.
+The tests require loss, eval loss and gradient norm within 1e-5 and parameters
 within 1e-4; of Muon, which orthogonalises in bf16, 5e-5 and 0.02.
 
 {coverage}
