@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from fsdp_tune.core.atomic import DISK
-from fsdp_tune.core.errors import FailedError, FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
@@ -47,7 +47,7 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
     """
     output = _output(url, options)
     try:
-        remote, found = _find(url, options)
+        remote, found = _find(url, options, observer)
     except UrlError as error:
         raise mirror_error(mask_text(url), error, Where(mask_text(url))) from error
     found = replace(found, manifest=replace(found.manifest, files=_of_weights(found)))
@@ -95,8 +95,11 @@ def _output(url: str, options: MergeOptions) -> Path:
     return output
 
 
-def _find(url: str, options: MergeOptions) -> tuple[RemoteRun, RemoteCheckpoint]:
-    """Return the run and the checkpoint that `url` and `options` name. Raises: FsdpTuneError, UrlError."""
+def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRun, RemoteCheckpoint]:
+    """Return the run and the checkpoint that `url` and `options` name, or else the newest whose manifest is right.
+
+    Raises: FsdpTuneError, UrlError.
+    """
     above, _, last = url.rstrip("/").rpartition("/")
     match = CHECKPOINT_NAME.fullmatch(last)
     remote = RemoteRun(*(above if match else url.rstrip("/")).rsplit("/", 1))
@@ -105,13 +108,18 @@ def _find(url: str, options: MergeOptions) -> tuple[RemoteRun, RemoteCheckpoint]
         raise usage_error("merge-url", f"`--step {options.step}` is not {last}", where=Where(mask_text(url)), hint="leave `--step` out")
     listing = remote.directory.list()
     steps = remote.complete_steps(listing)
-    step = wanted if wanted is not None else next(iter(steps), None)
-    if step is None or step not in steps:
-        raise _no_checkpoint(remote, step, listing)
-    found = remote.checkpoint(step)
-    if isinstance(found, str):
-        raise failed_error("merge-incomplete-checkpoint", f"the checkpoint is not complete: {found}", where=Where(mask_text(url)))
-    return remote, found
+    candidates = steps if wanted is None else [step for step in steps if step == wanted]
+    rejected: list[Notice] = []
+    for step in candidates:
+        found = remote.checkpoint(step)
+        if isinstance(found, RemoteCheckpoint):
+            observer.notices(rejected)
+            return remote, found
+        rejected.append(Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}"))
+    if not rejected:
+        raise _no_checkpoint(remote, wanted, listing)
+    reasons = "; ".join(notice.message for notice in rejected)
+    raise failed_error("merge-incomplete-checkpoint", f"no checkpoint can be merged: {reasons}", where=Where(mask_text(url)))
 
 
 def _no_checkpoint(remote: RemoteRun, step: int | None, listing: Listing) -> FsdpTuneError:

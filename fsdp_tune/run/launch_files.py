@@ -120,6 +120,10 @@ class Heartbeat(Document):
     """Finished batches of the phase, where the rank counts them: in an evaluation."""
     planned: int = 0
     """Batches of the phase; 0: not counted."""
+    launch: str = ""
+    """The launch that the rank belongs to (`LAUNCH_VARIABLE`)."""
+    began_at: float = 0.0
+    """Wall-clock time at which the rank started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,8 @@ class Outcome(Document):
     rank: int = 0
     step: int = 0
     time: float = 0.0
+    launch: str = ""
+    """The launch that the rank belonged to (`LAUNCH_VARIABLE`)."""
 
     def as_dict(self) -> dict[str, Any]:
         problem = self.problem
@@ -168,6 +174,7 @@ class Outcome(Document):
             "exit_reason": self.reason.value,
             "step": self.step,
             "time": self.time,
+            "launch": self.launch,
             "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
             "traceback": self.traceback,
             **self.facts,
@@ -178,8 +185,8 @@ class Outcome(Document):
         facts = dict(raw)
         rank, code, reason, step, ended_at = (facts.pop(name) for name in ("rank", "exit_code", "exit_reason", "step", "time"))
         problem = Problem.from_dict(found) if (found := facts.pop("problem", None)) else None
-        trace = facts.pop("traceback", None)
-        return cls(int(code), ExitReason(reason), problem, trace, facts, int(rank), int(step or 0), float(ended_at))
+        trace, launch = facts.pop("traceback", None), str(facts.pop("launch", ""))
+        return cls(int(code), ExitReason(reason), problem, trace, facts, int(rank), int(step or 0), float(ended_at), launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +222,28 @@ class Verdict(Document):
         return cls(ExitCode(raw["exit_code"]), ExitReason(raw["exit_reason"]), int(raw["step"]), problem)
 
 
-def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
-    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version."""
+LAUNCH_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Set by torch's agent for its ranks to the id of its rendezvous (PET_RDZV_ID), which differs between launches over several machines."""
+
+
+def read_heartbeat(run: RunDir, rank: int, launch: str | None = None) -> Heartbeat | None:
+    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version.
+
+    `launch`: None too for a heartbeat of another launch. A rank of an earlier one may still run on a machine that was lost and is back.
+    """
     try:
-        return Heartbeat.read(run.rank_heartbeat(rank))
+        beat = Heartbeat.read(run.rank_heartbeat(rank))
     except FsdpTuneError:
         return None
+    return beat if beat is not None and launch in (None, beat.launch) else None
 
 
-def read_outcome(run: RunDir, rank: int) -> Outcome | None:
-    """Return the outcome of a rank; None if it has not ended. A file that cannot be read counts as a failure."""
+def read_outcome(run: RunDir, rank: int, launch: str | None = None) -> Outcome | None:
+    """Return the outcome of a rank; None if it has not ended, and if not of `launch`. An unreadable file is a failure."""
     path = run.rank_outcome(rank)
     try:
-        return Outcome.read(path)
+        outcome = Outcome.read(path)
+        return outcome if outcome is not None and launch in (None, outcome.launch) else None
     except FsdpTuneError as error:
         problem = Problem("outcome-unreadable", f"rank {rank} left an outcome that cannot be read: it {error}", Where(str(path)))
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
@@ -237,7 +253,11 @@ def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
     """Delete the files of an earlier launch, so that they are not mistaken for those of this one."""
     if with_verdict:
         run.outcome_json.unlink(missing_ok=True)
-    for rank in ranks:
+    cleared = set(ranks)
+    for stage in run.logs.glob("rank-*.heartbeat.*.tmp"):
+        if int(stage.name.removeprefix("rank-").partition(".")[0]) in cleared:
+            stage.unlink(missing_ok=True)
+    for rank in cleared:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ from fsdp_tune.core.errors import (
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LaunchRecord, Outcome
+from fsdp_tune.run.launch_files import LAUNCH_VARIABLE, LaunchRecord, Outcome
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, dump
 from fsdp_tune.worker.observe.trackers import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
@@ -63,13 +63,14 @@ def run_rank(
         outcome = _outcome_of(error, recipe, heartbeat, holder[0] if holder else None)
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
-    outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time())
+    outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time(), launch=os.environ.get(LAUNCH_VARIABLE, ""))
     stop_request.end()
     end_loader_processes()
     heartbeat.close()
     with contextlib.suppress(OSError, FsdpTuneError):
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
-    _write_outcome(run, outcome)
+    if not heartbeat.is_superseded():
+        _write_outcome(run, outcome)
     return outcome
 
 

@@ -157,3 +157,18 @@ def test_interrupted_download_is_continued(url: str, tmp_path: Path, monkeypatch
     merge_checkpoint(url, options(tmp_path / "out" / "merged"))
     assert not [name for name in fetched if name.endswith(".distcp")], "files that had arrived are not downloaded again"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["merged"]
+
+
+def test_newest_checkpoint_with_a_readable_manifest_is_merged(url: str, tmp_path: Path, cli: Callable[..., Done]) -> None:
+    mirror = Path(url.removeprefix("file://"))
+    (mirror / "checkpoint-20" / "manifest.json").write_text("{")
+    done = cli("merge-checkpoint", url, "--output", str(tmp_path / "merged"), "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["source"] == f"{url}/checkpoint-10"
+    (notice,) = [notice for notice in answer["notices"] if notice["code"] == "checkpoint-rejected"]
+    assert notice["message"].startswith("checkpoint-20 of the mirror is not used: ")
+    (mirror / "checkpoint-10" / "manifest.json").write_text("{")
+    with pytest.raises(FsdpTuneError, match=r"no checkpoint can be merged: checkpoint-20 .*; checkpoint-10 ") as caught:
+        merge_checkpoint(url, options(tmp_path / "other"))
+    assert caught.value.exit_code == 1

@@ -48,6 +48,7 @@ def spike_of(cli: Cli, run: str) -> dict[str, Any]:
     return document(cli("status", run, "--json"))["spike"]
 
 
+@pytest.mark.slow
 def test_planted_row_is_named_and_left_out(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path)
     train(cli, "run")

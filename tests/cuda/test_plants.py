@@ -161,6 +161,7 @@ def test_run_without_a_bug_has_no_races_and_waits_where_it_must(bench: Bench) ->
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_wait_in_each_step_is_listed_with_its_place(bench: Bench) -> None:
     _, counted = watched(bench, "wait")
     assert [any("test_plants.py" in place for place in steady_places(each)) for each in counted] == [True, True]

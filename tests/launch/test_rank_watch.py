@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.launch.supervise import rank_watch as watches
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat
+from fsdp_tune.run.launch_files import Heartbeat, Outcome, clear
 
 LIMIT_SECONDS = 30.0
 PHASES = ["starting", "importing", "loading the model", "reading back", "training", "forward", "evaluating", "probing a save", "saving"]
@@ -44,7 +45,7 @@ class Ranks:
         monkeypatch.setattr(watches, "time", clock)
         monkeypatch.setattr(watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted})
         monkeypatch.setattr(watches, "is_alive", lambda process: True)
-        monkeypatch.setattr(watches, "read_heartbeat", lambda _, rank: self._read(rank))
+        monkeypatch.setattr(watches, "read_heartbeat", lambda _, rank, launch: self._read(rank))
         monkeypatch.setattr(watches, "read_outcome", lambda *_: self._read(-1))
         self.beats: dict[int, Heartbeat] = {}
 
@@ -145,3 +146,28 @@ def test_remote_ranks_are_polled_only_during_silence(ranks_of: Callable[[int], R
     ranks.reads = 0
     assert ranks.hang_found_after(watch, 60, moves=lambda: ranks.progress(*range(8))) is None
     assert ranks.reads <= 60 * (56 / watches.OTHERS_ROUND_SECONDS + 8 / watches.ALL_ROUND_SECONDS + 5)
+
+
+def test_files_of_another_launch_are_left_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was counted as lost is back, and its ranks of the earlier launch still write."""
+    run.logs.mkdir(parents=True)
+    watch = RankWatch(run, range(2), 4, "life-2")
+    for rank, launch in [(0, "life-2"), (1, "life-1"), (2, "life-1"), (3, "life-2")]:
+        Heartbeat(rank, 1, 5, "training", 1.0, 2.0, 0.5, launch=launch).write(run.rank_heartbeat(rank))
+        Outcome(ExitCode.FAILED, ExitReason.FAILED, rank=rank, launch=launch).write(run.rank_outcome(rank))
+    monkeypatch.setattr(watch, "processes", {})
+    watch.read_all()
+    assert set(watch.beats) == set(watch.outcomes) == {0}
+    manual = RankWatch(run, range(2), 2)
+    manual.read_all()
+    assert set(manual.beats) == set(manual.outcomes) == {0, 1}, "one machine: no id is compared"
+
+
+def test_launch_clears_unfinished_heartbeats_of_its_ranks_alone(run: RunDir) -> None:
+    run.logs.mkdir(parents=True)
+    own, other = (run.logs / f"rank-{rank:04d}.heartbeat.0123abcd.tmp" for rank in (1, 2))
+    for stage in (own, other):
+        stage.touch()
+    clear(run, range(2), with_verdict=False)
+    assert not own.exists()
+    assert other.exists(), "a rank of another machine may be writing it"

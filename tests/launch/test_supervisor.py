@@ -99,7 +99,12 @@ def test_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: RunDi
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)],
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow),
+        (signal.SIGINT, 130),
+    ],
     ids=["TERM", "USR1", "HUP", "INT"],
 )
 def test_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, code: int) -> None:

@@ -24,7 +24,7 @@ from tests.parity.cases import Case
 from tests.parity.report import FAULTS_OF_STACK
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -167,7 +167,6 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
     )
 
 
-@pytest.mark.slow
 def test_accumulation_keeps_unsharded_gradients(stock_run, bench: Bench, record_property) -> None:
     """§7, 23: the Trainer reduces only the last micro-batch."""
     kept = stock_run(stock.kept_unsharded)

@@ -334,9 +334,14 @@ class Machines:
 
     # ---- All machines, during a launch.
 
+    @property
+    def launch_id(self) -> str | None:
+        """What distinguishes the ranks of this launch from those of earlier ones, which may still run; None on a single machine."""
+        return f"{self._report.life}-{self._report.launch}" if self.others else None
+
     def environment(self) -> dict[str, str]:
         """Return variables for the launcher, so that agents of different lives or launches never form one group."""
-        return {"PET_RDZV_ID": f"{self._report.life}-{self._report.launch}"} if self.others else {}
+        return {"PET_RDZV_ID": self.launch_id} if self.launch_id is not None else {}
 
     def end(self, ended: Verdict) -> None:
         """Publish how this launch ended here."""

@@ -246,8 +246,8 @@ class HeartbeatTimes:
         self.progressed_at = self.written_at = now
         """When the rank last made progress and when its file last changed, at the latest when that was read."""
 
-    def read(self, run: RunDir, rank: int) -> None:
-        beat, now = read_heartbeat(run, rank), time.monotonic()
+    def read(self, run: RunDir, rank: int, launch: str | None) -> None:
+        beat, now = read_heartbeat(run, rank, launch), time.monotonic()
         if beat is None:
             return
         if self.beat is None or beat.time != self.beat.time:
@@ -260,9 +260,10 @@ class HeartbeatTimes:
 class RankWatch:
     """The ranks of one machine. Call `poll` a few times a second. Times are monotonic seconds."""
 
-    def __init__(self, run: RunDir, ranks: range, world_size: int) -> None:
+    def __init__(self, run: RunDir, ranks: range, world_size: int, launch: str | None = None) -> None:
+        """`launch`: files of ranks of another launch are left out; None: there can be none."""
         now = time.monotonic()
-        self._run = run
+        self._run, self._launch = run, launch
         self._ranks = ranks
         self._signs = {rank: HeartbeatTimes(now, is_here=True) for rank in ranks}
         self._others: dict[int, HeartbeatTimes] = {
@@ -315,13 +316,13 @@ class RankWatch:
     def _read(self, rank: int) -> None:
         """Read one rank's heartbeat, and its outcome where there may be one."""
         sign = self._signs[rank]
-        sign.read(self._run, rank)
+        sign.read(self._run, rank, self._launch)
         if rank in self._ended or sign.beat is None or sign.beat.phase in ENDED_PHASES:
             self._read_outcome(rank)
 
     def _read_outcome(self, rank: int) -> None:
         if rank not in self.outcomes:
-            outcome = read_outcome(self._run, rank)
+            outcome = read_outcome(self._run, rank, self._launch)
             if outcome is not None:
                 self.outcomes[rank] = outcome
                 self._outcome_seen[rank] = time.monotonic()
@@ -412,7 +413,7 @@ class RankWatch:
         if now - self._others_read_at >= OTHERS_ROUND_SECONDS:
             self._others_read_at = now
             for rank, sign in self._others.items():
-                sign.read(self._run, rank)
+                sign.read(self._run, rank, self._launch)
 
     def _others_moved_within(self, seconds: float) -> bool:
         now = time.monotonic()

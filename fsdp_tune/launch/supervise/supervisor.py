@@ -203,7 +203,7 @@ class Supervisor:
         run.logs.mkdir(parents=True, exist_ok=True)
         is_first_machine = self._plan.machine_rank == 0
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
-        watch = RankWatch(run, self._plan.ranks, self._plan.world_size)
+        watch = RankWatch(run, self._plan.ranks, self._plan.world_size, self._machines.launch_id)
         metrics = Follower(run.metrics_jsonl)
         logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}

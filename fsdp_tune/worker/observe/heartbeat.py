@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import threading
 import time
 import traceback
@@ -30,7 +31,7 @@ from typing import Any
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Collective, Heartbeat
+from fsdp_tune.run.launch_files import LAUNCH_VARIABLE, Collective, Heartbeat, read_heartbeat
 
 INTERVAL_SECONDS = 1.0
 MOST_WRITES = 256.0
@@ -62,7 +63,9 @@ class HeartbeatWriter:
         silence_seconds: float | None = None,
         on_silence: Callable[[], None] | None = None,
     ) -> None:
-        self._path = run.rank_heartbeat(rank)
+        self._run, self._path = run, run.rank_heartbeat(rank)
+        self._launch = os.environ.get(LAUNCH_VARIABLE, "")
+        self._stage = self._path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         self._rank, self._world_size = rank, world_size
         self._written_at = self._step_written_at = 0.0
         self._phase = self._written_phase = ""
@@ -146,6 +149,11 @@ class HeartbeatWriter:
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
         self._thread.start()
 
+    def is_superseded(self) -> bool:
+        """Return whether a rank of a later launch writes to the file: this machine was counted as lost, and is back."""
+        beat = read_heartbeat(self._run, self._rank)
+        return beat is not None and beat.launch != self._launch and beat.began_at > self.began_at
+
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
@@ -193,9 +201,12 @@ class HeartbeatWriter:
             silent_seconds,
             self.collective,
             *self._counted,
+            self._launch,
+            self.began_at,
         )
         # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
-        stage = self._path.with_suffix(".tmp")
+        # Its name is of this process: on a machine that was lost, and that is back, a rank of an earlier launch may still write.
+        stage = self._stage
         with self._lock:
             try:
                 stage.write_text(json.dumps(beat.content()), encoding="utf-8")

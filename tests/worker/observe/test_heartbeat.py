@@ -170,3 +170,22 @@ def test_many_ranks_write_a_bounded_number_of_files_a_second(world_size: int) ->
     assert seconds[0] == 1.0
     assert max(seconds) <= heartbeats.SLOWEST_SECONDS < RECENT_SECONDS / 2
     assert sum(1 / each for each in seconds) <= max(heartbeats.MOST_WRITES * 1.1, world_size / heartbeats.SLOWEST_SECONDS) + 1
+
+
+def test_rank_of_an_earlier_launch_is_superseded_by_its_successor(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, same = (started_in(run, "life-1", monkeypatch) for _ in range(2))
+    later = started_in(run, "life-2", monkeypatch)
+    later.beat("training", 3)
+    assert earlier.is_superseded()
+    assert same.is_superseded()
+    assert not later.is_superseded()
+    earlier.beat("training", 9)
+    assert not later.is_superseded(), "the earlier rank still writes, and does not take the place"
+    assert not earlier.is_superseded()
+
+
+def started_in(run: RunDir, launch: str, monkeypatch: pytest.MonkeyPatch) -> HeartbeatWriter:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    beat = HeartbeatWriter(run, 0)
+    time.sleep(0.01)
+    return beat
