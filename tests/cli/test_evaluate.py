@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fsdp_tune.check.evaluation.examples import Request
+from fsdp_tune.check.evaluation.examples import Request, RowScore
 from fsdp_tune.check.evaluation.score import run
 from fsdp_tune.cli.runs import evaluate
 from fsdp_tune.core.devices import Machine
@@ -64,7 +64,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     def in_process(request: Request, scored: Mapping[str, Any], observer: object) -> None:
         request.end_ids = sorted(set().union(*(each.end_ids for each in scored.values())))
-        run(request, lambda line: scored[line["set"]].add(line["model"], json.loads(json.dumps(line["rows"]))))
+        run(request, lambda line: scored[line["set"]].add(line["model"], [RowScore(**row) for row in json.loads(json.dumps(line["rows"]))]))
 
     monkeypatch.setattr(job, "_run", in_process)
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ from tests.recipe.loading import MINIMAL
 WITH_A_MODEL_THAT_TAKES_MINUTES = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, and so do its children
-from fsdp_tune.jobs import inspection as checks
+from fsdp_tune.jobs import validate as checks
 checks.INSPECT = (sys.executable, "-c", "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}'); time.sleep(99)", sys.argv[1])
 from fsdp_tune.cli.app import main
 sys.argv[1:] = sys.argv[2:]

@@ -278,7 +278,7 @@ PLANTS: tuple[Plant, ...] = (
         statement("return", "file = open(path, mode); os.chmod(path, 0o600); return file"),
         rows="F111",
     ),
-    plant("remote code allowed by the recipe", "jobs.session:refuse_code", never("model.trust_remote_code"), rows="F118"),
+    plant("remote code allowed by the recipe", "jobs.session:code_not_allowed", never("model.trust_remote_code"), rows="F118"),
     plant(
         "tied head written twice",
         "merge.copy.ties:find_ties",

@@ -38,7 +38,7 @@ def test_every_written_event_is_in_the_table_with_its_fields(repository: Path) -
             continue
         declared = set(getattr(metrics_file, name).fields)
         assert fields < declared if has_more else fields == declared, name
-    source = (repository / "fsdp_tune" / "worker" / "observe" / "spikes.py").read_text(encoding="utf-8")
+    source = (repository / "fsdp_tune" / "worker" / "step_checks.py").read_text(encoding="utf-8")
     assert all(f"found.append(({name}, " in source for name in OF_CURVES)
     assert {name.lower() for name, *_ in written} - {"kind"} | {name.lower() for name in OF_CURVES} == EVENTS.keys()
 
