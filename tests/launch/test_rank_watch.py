@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class Ranks:
         self.progressed = dict.fromkeys(range(count), clock.now)
         self.processes: dict[int, Any] = {rank: SimpleNamespace(pid=rank, status=self._status(rank)) for rank in range(count)}
         self.reads = 0
+        self.reads_of: Counter[int] = Counter()
         monkeypatch.setattr(watches, "time", clock)
         monkeypatch.setattr(watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted})
         monkeypatch.setattr(watches, "is_alive", lambda process: True)
@@ -54,6 +56,7 @@ class Ranks:
 
     def _read(self, rank: int) -> Heartbeat | None:
         self.reads += 1
+        self.reads_of[rank] += 1
         return self.beats.get(rank)
 
     def beat(self) -> None:
@@ -171,3 +174,25 @@ def test_launch_clears_unfinished_heartbeats_of_its_ranks_alone(run: RunDir) -> 
     clear(run, range(2), with_verdict=False)
     assert not own.exists()
     assert other.exists(), "a rank of another machine may be writing it"
+
+
+def test_one_rank_that_works_for_long_is_read_alone(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(64)
+    watch = RankWatch(ranks.run, range(8), 64)
+    ranks.hang_found_after(watch, 25, moves=lambda: ranks.progress(*range(40), *range(41, 64)))
+    ranks.reads_of.clear()
+    assert ranks.hang_found_after(watch, 100, moves=lambda: ranks.progress(*range(40), *range(41, 64))) is None
+    of_others = {rank: number for rank, number in ranks.reads_of.items() if rank >= 8}
+    assert of_others.keys() == {40}
+    assert 18 <= of_others[40] <= 21
+    found = ranks.hang_found_after(watch, 120)
+    assert found is not None
+    assert found <= LIMIT_SECONDS + 3
+
+
+def test_many_machines_read_each_other_at_a_bounded_rate(run: RunDir) -> None:
+    for world_size in (16, 512, 4096):
+        watch = RankWatch(run, range(8), world_size)
+        reads_per_second = world_size / 8 * (world_size - 8) / watch._others_round_seconds
+        assert reads_per_second <= max(watches.OTHERS_READS_PER_SECOND, world_size**2 / 8 / 30)
+        assert watch._others_round_seconds <= watches.OTHERS_DELAY_SECONDS / 2

@@ -234,6 +234,8 @@ OTHERS_DELAY_SECONDS = 60.0
 ALL_ROUND_SECONDS = 2.0
 OTHERS_ROUND_SECONDS = 5.0
 """Least time between two full reads of the heartbeats of this machine and of the other machines, while ranks are silent."""
+OTHERS_READS_PER_SECOND = 8192.0
+"""Heartbeats of other machines that all machines together read from the shared directory per second, while every rank is silent."""
 ENDED_PHASES = ("finished", "failed")
 
 
@@ -246,15 +248,17 @@ class HeartbeatTimes:
         self.progressed_at = self.written_at = now
         """When the rank last made progress and when its file last changed, at the latest when that was read."""
 
-    def read(self, run: RunDir, rank: int, launch: str | None) -> None:
-        beat, now = read_heartbeat(run, rank, launch), time.monotonic()
+    def read(self, run: RunDir, rank: int, launch: str | None) -> bool:
+        """Read the file again. Returns whether the rank has made progress since it was last read; False the first time."""
+        beat, now, before = read_heartbeat(run, rank, launch), time.monotonic(), self.beat
         if beat is None:
-            return
-        if self.beat is None or beat.time != self.beat.time:
+            return False
+        if before is None or beat.time != before.time:
             self.written_at = now
-        if self.beat is None or beat.progressed_at != self.beat.progressed_at:
+        if before is None or beat.progressed_at != before.progressed_at:
             self.progressed_at = beat.progressed_at if self._is_here else now - beat.silent_seconds
         self.beat = beat
+        return before is not None and beat.progressed_at != before.progressed_at
 
 
 class RankWatch:
@@ -270,6 +274,11 @@ class RankWatch:
             rank: HeartbeatTimes(float("-inf"), is_here=False) for rank in range(world_size) if rank not in ranks
         }
         self._others_read_at = float("-inf")
+        reads_per_round = world_size * (world_size // max(1, len(ranks)))
+        # Two rounds fit into the time that a heartbeat may be late, so that a file that no longer changes is seen twice.
+        self._others_round_seconds = min(OTHERS_DELAY_SECONDS / 2, max(OTHERS_ROUND_SECONDS, reads_per_round / OTHERS_READS_PER_SECOND))
+        self._mover: int | None = None
+        """The rank of another machine that showed progress in the last round."""
         self._turn, self._read_at = 0, now
         self._all_read_at = float("-inf")
         self._ended: dict[int, float] = {}
@@ -408,12 +417,19 @@ class RankWatch:
         return None
 
     def _read_others(self) -> None:
-        """Read the heartbeats of other machines from the shared directory; only while all ranks here are silent."""
+        """Read heartbeats of other machines, while all ranks here are silent, until one shows progress since the last round.
+
+        The rank that did so in the last round comes first: while one works for a long time (a save to a slow disk) a round is one file.
+        """
         now = time.monotonic()
-        if now - self._others_read_at >= OTHERS_ROUND_SECONDS:
-            self._others_read_at = now
-            for rank, sign in self._others.items():
-                sign.read(self._run, rank, self._launch)
+        if now - self._others_read_at < self._others_round_seconds:
+            return
+        self._others_read_at = now
+        for rank in (self._mover, *self._others) if self._mover is not None else self._others:
+            if self._others[rank].read(self._run, rank, self._launch):
+                self._mover = rank
+                return
+        self._mover = None
 
     def _others_moved_within(self, seconds: float) -> bool:
         now = time.monotonic()
