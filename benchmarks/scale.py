@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Opens:
         return time.perf_counter() - began, self.number - before
 
 
-def connections(ranks: int, folder: Path) -> Figures:
+def connections(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """Open descriptors of a rank after a gather, a sum and a broadcast in one gloo group: all connected, and connected on use."""
     if ranks > MOST_THREADS:
         return {}
@@ -79,16 +79,20 @@ def _descriptors(ranks: int, lazy: str) -> float:
         made.wait()
         ended.wait()
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = _open_files()
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     made.wait()
-    found = (len(os.listdir("/proc/self/fd")) - before) / ranks
+    found = (_open_files() - before) / ranks
     ended.wait()
     for thread in threads:
         thread.join()
     return found
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class CountingStore:
@@ -108,7 +112,7 @@ class CountingStore:
         return self._store.multi_get(keys)
 
 
-def control_channel(ranks: int, folder: Path) -> Figures:
+def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """One exchange of all machines over torch's store, as every machine does each second."""
     from fsdp_tune.launch.machines.store import StoreExchange, connect_to, listening_socket, serve
 
@@ -200,7 +204,7 @@ def manifest(ranks: int, folder: Path) -> Figures:
     }
 
 
-def checkpoint_plan(ranks: int, folder: Path) -> Figures:
+def checkpoint_plan(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """torch's global plan of a save on the first rank, FULL_SHARD: every weight has a piece on every rank."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -221,7 +225,7 @@ def checkpoint_plan(ranks: int, folder: Path) -> Figures:
     return {"weights, global plan, s": time.perf_counter() - began}
 
 
-def batch_order(ranks: int, folder: Path) -> Figures:
+def batch_order(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """The order of a million rows on the last rank: to the first batch of an epoch, and the steps after."""
     import numpy as np
 
