@@ -139,7 +139,7 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
             first_seconds = first_seconds or time.perf_counter() - started
         seconds = time.perf_counter() - began
     return {
-        "connecting all, s": connected_seconds,
+        "connecting a machine, ms": 1e3 * connected_seconds / (machines - 1),
         "store operations a second": counter["store"],
         "an exchange of machine 0, ms": 1e3 * first_seconds,
         "of another machine, ms": 1e3 * (seconds - first_seconds) / (machines - 1),
@@ -147,10 +147,10 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
 
 
 def rank_files(ranks: int, folder: Path) -> Figures:
-    """Heartbeats and outcomes: what ranks write, what `status` reads, and what a machine reads of others while all are silent."""
+    """Heartbeats and outcomes: what ranks write, what `status` reads, and what a machine reads while its ranks are silent."""
     from fsdp_tune.core.errors import ExitCode, ExitReason
     from fsdp_tune.launch import run_status
-    from fsdp_tune.launch.supervise.rank_watch import RankWatch
+    from fsdp_tune.launch.supervise.rank_watch import ALL_ROUND_SECONDS, RankWatch
     from fsdp_tune.run.directory import RunDir
     from fsdp_tune.run.launch_files import Heartbeat, Outcome, clear
     from fsdp_tune.worker.observe.heartbeat import interval_seconds
@@ -162,15 +162,14 @@ def rank_files(ranks: int, folder: Path) -> Figures:
         if rank % 2:
             Outcome(ExitCode.OK, ExitReason.FINISHED, rank=rank).write(run.rank_outcome(rank))
     status_seconds, status_opens = opens.during(lambda: [run_status._rank_status(run, rank, is_elsewhere=True) for rank in range(ranks)])
-    watch = RankWatch(run, range(PER_MACHINE), ranks)
-    _, round_opens = opens.during(watch._read_others)
-    machines = ranks // PER_MACHINE
+    watch = RankWatch(run, range(PER_MACHINE))
+    _, round_opens = opens.during(watch.read_all)
     clear_seconds, _ = opens.during(lambda: clear(run, range(PER_MACHINE), with_verdict=False))
     return {
         "heartbeats a second": sum(1 / interval_seconds(rank, ranks) for rank in range(ranks)),
         "status, s": status_seconds,
         "status, opens": status_opens,
-        "silent: opens a second of all machines": round_opens * machines / watch._others_round_seconds,
+        "silent: opens a second on each machine": round_opens / ALL_ROUND_SECONDS,
         "clearing before a launch, ms a machine": 1e3 * clear_seconds,
     }
 
@@ -214,9 +213,8 @@ def checkpoint_plan(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
     def local(rank: int) -> SavePlan:
         offsets, sizes, properties = torch.Size([rank]), torch.Size([1]), TensorProperties(torch.float32)
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size([ranks]))
-        return SavePlan(
-            [WriteItem(MetadataIndex(f"w.{number}", offsets), WriteItemType.SHARD, tensor_data=data) for number in range(WEIGHTS)]
-        )
+        indices = (MetadataIndex(f"w.{number}", offsets) for number in range(WEIGHTS))
+        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index in indices], planner_data={})
 
     plans = [local(rank) for rank in range(ranks)]
     began = time.perf_counter()

@@ -28,9 +28,11 @@ from fsdp_tune.launch.machines.report import (
     NOT_STARTED,
     MachineReport,
     Relayed,
+    are_quiet,
     before_launch,
     combined,
     digests_of_files,
+    relay,
     started_again,
     verdict_of,
 )
@@ -384,6 +386,15 @@ class Machines:
                 return report.relayed.stop_reason
         return None
 
+    def share_quiet(self, *, is_quiet: bool) -> bool:
+        """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
+        if self.others and is_quiet != self._report.is_quiet:
+            self._publish(is_quiet=is_quiet)
+        if self._machine == 0:
+            return are_quiet(self._reports, len(self.others))
+        first = self._reports.get(0)
+        return first is not None and first.makes_no_progress and first.relayed.are_quiet
+
     def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
         reports = self._read_others().values()
@@ -466,18 +477,7 @@ class Machines:
 
     def _relay(self) -> None:
         """Repeat for the others what they need of each other."""
-        reports = self._reports
-        failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
-        named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
-        verdicts = [verdict for report in reports.values() if (verdict := report.verdict) is not None]
-        relayed = Relayed(
-            failed_machine=None if failed is None else failed[0],
-            failure=None if named is None else named.as_dict(),
-            stop_reason=next((verdict.reason for verdict in verdicts if verdict.is_stop), None),
-            silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
-            rank_states=tuple(each for report in reports.values() for each in report.rank_states),
-            is_complete=len(reports) == len(self.others) and all(report.rank_states for report in reports.values()),
-        )
+        relayed = relay(self._reports, len(self.others))
         if relayed != self._report.relayed:
             self._publish(relayed=relayed)
 
