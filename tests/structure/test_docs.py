@@ -261,6 +261,7 @@ NOT_RUN = {
     "fsdp-tune rehearse": "takes a minute; tests/check/test_rehearse.py runs it",
     "fsdp-tune plan --config llama7b_full_shard": "takes a minute; tests/planner and scripts/test-newest plan the catalogue's recipes",
     "docker ": "needs a container engine",
+    "fsdp-tune report runs/recipe runs/slower --follow": "serves until Ctrl-C; tests/pages/test_live_page.py ends it",
     "fsdp-tune submit slurm": "needs a controller; tests/launch/test_slurm.py submits to one",
     "kubectl ": "needs a cluster; tests/cli/test_submit_manifests.py runs the commands of the file",
     "fsdp-tune compare": "exits 1 where sides differ; tests/cli/test_compare.py runs it",
