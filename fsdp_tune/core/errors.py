@@ -69,7 +69,7 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `code` is a stable kebab-case name with a heading in docs/reference/errors.md."""
+    """One problem. `code` is a stable kebab-case name, listed in docs/reference/messages.tsv."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""Explain a recipe key or an error code, from the schema and from docs/reference/errors.md and messages.tsv."""
+"""Explain a recipe key or an error code, from the schema and from docs/reference/messages.tsv and errors.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fsdp_tune.recipe.schema.reference import describe_key, described_names
 
 _INDEX = re.compile(r"\[\d*\]")
 _HEADING = re.compile(r"^## ([a-z0-9-]+)\n", re.MULTILINE)
-_FORM = re.compile(r"^_.*_$", re.MULTILINE)
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 
 
@@ -56,21 +55,22 @@ def _unknown(name: str, known: list[str]) -> FsdpTuneError:
     near = closest(name, list(by_end))
     hint = None if "-" in name else unknown_key_hint(name.split("."))
     hint = hint or (f"did you mean `{by_end[near]}`?" if near else None)
-    fallback = "docs/reference/recipe.yaml lists the keys of a recipe, docs/reference/errors.md the codes"
+    fallback = "docs/reference/recipe.yaml lists the keys of a recipe, docs/reference/messages.tsv the codes"
     return usage_error("unknown-word", f"there is no recipe key and no error code `{name}`", hint=hint or fallback)
 
 
 @cache
 def error_codes() -> dict[str, CodeExplanation]:
-    """Return each code of docs/reference/errors.md with its text, without marks of Markdown, and its messages."""
+    """Return each code of docs/reference/messages.tsv with its messages and its text in errors.md, without marks of Markdown."""
+    texts = _texts()
+    return {code: CodeExplanation(code, texts.get(code, ""), messages) for code, messages in _messages().items()}
+
+
+def _texts() -> dict[str, str]:
     page = shipped("docs/errors.md", "docs/reference/errors.md").read_text(encoding="utf-8")
     _, *parts = _HEADING.split(page)
     texts = (re.split(r"^# ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in parts[1::2])
-    messages = _messages()
-    return {
-        code: CodeExplanation(code, _LINK.sub(r"\1", _FORM.sub("", text)).strip(), messages.get(code, []))
-        for code, text in zip(parts[::2], texts, strict=True)
-    }
+    return {code: _LINK.sub(r"\1", text).strip() for code, text in zip(parts[::2], texts, strict=True)}
 
 
 def _messages() -> dict[str, list[CodeMessage]]:
@@ -78,5 +78,7 @@ def _messages() -> dict[str, list[CodeMessage]]:
     found: dict[str, list[CodeMessage]] = {}
     for line in table.splitlines()[1:]:
         code, message, hint = line.split("\t")
-        found.setdefault(code, []).append(CodeMessage(message, hint or None))
+        messages = found.setdefault(code, [])
+        if hint or message != "…":  # a message that only the run decides
+            messages.append(CodeMessage(message, hint or None))
     return found

@@ -39,16 +39,12 @@ def with_part(parts: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> lis
 
 
 def section(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section of the page: hits by kind, by phase and by process."""
+    """Return the section of the page: hits by kind. The data have those by phase and by process too."""
     texts = [HEADING]
     for each in parts:
         title = "One machine" if each["machines"] == 1 else f"{each['machines']} commands as machines"
         kinds = {kind: sum(phases.values()) for kind, phases in each["hits"].items()}
-        phases = {phase: sum(hits.get(phase, 0) for hits in each["hits"].values()) for phase in PHASES}
-        texts.append(
-            f"**{title}.** {each['summary']} By kind: {_counts(kinds)}. By phase: {_counts(phases)}. "
-            f"Processes that were killed, stopped or signalled: {_counts(each['processes'])}.\n"
-        )
+        texts.append(f"**{title}.** {each['summary']} By kind: {_counts(kinds)}.\n")
     return "\n".join(texts)
 
 

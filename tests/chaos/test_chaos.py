@@ -426,11 +426,10 @@ def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
     parts = page.with_part(parts, page.part(1, "Seed 3.", tally_of()))
     assert [(each["machines"], each["summary"]) for each in parts] == [(1, "Seed 3."), (2, "Seed 2.")]
     assert parts[1]["hits"][KILL] == {"training": 1, "merging": 1}
+    assert (parts[1]["processes"][RANK], sum(parts[1]["processes"].values())) == (2, 2)
     text = page.section(parts)
     assert [text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 commands as machines.** Seed 2.")] == [1, 1, 1]
     assert f"{KILL} 2, " in text
-    assert "merging 2." in text
-    assert "command 0, agent 0, rank 2, loader 0, child 0." in text
 
 
 # ------------------------------------------------------------------------------------------------ the disk, and a run

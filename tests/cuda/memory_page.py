@@ -16,10 +16,10 @@ _MIB = 2**20
 _BINS = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, float("inf"))
 """Upper ends of the counts: per cent of the live peak."""
 _WORST = 10
-_HOW = """Written by `scripts/test --suite memory --recipes {recipes} --seed {first} --write`. Recipes drawn from the schema (seeds
+_HOW = """Written by `scripts/test --suite memory --recipes {recipes} --seed {first} --write`. Drawn recipes (seeds
 {first} to {last}) train three steps of full rows on one or two [emulated GPUs](../development/testing.md#an-emulated-gpu). The most that is
-allocated in the third is compared with the replay of the recipe's trace, both in the allocator's blocks of
-512 bytes, without the CUDA context and the workspaces of cuBLAS and flash kernels, which the device does not have.
+allocated in the third is compared with the replay of the recipe's trace, without the CUDA context and the workspaces of cuBLAS
+and flash kernels.
 Models are toys: peaks are 15 to 500 MiB. A plan is within bounds if it is off by at most 0.5 % or 1 MiB.
 
 **{within} of {compared} recipes are within bounds**: median {median} %, nine of ten below {ninetieth} %, largest {largest} %. {counts}.

@@ -12,9 +12,8 @@ _INTRODUCTION = """# Exports in older stacks
 
 A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported as a run exports it: a merged
 model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
-largest), token ids, special tokens and chat template, and generation settings. The rotary base is one that no class has as its
-default, so that a version that does not read it computes other logits. [exports.json](../evidence/data/exports.json) has the result of
-each; `scripts/test --suite exports --write` measures them and writes this page.
+largest), token ids, special tokens and chat template, and generation settings. [exports.json](../evidence/data/exports.json) has the
+result of each; `scripts/test --suite exports --write` measures them and writes this page.
 
 {counts}
 
@@ -25,10 +24,6 @@ experts or renames a module, they are written as one tensor for each expert and 
 them and computes other logits. Its merged model is equal in both.
 
 vLLM, by its source, reads an export through the transformers that is installed with it. It was not run.
-
-## Equal
-
-{equal}.
 
 ## Different
 
@@ -66,7 +61,7 @@ def page(results: Results, _previous: str = "") -> str:
     counts += f"{len(missing)} architectures were not tried."
     if rest := results.about["not_run"]:
         counts += f" Both versions have {len(rest)} more, which were not run: {', '.join(f'`{name}`' for name in rest)}."
-    text = _INTRODUCTION.format(**results.about, counts=counts, equal=_names(equal))
+    text = _INTRODUCTION.format(**results.about, counts=counts)
     rows = [[f"`{each['architecture']}`", _cell(each["full"]), _cause(each)] for each in loaded if each["full"]]
     text += table(["merged model", "difference", "cause"], rows) if rows else "No merged model.\n"
     alone = [each for each in equal if each["adapter"]]

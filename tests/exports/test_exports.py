@@ -92,7 +92,6 @@ def test_page_has_results_and_reasons() -> None:
         {"architecture": "b", "full": None, "adapter": None, "not_tried": {"full": "why"}},
     ]
     text = page(Results(ABOUT, rows))
-    assert "\n## Equal\n\n`a`.\n" in text
     assert "The adapter alone of `a`: logits | differ." in text
     assert "No adapter could be made for `apertus`." in text
     assert "No tiny model could be made of `b`." in text

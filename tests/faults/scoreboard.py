@@ -19,8 +19,8 @@ HEAD = """# Faults, as measured
 
 Each row of the catalogue (`tests/faults/table.py`) injects one fault and runs the tests of the promised behaviour, on CPU ranks
 over gloo. *Survived*: the run ends as if nothing had happened, or with the documented stop. *Refused clearly*: one error with its
-reason and exit code, and nothing changed. *Wrong*: a test failed. *Stuck*: a test did not end. A planted bug
-(`tests/faults/plants.py`) changes one function in a copy of the package; the tests of its rows must then fail, or they prove nothing.
+reason and exit code, and nothing changed. *Wrong*: a test failed. *Stuck*: a test did not end. A
+[planted bug](../development/testing.md#planted-bugs) must fail the tests of its rows.
 [faults.json](data/faults.json) has each row; `scripts/test --suite faults --write` and `scripts/test --suite chaos --write`
 write it, and this page.
 """

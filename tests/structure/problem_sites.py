@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_tune"
@@ -26,7 +26,8 @@ class Site:
     code: str
     place: str
     message: str
-    hint: str | None
+    hint: str
+    """The hint and the other ways out, as far as the source has words for them; else empty."""
 
 
 def name_of(function: ast.expr) -> str:
@@ -144,11 +145,14 @@ def _of_call(call: ast.Call, scope: _Scope, path: Path) -> Iterator[Site]:
 
     maker = name_of(call.func)
     message = scope.text(argument("message", _MESSAGE_POSITION.get(maker, 1)))
-    hint = argument("hint", _HINT_POSITION.get(maker))
+    hint, ways_out = argument("hint", _HINT_POSITION.get(maker)), argument("ways_out", None)
     has_hint = hint is not None and not (isinstance(hint, ast.Constant) and hint.value is None)
+    hints = [_tidy(scope.text(hint))] if has_hint else []
+    hints += [_tidy(scope.text(each)) for each in ways_out.elts] if isinstance(ways_out, ast.Tuple) else []
+    shown = "; ".join(each for each in hints if re.search(r"\w", each))
     for code in literals(call.args[0]):
         place = f"{path.relative_to(PACKAGE.parent).as_posix()}:{call.lineno}"
-        yield Site(code, place, _tidy(message), _tidy(scope.text(hint)) if has_hint else None)
+        yield Site(code, place, _tidy(message), shown)
 
 
 def is_legible(text: str) -> bool:
@@ -161,41 +165,17 @@ def _tidy(text: str) -> str:
     return re.sub(f"{UNKNOWN}({UNKNOWN})+", UNKNOWN, " ".join(text.split()))
 
 
-# ---- The page of errors
+# ---- The pages of errors
 
 HEADING = re.compile(r"^## ([a-z0-9-]+)$", re.MULTILINE)
-_FORM = re.compile(r"^_.*_$", re.MULTILINE)
 
 
 def message_table() -> str:
-    """Return docs/reference/messages.tsv: each code with the forms of its messages and their hints."""
-    found = sorted({(site.code, site.message, _hint_with_words(site)) for site in all_sites() if is_legible(site.message)})
-    return "".join("\t".join(row) + "\n" for row in [("code", "message", "hint"), *found])
+    """Return docs/reference/messages.tsv: each code with the forms of its messages and their hints.
 
-
-def with_forms(page: str) -> str:
-    """Return docs/reference/errors.md with the present form of each message that has a single one; hand-written text is kept."""
-    sites: dict[str, list[Site]] = {}
-    for site in all_sites():
-        sites.setdefault(site.code, []).append(site)
-    head, *parts = re.split(r"^(?=##? )", page, flags=re.MULTILINE)
-    return head + "".join(_section(part, sites) for part in parts)
-
-
-def _section(part: str, sites: Mapping[str, Sequence[Site]]) -> str:
-    heading, _, body = part.partition("\n")
-    found = HEADING.fullmatch(heading)
-    if found is None:
-        return part
-    text = _FORM.sub("", body).strip("\n")
-    form = _form(sites.get(found[1], ()))
-    return "\n".join([heading, *([form] if form else []), *(["", text] if form and text else [text] if text else []), "", ""])
-
-
-def _hint_with_words(site: Site) -> str:
-    return site.hint if site.hint is not None and re.search(r"\w", site.hint) else ""
-
-
-def _form(sites: Sequence[Site]) -> str | None:
-    is_single = len({site.message for site in sites}) == 1 and is_legible(sites[0].message)
-    return f"_{sites[0].message}_" if is_single else None
+    A message that only the run decides is `…`. Its row is there for its hint, or for the code if that has no other row.
+    """
+    sites = [replace(site, message=site.message if is_legible(site.message) else UNKNOWN) for site in all_sites()]
+    legible = {site.code for site in sites if site.message != UNKNOWN or site.hint}
+    found = {(site.code, site.message, site.hint) for site in sites if site.message != UNKNOWN or site.hint or site.code not in legible}
+    return "".join("\t".join(row) + "\n" for row in [("code", "message", "hint"), *sorted(found)])

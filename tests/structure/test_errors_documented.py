@@ -1,4 +1,4 @@
-"""Every code of a message has a section in docs/reference/errors.md, and every section has its code and says something."""
+"""Every code is in docs/reference/messages.tsv, and every heading of docs/reference/errors.md is a code with a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.structure import problem_sites
-from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, message_table, sites_in, with_forms
+from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, message_table, sites_in
 
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -27,24 +27,24 @@ def test_codes_are_kebab_case(sites: list[Site]) -> None:
     assert [site for site in sites if CODE.fullmatch(site.code) is None] == []
 
 
-def test_every_code_has_an_error_section(sites: list[Site], page: str) -> None:
-    documented = set(HEADING.findall(page))
-    assert {site.code: site.place for site in sites if site.code not in documented} == {}
+def test_every_code_is_in_the_table_of_messages(sites: list[Site], repository: Path) -> None:
+    lines = (repository / "docs" / "reference" / "messages.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    listed = {line.split("\t")[0] for line in lines}
+    assert {site.code: site.place for site in sites if site.code not in listed} == {}
+    assert listed - {site.code for site in sites} == set()
 
 
-def test_every_error_section_has_a_code(sites: list[Site], page: str) -> None:
-    assert set(HEADING.findall(page)) - {site.code for site in sites} == set()
-
-
-def test_error_sections_are_unique(page: str) -> None:
-    found = HEADING.findall(page)
-    assert len(found) == len(set(found))
-
-
-def test_every_error_section_has_a_message_or_text(page: str) -> None:
+def test_every_heading_is_a_code_with_a_text(sites: list[Site], page: str) -> None:
     sections = re.split(HEADING, page)[1:]
-    bodies = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert [code for code, body in bodies.items() if not body.partition("\n# ")[0].strip()] == []
+    codes, bodies = sections[::2], sections[1::2]
+    assert set(codes) - {site.code for site in sites} == set()
+    assert [code for code, body in zip(codes, bodies, strict=True) if not body.partition("\n# ")[0].strip()] == []
+    assert len(codes) == len(set(codes))
+
+
+def test_code_whose_message_only_the_run_decides_is_explained(sites: list[Site], page: str) -> None:
+    legible = {site.code for site in sites if is_legible(site.message)}
+    assert {site.code: site.place for site in sites if site.code not in legible | set(HEADING.findall(page))} == {}
 
 
 # ---- The forms of messages
@@ -75,21 +75,27 @@ def test_forms_have_what_the_source_decides_and_no_more(tmp_path: Path, monkeypa
     assert is_legible(found["one"].message)
     assert found["two"].message == "…"
     assert not is_legible(found["two"].message)
-    assert (found["three"].message, found["four"].hint) == ("the rows do not fit", "…")
+    assert (found["three"].message, found["four"].hint) == ("the rows do not fit", "")
 
 
-def test_page_keeps_hand_written_text_and_replaces_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = [Site("one", "", "the rows do not fit", "write fewer rows"), Site("two", "", "…", None)]
-    monkeypatch.setattr(problem_sites, "all_sites", lambda: present)
-    text = with_forms("# Errors\n\nHow.\n\n## one\n_an older form_\n\n## two\nBy hand.\n\n# Group\n\n## one\nBy hand.\n")
-    assert text == (
-        "# Errors\n\nHow.\n\n## one\n_the rows do not fit_\n\n## two\nBy hand.\n\n# Group\n\n## one\n_the rows do not fit_\n\nBy hand.\n\n"
+def test_hint_has_the_other_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_sites, "PACKAGE", tmp_path / "fsdp_tune")
+    module = tmp_path / "fsdp_tune" / "ways.py"
+    module.parent.mkdir()
+    module.write_text(
+        'raise usage_error("one", "it is full", hint=f"free {space}", ways_out=("wait", other(), f"use {disk}"))\n', encoding="utf-8"
     )
-    assert with_forms(text) == text
+    assert [site.hint for site in sites_in(module)] == ["free …; wait; use …"]
 
 
 def test_table_has_every_legible_message_once_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     fits = Site("one", "", "the rows do not fit", "write fewer rows")
-    present = [Site("two", "", "…", None), fits, fits, Site("one", "", "no rows are left", None)]
+    decided = [Site("two", "", "…", ""), Site("one", "", "… …", ""), Site("three", "", "`…`", "wait")]
+    present = [*decided, fits, fits, Site("one", "", "no rows are left", "")]
     monkeypatch.setattr(problem_sites, "all_sites", lambda: present)
-    assert message_table() == "code\tmessage\thint\none\tno rows are left\t\none\tthe rows do not fit\twrite fewer rows\n"
+    assert message_table().splitlines()[1:] == [
+        "one\tno rows are left\t",
+        "one\tthe rows do not fit\twrite fewer rows",
+        "three\t…\twait",
+        "two\t…\t",
+    ]
