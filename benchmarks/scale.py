@@ -61,18 +61,19 @@ def connections(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts
 def _descriptors(ranks: int, lazy: str) -> float:
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
+    import torch.distributed.distributed_c10d as c10d
 
     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
-    store: Any = dist.HashStore()
+    gloo: Any = c10d.ProcessGroupGloo
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     made, ended = threading.Barrier(ranks + 1), threading.Barrier(ranks + 1)
 
     def run(rank: int) -> None:
-        group = ProcessGroupGloo(dist.PrefixStore(lazy, store), rank, ranks, timedelta(minutes=5))
+        group = gloo(c10d.PrefixStore(lazy, store), rank, ranks, timedelta(minutes=5))
         value, every = torch.full((4,), float(rank)), [torch.empty(4) for _ in range(ranks)]
         group.allgather([every], [value]).wait()
         group.allreduce([value]).wait()
-        options: Any = dist.BroadcastOptions()
+        options: Any = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         group.broadcast([value], options).wait()
         assert value[0] == sum(range(ranks))
@@ -129,6 +130,7 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
         exchanges.append(StoreExchange(machine, machines, lambda store=store: CountingStore(store, counter)))
     connected_seconds = time.perf_counter() - began
     document = {"token": "0123456789abcdef", "state": "running", "identity": "x" * 2000}
+    first_seconds = seconds = 0.0
     for version in range(3):  # the first exchange writes, the second reads what all have written, the third has nothing new
         counter.clear()
         first_seconds, began = 0.0, time.perf_counter()
