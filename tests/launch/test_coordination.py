@@ -350,6 +350,19 @@ def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None
     assert [each.all() for each in found] == [[states]] * 3
 
 
+def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for them."""
+    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
+    first, second = play.machine(0), play.machine(1)
+    start(first, second)
+    for machine in (first, second):
+        machine.failure_elsewhere()
+        assert not machine.share_quiet(is_quiet=True), "the other has not reported that it is quiet"
+    play.network.link(1).is_cut.set()
+    until(lambda: first.share_quiet(is_quiet=True))
+    until(lambda: second.share_quiet(is_quiet=True))
+
+
 # ---- Lost connections and lost machines.
 
 

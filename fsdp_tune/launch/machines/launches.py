@@ -28,7 +28,6 @@ from fsdp_tune.launch.machines.report import (
     NOT_STARTED,
     MachineReport,
     Relayed,
-    are_quiet,
     before_launch,
     combined,
     digests_of_files,
@@ -390,10 +389,12 @@ class Machines:
         """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
         if self.others and is_quiet != self._report.is_quiet:
             self._publish(is_quiet=is_quiet)
-        if self._machine == 0:
-            return are_quiet(self._reports, len(self.others))
-        first = self._reports.get(0)
-        return first is not None and first.makes_no_progress and first.relayed.are_quiet
+        return self._are_quiet() and (self._machine == 0 or not self._is_there(0) or self._reports[0].relayed.are_quiet)
+
+    def _are_quiet(self) -> bool:
+        """Return whether no machine that this one reads reports progress. One that is unheard of cannot be waited for."""
+        reports = ((machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others))
+        return all(not self._is_there(machine) or (report is not None and report.makes_no_progress) for machine, report in reports)
 
     def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
@@ -472,14 +473,10 @@ class Machines:
             if report is not None and report.life == self._report.life and report.launch in (self._report.launch, NOT_STARTED):
                 self._reports[machine] = report
         if self._machine == 0 and self.others:
-            self._relay()
+            relayed = relay(self._reports, len(self.others), are_quiet=self._are_quiet())
+            if relayed != self._report.relayed:
+                self._publish(relayed=relayed)
         return self._reports
-
-    def _relay(self) -> None:
-        """Repeat for the others what they need of each other."""
-        relayed = relay(self._reports, len(self.others))
-        if relayed != self._report.relayed:
-            self._publish(relayed=relayed)
 
     def _read(self, machine: int) -> MachineReport | None:
         """Return the present report of a machine, or None."""

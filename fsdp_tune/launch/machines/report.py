@@ -84,12 +84,7 @@ class MachineReport(Document):
         return self.verdict.problem if self.verdict is not None else None
 
 
-def are_quiet(reports: Mapping[int, MachineReport], machines: int) -> bool:
-    """Return whether no rank of `machines` other machines makes progress, by those that have reported."""
-    return len(reports) == machines and all(report.makes_no_progress for report in reports.values())
-
-
-def relay(reports: Mapping[int, MachineReport], machines: int) -> Relayed:
+def relay(reports: Mapping[int, MachineReport], machines: int, *, are_quiet: bool) -> Relayed:
     """Return what the first machine repeats of its `machines` others, by those that have reported."""
     failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
     named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
@@ -101,7 +96,7 @@ def relay(reports: Mapping[int, MachineReport], machines: int) -> Relayed:
         silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
         rank_states=tuple(each for report in reports.values() for each in report.rank_states),
         is_complete=len(reports) == machines and all(report.rank_states for report in reports.values()),
-        are_quiet=are_quiet(reports, machines),
+        are_quiet=are_quiet,
     )
 
 
