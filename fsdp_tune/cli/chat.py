@@ -185,7 +185,7 @@ class ShownAnswers:
         if piece.prompt is not self._prompt:
             self.end()
             self._screen.end_phase()
-            self._screen.message(f"{piece.prompt.where}{ASK}{piece.prompt.shown}")
+            self._screen.message(f"{piece.prompt.where}{ASK}{piece.prompt.shown}", wraps=False)
             self._prompt = piece.prompt
         self._view.add(piece)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import textwrap
+import shlex
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import fsdp_tune
+from fsdp_tune.cli.terminal import wrapped
 from fsdp_tune.cli.verbs import Overrides, Screen, verb
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Argument, Option
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from fsdp_tune.check.comparison.causes import DifferentKey
     from fsdp_tune.check.comparison.served import ComparedPrompt
     from fsdp_tune.check.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference
+    from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference, SideAnswer
 
-WIDTH = 80
+WIDTH, WIDEST = 80, 110
 LONGEST_VALUE = 200
 OWN_KINDS = ("recipe", "run", "model", "server")
-_CODE = re.compile(r"`[^`]+`")
-_NO_BREAK = "\x00"
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 CLASSES = {"equal": "yes", "different": "no", "not_compared": "tight"}
 PLAIN_SIGNS = {"equal": "=", "different": "x", "not_compared": "-"}
@@ -94,7 +92,7 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     for letter, side in (("A", found.a), ("B", found.b)):
         kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, imported"
         python = f", computed by {side.python}" if side.python is not None and found.a.python != found.b.python else ""
-        _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}")
+        _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}{_with_overrides(side)}")
     for name, (a, b) in found.environment.items():
         _print(screen, "   ", f"{name}: {a} / {b}")
     signs = SIGNS if (screen.talk.encoding or "utf-8").lower().startswith("utf") else PLAIN_SIGNS
@@ -113,6 +111,10 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     screen.message(f"{verdict_of(found)} (tolerance {found.tolerance:g})")
 
 
+def _with_overrides(side: SideAnswer) -> str:
+    return "".join(f" --set {shlex.quote(each)}" for each in side.overrides)
+
+
 def verdict_of(found: CompareAnswer) -> str:
     changing = any(key.changes_numbers for key in found.keys)
     compared = sum(stage.status != "not_compared" for stage in found.stages)
@@ -128,7 +130,9 @@ def verdict_of(found: CompareAnswer) -> str:
 
 def comparison_page(found: CompareAnswer) -> str:
     """Return a complete document: the stages, the differences with their causes, keys, prompts, and what was not compared."""
-    sides = [["A", escape(found.a.name), escape(found.a.kind)], ["B", escape(found.b.name), escape(found.b.kind)]]
+    sides = [
+        [letter, escape(side.name), escape(f"{side.kind}{_with_overrides(side)}")] for letter, side in (("A", found.a), ("B", found.b))
+    ]
     stages = [
         [escape(stage.title), f'<span class="{CLASSES[stage.status]}">{stage.status.replace("_", " ")}</span>', *_found(stage)]
         for stage in found.stages
@@ -225,13 +229,7 @@ def _value(value: Any) -> str:
 
 
 def _print(screen: Screen, head: str, text: str) -> None:
-    """Print a line that is wrapped at 80 columns, with the text indented below its beginning."""
-    for number, line in enumerate(_wrapped(text, WIDTH - len(head))):
-        screen.message(f"{' ' * len(head) if number else head}{line}")
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Wrap a text; what is in backticks, to be typed as it is, stays on one line if it fits on one."""
-    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK) if len(match[0]) <= width else match[0], text)
-    lines = textwrap.wrap(kept, width, break_long_words=False, break_on_hyphens=False) or [""]
-    return [line.replace(_NO_BREAK, " ") for line in lines]
+    """Print a line that is wrapped, also in a pipe, with the text indented below its beginning."""
+    width = max(WIDTH, min(screen.wrap_width or WIDTH, WIDEST))
+    for line in wrapped(head + text, width, len(head)):
+        screen.message(line.rstrip(), wraps=False)

@@ -237,7 +237,7 @@ def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
     screen.document(answer)
     for each in answer.checks:
         if each.state != "fail":  # failures follow as errors, with their hints
-            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""))
+            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""), indent=6)
     refuse_failed(answer)
 
 

@@ -123,7 +123,7 @@ def show_example(screen: Screen, example: DecodedExample | ReportedExample) -> N
             "".join(typer.style(printable(text), fg="green") if trained else printable(text) for text, trained in runs), file=screen.talk
         )
     else:
-        screen.message("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs))
+        screen.message("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs), wraps=False)
 
 
 def show_ids(screen: Screen, example: DecodedExample) -> None:

@@ -56,7 +56,7 @@ def show_recipe(screen: Screen, name: Name) -> None:
     path, text = _read(name)
     screen.document(RecipeTextAnswer(name, str(path), text))
     if not screen.json_output:
-        screen.message(text.rstrip("\n"))
+        screen.message(text.rstrip("\n"), wraps=False)
 
 
 @recipes.command("copy")
@@ -97,7 +97,7 @@ def print_schema(screen: Screen) -> None:
     schema = json_schema()
     screen.document(schema)
     if not screen.json_output:
-        screen.message(json.dumps(schema, indent=2))
+        screen.message(json.dumps(schema, indent=2), wraps=False)
 
 
 @recipes.command("new")
@@ -183,10 +183,18 @@ def import_config(
             raise typer.Exit(ExitCode.FAILED)
 
 
+PIPE_WIDTH = 100
+"""Columns of the account of keys where there is no terminal."""
+
+
 def _show(screen: Screen, found: Import, output: Path | None) -> None:
+    from fsdp_tune.recipe.read.loader import DECIDE
+
     imported = found.imported
-    rows = [(row.key, row.fate.value, ", ".join(row.as_dict()["to"]), row.reason) for row in imported.rows]
-    screen.table(f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here", "remark"], rows)
+    rows = [(row.key, row.fate.value, ": ".join(filter(None, (", ".join(row.as_dict()["to"]), row.reason)))) for row in imported.rows]
+    screen.table(
+        f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here: remark"], rows, pipe_width=PIPE_WIDTH
+    )
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
     for key, words in imported.decisions:
@@ -194,7 +202,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
-    to_do = "look for `# DECIDE:` in it, then " if "# DECIDE:" in imported.text else ""
+    to_do = f"look for `{DECIDE.strip()}` in it, then " if DECIDE in imported.text else ""
     screen.message(f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it")
 
 
@@ -252,7 +260,7 @@ def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fs
     text = bundled_text(name)
     screen.document(TemplateTextAnswer(**given(_described(name)), text=text))
     if not screen.json_output:
-        screen.message(text.rstrip("\n"))
+        screen.message(text.rstrip("\n"), wraps=False)
 
 
 def _list(screen: Screen, tokenizer: str | None) -> None:
@@ -344,9 +352,9 @@ def _show_key(screen: Screen, found: KeyExplanation) -> None:
     if found.meaning:
         screen.message(f"\n{found.meaning}\n")
     if found.keys:
-        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}")
+        screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}", indent=10)
     else:
-        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""))
-        screen.message(f"default:  {default}")
-        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}")
-        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}")
+        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""), indent=10)
+        screen.message(f"default:  {default}", indent=10)
+        screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}", indent=10)
+        screen.message(f"resume:   {_ON_RESUME[found.on_resume]}", indent=10)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
+
 import fsdp_tune
 from fsdp_tune.cli.terminal import trend
 from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -50,14 +52,20 @@ def status(
     answer = _read_status(screen, run)
     if watch and answer.is_active:
         from fsdp_tune.cli.bars import LiveLines
+        from fsdp_tune.launch.run_status import RunStatus
 
-        with LiveLines(screen) as live:
-            while answer.is_active:
-                with screen.collected() as lines:
-                    _show_answer(screen, answer)
-                live.show(lines)
-                time.sleep(WATCH_SECONDS)
-                answer = _read_status(screen, run)
+        try:
+            with LiveLines(screen) as live:
+                while answer.is_active:
+                    with screen.collected() as lines:
+                        _show_answer(screen, answer)
+                    live.show(lines)
+                    time.sleep(WATCH_SECONDS)
+                    answer = _read_status(screen, run)
+        except KeyboardInterrupt:
+            screen.document(answer)
+            screen.message(f"no longer watched; {'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not affected")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
     screen.document(answer)
     _show_answer(screen, answer)
 
@@ -157,8 +165,18 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if facts.problem:
         screen.message(f"ended with: {facts.problem}")
     for way in facts.ways_on:
-        screen.message(f"  {way}")
+        _show_way(screen, way)
     screen.message(f"logs: {facts.logs}")
+
+
+def _show_way(screen: Screen, way: str) -> None:
+    """Print a next command and what it does; on a narrow terminal below it, so that the command can be copied."""
+    command, _, does = way.removeprefix("`").partition("` ")
+    if not does or screen.wrap_width is None or len(way) + 2 <= screen.wrap_width:
+        screen.message(f"  {way}", wraps=False)
+        return
+    screen.message(f"  {command}" if len(command) + 2 <= screen.wrap_width else command, wraps=False)
+    screen.message(f"    {does}")
 
 
 def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
@@ -263,7 +281,15 @@ def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
             screen.message(f"to open it on your machine, run there: {forwarding_command(urlsplit(url).port or 0)}")
         screen.message("Ctrl-C ends the command; the runs continue")
 
-    follow_report(runs, port=port, serving=serving)
+    def ended(run: Path, state: str, is_last: bool) -> None:
+        has_ended = "has finished" if state == ExitReason.FINISHED.value else f"has ended ({state})"
+        screen.message(f"{run} {has_ended}" + ("; the page is served until Ctrl-C" if is_last else ""))
+
+    try:
+        follow_report(runs, port=port, serving=serving, ended=ended)
+    except KeyboardInterrupt:
+        screen.message("the page is no longer served; runs are not affected")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _last(ends: dict[str, Any] | None) -> str:
@@ -312,7 +338,8 @@ def show_evaluation(screen: Screen, found: Evaluation) -> None:
         for name, estimate in ((found.model, result.metric), (found.base, result.base)):
             if estimate is not None:
                 rows.append([label, name, f"{result.rows:,}", f"{result.tokens:,}", f"{estimate.value:.4f}", _span(estimate)])
-    screen.table("", ["set", "model", "rows", "tokens", found.metric, f"interval ({found.interval})"], rows)
+    screen.table("", ["set", "model", "rows", "tokens", found.metric, "interval"], rows)
+    screen.message(f"intervals: {found.interval}")
     for label, result in found.sets.items():
         for line in _notes(found, result):
             screen.message(f"{label}: {line}")

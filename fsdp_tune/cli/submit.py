@@ -131,9 +131,19 @@ def _follow(screen: Screen, answer: SubmitAnswer) -> None:
     raise typer.Exit(ended.exit_code or 0)
 
 
+PrintOnly = Annotated[
+    bool, Option("Print the file and write nothing, as without `--output`: a submission is a command of its own.", flags=("--print",))
+]
+
+
+def _check_output(options: KubernetesOptions | CloudOptions, *, print_only: bool) -> None:
+    if print_only and options.output is not None:
+        raise usage_error("usage", "`--print` writes no file, and `--output` names one", hint="pass only one of them")
+
+
 @submit.command("kubernetes")
 @verb
-def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions) -> None:
+def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions, print_only: PrintOnly = False) -> None:
     """Write the manifest of a recipe for Kubernetes: the recipe, the job and its network in one file. Submits nothing.
 
     Mistakes (exit codes 2, 3 and 4) end the job; a preempted, stopped (143) or lost run is started again from its newest checkpoint.
@@ -145,30 +155,33 @@ def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions) 
     """
     from fsdp_tune.jobs.submit_containers import kubernetes_manifest
 
+    _check_output(options, print_only=print_only)
     _render(screen, kubernetes_manifest(recipe.source(), recipe.overrides, options, name=recipe.name, observer=screen))
 
 
 @submit.command("skypilot")
 @verb
-def skypilot(screen: Screen, recipe: NamedRecipe, options: CloudOptions) -> None:
+def skypilot(screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_only: PrintOnly = False) -> None:
     """Write the task file of a recipe for SkyPilot. Submits nothing.
 
     \b
     Example:
         fsdp-tune submit skypilot my.yaml --gpu H100 --volume runs:/runs --set output_dir=/runs/my --output my.sky.yaml
     """
+    _check_output(options, print_only=print_only)
     _cloud(screen, recipe, options, "skypilot")
 
 
 @submit.command("dstack")
 @verb
-def dstack(screen: Screen, recipe: NamedRecipe, options: CloudOptions) -> None:
+def dstack(screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_only: PrintOnly = False) -> None:
     """Write the task file of a recipe for dstack. Submits nothing.
 
     \b
     Example:
         fsdp-tune submit dstack my.yaml --gpu H100 --image registry/fsdp-tune@sha256:… --volume runs:/runs --set output_dir=/runs/my
     """
+    _check_output(options, print_only=print_only)
     _cloud(screen, recipe, options, "dstack")
 
 

@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -68,6 +69,24 @@ def trend(values: Sequence[float], *, is_narrow: bool) -> str:
     """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than two."""
     shown = values[-(TREND // 2 if is_narrow else TREND) :]
     return sparkline(shown) if len(shown) > 1 else ""
+
+
+def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
+    """Wrap a line between words. What is in backticks, to be typed as it is, and words longer than a line stay on one line.
+
+    Later lines are indented by `indent`; None: by two more than the first.
+    """
+    if len(text) <= width or not text.strip():
+        return [text]
+    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
+    margin = " " * (len(text) - len(text.lstrip()) + 2 if indent is None else indent)
+    lines = textwrap.wrap(kept, max(width, len(margin) + LEAST_LAST_COLUMN), subsequent_indent=margin, **_BETWEEN_WORDS)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+_CODE = re.compile(r"`[^`]+`")
+_NO_BREAK = "\x00"
+_BETWEEN_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "expand_tabs": False}
 
 
 class Terminal:
@@ -129,19 +148,25 @@ class Terminal:
             self._log.write(line)
         self._shown.clear()
 
-    def end_log(self) -> None:
-        """Close the file of `log_to`; lines from now on are for the next one."""
+    def next_run(self) -> None:
+        """Close the file of `log_to`: lines from now on are for the next one, and times count from now."""
+        self.began = time.monotonic()
         if self._log is not None:
             self._log.close()
             self._log = None
 
-    def message(self, text: str) -> None:
-        """Print a line."""
+    def message(self, text: str, *, indent: int | None = None, wraps: bool = True) -> None:
+        """Print a line. A terminal gets it as `wrapped` returns it, unless it `wraps` not: a table, or a command to be copied. A pipe and
+        the log get one line."""
+        lines = [text]
+        if wraps and self.talk.isatty():
+            lines = [line for part in text.split("\n") for line in wrapped(part, self._width(), indent)]
         if self._collected is not None:
-            self._collected.append(printable(text))
+            self._collected.extend(map(printable, lines))
             return
         self._record(text)
-        self._print(text)
+        for line in lines:
+            self._print(line)
 
     def _print(self, line: str) -> None:
         if not self.is_quiet:
@@ -169,7 +194,7 @@ class Terminal:
             self.piece(prompt)
         line = sys.stdin.readline()
         if line and not is_typed:
-            self.message(prompt + line.rstrip("\n"))
+            self.message(prompt + line.rstrip("\n"), wraps=False)
         return line.rstrip("\n") if line else None
 
     def _ask_with_history(self, prompt: str) -> str | None:
@@ -202,10 +227,10 @@ class Terminal:
     def _log_failed(self, path: Path, error: OSError) -> None:
         write_text(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"))
 
-    def _width(self) -> int:
-        """Return the columns of the terminal behind `talk`; 80 if they are unknown."""
+    def _width(self, stream: TextIO | None = None) -> int:
+        """Return the columns of the terminal behind `stream`, None: `talk`; 80 if they are unknown."""
         try:
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(self.talk.fileno()).columns or 80
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size((stream or self.talk).fileno()).columns or 80
         except (OSError, ValueError):
             return 80
 
@@ -223,7 +248,9 @@ class Terminal:
     def _paint(self, head: str, colour: str, tail: str) -> None:
         self._record(head + tail)
         wants_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
+        text = "\n".join(wrapped(head + tail, self._width(sys.stderr))) if sys.stderr.isatty() else head + tail
+        shown = printable(text).removeprefix(head)
+        write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + shown + "\n")
 
     def problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
@@ -236,39 +263,51 @@ class Terminal:
                 else:
                     self.warn(line)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table under its title. A pipe gets one line for each row.
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, pipe_width: int | None = None) -> None:
+        """Print a table under its title. A pipe gets one line for each row, unless a width is given.
 
-        On a terminal the last column is wrapped to fit; a table whose other columns take the width is printed as records.
+        Within a width the last column is wrapped to fit. If the others leave no room for it, its words are below each row; if they do not
+        fit either, rows are printed as records.
         """
+        width = self._width() if self.talk.isatty() else pipe_width
         cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
         if title:
             self.message(title)
         indent = 2 + sum(width + 2 for width in widths[:-1])
-        if self.talk.isatty():
-            room = self._width() - indent
+        if width is not None:
+            room = width - indent
             if room < min(widths[-1], LEAST_LAST_COLUMN):
-                self._records(columns, cells)
+                is_below = len(columns) > 2 and widths[-1] > LEAST_LAST_COLUMN and indent - 2 <= width
+                (self._rows_with_words_below if is_below else self._records)(columns, cells, width)
                 return
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
             first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
-            self.message("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
+            padded = (cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True))
+            self.message("  " + "  ".join(padded).rstrip(), wraps=False)
             for part in rest:
-                self.message(" " * indent + part)
+                self.message(" " * indent + part, wraps=False)
 
-    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
+    def _rows_with_words_below(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
+        """Print a table without its last column, whose words are indented below each row."""
+        widths = [max(len(line[index]) for line in [columns, *cells]) for index in range(len(columns) - 1)]
+        for *row, words in [list(columns), ["─" * each for each in widths] + [""], *cells]:
+            self.message("  " + "  ".join(cell.ljust(each) for cell, each in zip(row, widths, strict=True)).rstrip(), wraps=False)
+            for line in wrapped(f"      {words}", width, 6) if words else ():
+                self.message(line, wraps=False)
+
+    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
+        """Print each row of a table that is too wide as its first cell, and below it a line for each other cell."""
         name_width = max((len(name) for name in columns[1:]), default=0)
         indent = 4 + name_width + 2
         for first, *others in cells:
-            self.message(f"  {first}".rstrip())
+            self.message(f"  {first}".rstrip(), wraps=False)
             for name, cell in zip(columns[1:], others, strict=True):
                 # Paths and hashes are not broken, so that they can be copied.
-                parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
+                parts = textwrap.wrap(cell, max(width - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
                 for number, part in enumerate(parts):
-                    self.message(f"    {'' if number else name:<{name_width}}  {part}")
+                    self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 
     def document(self, value: JsonAnswer | dict[str, Any]) -> None:
         """Set the command's JSON document. A later failure adds its `errors` to it."""

@@ -36,7 +36,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     from fsdp_tune.recipe.schedule import rate_line
     from fsdp_tune.recipe.world import batch_arithmetic
 
-    loaded = recipe.load()
+    loaded = recipe.load(allowed=options.allowed)
     found = fsdp_tune.validate(loaded, **given(options), observer=screen)
     arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
     screen.document(
@@ -123,7 +123,7 @@ def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -
         fsdp-tune rehearse --config llama7b_full_shard
         fsdp-tune rehearse --config my.yaml --parity
     """
-    done = fsdp_tune.rehearse(recipe.load(), **given(options), observer=screen)
+    done = fsdp_tune.rehearse(recipe.load(allowed=options.allowed), **given(options), observer=screen)
     screen.document(done.as_dict())
     if done.failed is not None:
         message = f"{done.failed.name}: {done.failed.detail}"
@@ -136,7 +136,7 @@ def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: T
     from fsdp_tune.jobs.sweep import answer_of, plan_sweep, run_sweep, waiting
 
     planned = plan_sweep(recipe.source(), recipe.overrides, sweep, options, name=recipe.name)
-    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.end_log)
+    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.next_run)
     screen.document(found)
     show_sweep(screen, found, overwrites=options.overwrite)
     raise typer.Exit(found.exit_code)
@@ -221,7 +221,7 @@ def train(
         if full or no_start:
             raise usage_error("usage", "`--full` and `--no-start` are for a single run", hint="leave out `--sweep`, or the other option")
         _sweep(screen, recipe, sweep, options, dry_run=dry_run)
-    loaded = recipe.load()
+    loaded = recipe.load(allowed=options.allowed)
     if dry_run:
         view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
         return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
-import shlex
+import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -21,8 +21,8 @@ from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.batches import filling_lines
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
-from fsdp_tune.jobs.train import Preview, WrittenRun, takes_best
-from fsdp_tune.launch.command.resume import commands_to_resume
+from fsdp_tune.jobs.train import Preview, WrittenRun
+from fsdp_tune.launch.command.resume import commands_after, commands_to_resume, merge_command
 from fsdp_tune.model.loading.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan
@@ -30,90 +30,71 @@ from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
-from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.launch_files import train_command
-from fsdp_tune.run.metrics_file import EVENTS, SAMPLES, STOPPING, TRAIN_STARTED, describe, read_metrics, sample_line, seconds_in_steps
+from fsdp_tune.run.metrics_file import (
+    EVENTS,
+    FIRST_STEP,
+    SAMPLES,
+    STOPPING,
+    TRAIN_STARTED,
+    describe,
+    read_metrics,
+    sample_line,
+    seconds_in_steps,
+)
 from fsdp_tune.run.records import Prediction
-
-if TYPE_CHECKING:
-    from fsdp_tune.recipe.schema.recipe import Recipe
-
 
 Line = dict[str, Any]
 CARD_SAMPLES = 3
 
 
-def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> list[str]:
-    """Return the lines of the card. `facts` are those of rank 0's outcome; the rest is read from the run directory."""
+def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
+    """Return the rows of the card, each a label and a text. `facts` are those of rank 0's outcome; the rest is read from the run directory.
+
+    `seconds`: since the start of the command.
+    """
     lines = read_metrics(run)
     steps = [line for line in lines if "loss" in line]
     rows = [
-        ("time", _time(facts, steps)),
+        ("time", _time(seconds, steps)),
         ("tokens", _tokens(facts, steps)),
-        ("loss", _losses(steps, "loss")),
+        ("loss", _losses(steps, "loss", spans_of(steps))),
         ("rate", _rates(steps)),
-        ("eval loss", _losses([line for line in lines if "eval_loss" in line], "eval_loss")),
+        (
+            "eval loss",
+            _losses(evals := [line for line in lines if "eval_loss" in line], "eval_loss", [f"step {line['step']}" for line in evals]),
+        ),
         *(("sample", each) for each in _samples(lines)),
         ("peak memory", _memory(steps)),
         *(("plan", each) for each in predicted_and_measured(run, steps)),
         ("size on disk", _sizes(run)),
         *(("next", each) for each in next_commands),
     ]
-    shown, label = list[str](), ""
+    return [(name, text) for name, text in rows if text]
+
+
+CARD_INDENT = 16
+
+
+def show_card(screen: Terminal, rows: Sequence[tuple[str, str]]) -> None:
+    """Print the rows of the card. Commands are not broken, so that they can be copied."""
+    label = ""
     for name, text in rows:
-        if text:
-            shown.append(f"  {name if name != label else '':<13} {text}")
-            label = name
-    return shown
+        screen.message(f"  {name if name != label else '':<13} {text}", indent=CARD_INDENT, wraps=name != "next")
+        label = name
 
 
-def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:
-    """Return at most four next commands after a finished run; paths below the current directory are relative."""
-    path = shlex.quote(_short(run.path))
-    longer = train_command(run, "--resume", "auto", "--set", _longer(recipe))
-    if merged is None:  # the adapter of a checkpoint answers without a merge
-        return [merge_command(_short(run.path), recipe), *([f"fsdp-tune chat {path}"] if recipe.lora is not None else []), longer]
-    is_adapter = merged == run.adapter
-    return [
-        f"fsdp-tune chat {path}",
-        _serving(merged, recipe if is_adapter else None),
-        f"fsdp-tune push {path}{' --adapter' * is_adapter}",
-        longer,
-    ]
+def spans_of(steps: Sequence[Line]) -> list[str]:
+    """Return the steps of each training line, of whose tokens its loss is the mean: those since the line before."""
+    ends = [0, *(int(line["step"]) for line in steps)]
+    return [f"step {end}" if end - start <= 1 else f"steps {start + 1} to {end}" for start, end in pairwise(ends)]
 
 
-def merge_command(path: str, recipe: Recipe) -> str:
-    """Return the command that merges the model of a finished run."""
-    return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
-
-
-def _serving(model: Path, recipe: Recipe | None) -> str:
-    """Return the command that serves a model; `recipe` names the base, if it is an adapter."""
-    served = shlex.quote(_short(model))
-    if recipe is None:
-        return f"vllm serve {served}"
-    base = shlex.quote(_short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name)
-    return f"vllm serve {base} --enable-lora --lora-modules tuned={served}"
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _longer(recipe: Recipe) -> str:
-    """Return the override that extends a finished run."""
-    steps = int(training_value(recipe.training, "max_steps"))
-    if steps > 0:
-        return f"training.max_steps={2 * steps}"
-    return f"training.num_train_epochs={math.ceil(2 * float(training_value(recipe.training, 'num_train_epochs')))}"
-
-
-def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:
-    """Return the seconds of this launch and of the steps of all launches."""
+def _time(seconds: float, steps: Sequence[Line]) -> str:
+    """Return the seconds of this command and of the steps of all launches."""
     last = steps[-1]["step"] if steps else 0
-    parts = [f"{format_seconds(facts['seconds'])} since the ranks started"] if facts.get("seconds") is not None else []
+    parts = [f"{format_seconds(seconds)} since the start"]
     return ", ".join([*parts, *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else [])])
 
 
@@ -128,22 +109,24 @@ def _rates(steps: Sequence[Line]) -> str:
     if not logged:
         return ""
     highest, step = max(logged, key=lambda each: each[0])
-    return f"{highest:.3g} at step {step:,}, the highest that was logged; {logged[-1][0]:.3g} at step {logged[-1][1]:,}"
+    return f"highest logged {highest:.3g} (step {step:,}), last {logged[-1][0]:.3g} (step {logged[-1][1]:,})"
 
 
-def _losses(lines: Sequence[Line], name: str) -> str:
-    """Return the first, last and best value; values such as `nan` are text and never the best."""
+def _losses(lines: Sequence[Line], name: str, spans: Sequence[str]) -> str:
+    """Return the first, last and best value with the steps of each; values such as `nan` are text and never the best."""
     if not lines:
         return ""
 
-    def shown(line: Line) -> str:
-        value = line[name]
-        return f"{value:.4f}" if isinstance(value, int | float) else str(value)
+    def shown(at: int) -> str:
+        value = lines[at][name]
+        return f"{f'{value:.4f}' if isinstance(value, int | float) else value} ({spans[at]})"
 
-    numbers = [line for line in lines if isinstance(line[name], int | float)]
-    best = min(numbers, key=lambda line: float(line[name]), default=None)
-    at_best = f", best {shown(best)} (step {best['step']})" if best is not None else ""
-    return f"first {shown(lines[0])}, last {shown(lines[-1])}{at_best}"
+    numbers = [at for at, line in enumerate(lines) if isinstance(line[name], int | float)]
+    best = min(numbers, key=lambda at: float(lines[at][name]), default=None)
+    first = shown(0).replace("(steps", "(mean of steps")
+    if best == len(lines) - 1:
+        return f"first {first}, last and best {shown(-1)}"
+    return f"first {first}, last {shown(-1)}{f', best {shown(best)}' if best is not None else ''}"
 
 
 def _samples(lines: Sequence[Line]) -> list[str]:
@@ -216,7 +199,7 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     shown = resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=not full)
     if full:
         shown["training"] |= {name: value for name, value in passed_defaults().items() if name not in shown["training"]}
-    screen.message(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip())
+    screen.message(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip(), wraps=False)
     screen.message("\n# why")
     for key, reason in sorted(resolution.reasons.items()):
         screen.message(f"#   {key}: {reason}")
@@ -227,9 +210,9 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     screen.message(f"#   {rate_line(resolution.recipe, total_steps(resolution.recipe, None))}")
     screen.message("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
     for name, value in sorted(plan.settings.items()):
-        screen.message(f"{name}={masked(name, value)}")
+        screen.message(f"{name}={masked(name, value)}", wraps=False)
     screen.message("\n# the command")
-    screen.message(" ".join(plan.quoted_argv()))
+    screen.message(" ".join(plan.quoted_argv()), wraps=False)
     screen.message("\n# nothing was started or written")
 
 
@@ -295,6 +278,7 @@ class StepView:
         self._at = 0
         self._start = 0
         """Finished steps when the ranks started."""
+        self._has_started = False
         self._detail = ""
         self._losses: deque[float] = deque(maxlen=TREND)
         bar.enter("starting the ranks")
@@ -330,6 +314,11 @@ class StepView:
             self._start = self._at
             self._bar.enter("first step")
             self._bar.start(self._at, self._total)
+        elif kind is FIRST_STEP and not self._has_started:
+            # The ranks count from their launch; every other time on the screen is that of the command.
+            self._has_started = True
+            elapsed = time.monotonic() - self._screen.began - (time.time() - float(line.get("time") or time.time()))
+            line = {**line, "seconds_before": max(0.0, elapsed - sum(line["phase_seconds"].values()))}
         elif kind is STOPPING:
             self._bar.at(int(line["step"]), self._detail, self._losses)
         show = kind.show if kind is not None else describe  # a kind of another version
@@ -420,7 +409,7 @@ def show_commands(screen: Terminal, written: WrittenRun) -> None:
     screen.document(WrittenAnswer(str(written.run.path), list(written.commands), "not_started"))
     screen.message("the run directory is written; start it with one of")
     for line in written.commands:
-        screen.message(f"  {line}")
+        screen.message(f"  {line}", wraps=False)
 
 
 def show_end(screen: Terminal, result: TrainResult) -> None:
@@ -437,7 +426,6 @@ def show_end(screen: Terminal, result: TrainResult) -> None:
             f"finished at step {result.step}; {where}" if is_finished else f"stopped at step {result.step} ({result.exit_reason.value})"
         )
         next_commands = commands_after(run, recipe, result.merged) if is_finished else commands_to_resume(run, result.checkpoint)
-        for line in card(run, result.outcome, next_commands):
-            screen.message(line)
+        show_card(screen, card(run, result.outcome, next_commands, time.monotonic() - screen.began))
     if result.pushed is not None:
         screen.message(f"pushed: {result.pushed}")

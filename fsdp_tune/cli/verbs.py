@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp_tune.cli.bars import LiveBar
     from fsdp_tune.cli.train_view import StepView
     from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.options import Allowed
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.recipe.read.loader import LoadedRecipe
     from fsdp_tune.run.directory import RunDir
@@ -292,10 +293,17 @@ class RecipeArgument:
     overrides: Overrides = ()
     name: str | None = None
 
-    def load(self, *, unneeded: frozenset[str] = frozenset()) -> LoadedRecipe:
-        """Read the recipe that the argument or `--config` names. Raises: usage error for none or two."""
+    def load(self, *, unneeded: frozenset[str] = frozenset(), allowed: Allowed | None = None) -> LoadedRecipe:
+        """Read the recipe that the argument or `--config` names. `allowed`: of a command that starts ranks, or checks whether it could.
+
+        Raises: usage error for none or two.
+        """
         import fsdp_tune
 
+        if allowed is not None:
+            from fsdp_tune.jobs.session import load_checked
+
+            return load_checked(self.source(), self.overrides, allowed, name=self.name, unneeded=unneeded)
         return fsdp_tune.load_recipe(self.source(), self.overrides, name=self.name, unneeded=unneeded)
 
     def source(self) -> str:

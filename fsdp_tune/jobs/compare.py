@@ -50,11 +50,11 @@ from fsdp_tune.check.comparison.stages import (
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.processes import default_cache_directory
-from fsdp_tune.core.secrets import MASK
+from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, LaterDifference, SideAnswer, first_of
+from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, LaterDifference, SideAnswer, first_of, not_compared_lines
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import compare_with_server
@@ -221,9 +221,10 @@ class _Result:
         changing = [key for key in self.keys if key.changes_numbers]
         status = {stage.status for stage in stages}
         is_equal = not changing and "different" not in status and "equal" in status
-        left_out = [*self.left_out, *(f"{each.title}: {each.detail}" for each in stages if each.status == "not_compared")]
+        missing = ((each.title, str(each.detail)) for each in stages if each.status == "not_compared")
+        left_out = [*self.left_out, *not_compared_lines(missing)]
         for side in (self.a, self.b):
-            left_out += [f"`{key.key}` of {side.name}: {key.reason or key.fate}" for key in side.not_carried]
+            left_out += not_compared_lines((f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried)
             left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
         found = first_of(stages)
         causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
@@ -231,11 +232,15 @@ class _Result:
         if self.stages and not any(each.cause is None for each in self.causes):
             written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
             unseen = [key.key for key in changing if not _is_named(key.key, shown) and _is_named(key.key, written)]
-            left_out += [f"`{key}`: no stage shows an effect" for key in unseen]
+            left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
         return CompareAnswer(
             equal=is_equal,
-            a=SideAnswer(self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried),
-            b=SideAnswer(self.b.name, self.b.kind, self.interpreters[1], self.b.not_carried),
+            a=SideAnswer(
+                self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried, [mask_text(each) for each in self.a.loaded.overrides]
+            ),
+            b=SideAnswer(
+                self.b.name, self.b.kind, self.interpreters[1], self.b.not_carried, [mask_text(each) for each in self.b.loaded.overrides]
+            ),
             keys=self.keys,
             environment=self.environment,
             stages=stages,

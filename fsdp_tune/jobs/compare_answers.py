@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from fsdp_tune.check.comparison.causes import DifferentKey
 from fsdp_tune.check.comparison.served import ServedNumbers
@@ -21,6 +21,8 @@ class SideAnswer(JsonAnswer):
     """The interpreter that computed it; null if nothing was computed."""
     not_carried: list[ImportedKey]
     """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
+    overrides: list[str] = field(default_factory=list[str])
+    """`--set` of this side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +84,11 @@ class CompareAnswer(JsonAnswer):
 def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     found = next((stage for stage in stages if stage.difference is not None), None)
     return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
+
+
+def not_compared_lines(found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return `what: why` for each pair, in their order; those of the same reason in one line."""
+    by_reason: dict[str, list[str]] = {}
+    for what, why in found:
+        by_reason.setdefault(why, []).append(what)
+    return [f"{', '.join(dict.fromkeys(each))}: {why}" for why, each in by_reason.items()]

@@ -45,7 +45,7 @@ from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.card_results import CardResult, add_results
-from fsdp_tune.merge.output_directory import CARD_NAME
+from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -150,19 +150,20 @@ def evaluate(
             seconds=time.monotonic() - started,
             device=request.device,
             processes=request.parts,
-            card=_put_on_card(models[0], options, results, observer),
+            card=_put_on_card(models[0], options, settings, results, observer),
         )
 
 
-def _put_on_card(model: ModelToEvaluate, options: EvaluateOptions, results: Mapping[str, SetResult], observer: Observer) -> str | None:
+def _put_on_card(
+    model: ModelToEvaluate, options: EvaluateOptions, recipe: Recipe, results: Mapping[str, SetResult], observer: Observer
+) -> str | None:
     """Write the results into the card of a run's model, and return its path. A card that cannot be written is a notice."""
     folder = Path(model.adapter or model.weights)
     if run_of_model(model) is None or not (folder / CARD_NAME).is_file():
         return None
     rows = [
         CardResult(
-            data=label if options.data is None else options.data,
-            split=None if options.data is None else str(options.source.get("split") or "train"),
+            **_origin(recipe, label, is_only=options.data is not None),
             metric=options.metric,
             value=result.metric.value,
             interval=(result.metric.low, result.metric.high),
@@ -178,6 +179,23 @@ def _put_on_card(model: ModelToEvaluate, options: EvaluateOptions, results: Mapp
         observer.notices([Notice("card-not-written", message, Where(str(folder / CARD_NAME)), "`--out FILE` and `--json` have the result")])
         return None
     return str(folder / CARD_NAME)
+
+
+def _origin(recipe: Recipe, label: str, *, is_only: bool) -> dict[str, Any]:
+    """Return name, data, configuration and split of a set of the recipe; `is_only`: its rows are those of the only training source."""
+    data, labels = recipe.data, recipe.data.eval_labels
+    if isinstance(data.eval, list):
+        sources, name = [data.eval[labels.index(label)]], label
+    else:
+        sources = data.train if len(labels) < 2 else [data.train[labels.index(label)]]
+        name = sources[0].path if is_only else label
+    configs, splits = {each.name for each in sources}, {each.split for each in sources}
+    return {
+        "name": name,
+        "data": ", ".join(dict.fromkeys(str(without_folders(each.path)) for each in sources)),
+        "config": configs.pop() if len(configs) == 1 else None,
+        "split": f"{'' if is_only or isinstance(data.eval, list) else 'held out of '}{', '.join(sorted(splits))}",
+    }
 
 
 def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, options: EvaluateOptions, observer: Observer) -> None:

@@ -130,7 +130,9 @@ class SubmitOptions:
 
     nodes: Nodes = None
     gpus_per_node: GpusPerNode = None
-    cpus_per_node: Annotated[int | None, Option("Cores on each node [default: the cluster's].", metavar="N", minimum=1)] = None
+    cpus_per_node: Annotated[
+        int | None, Option("Cores on each node [default: the cluster's; without GPUs one for each rank].", metavar="N", minimum=1)
+    ] = None
     time: Annotated[
         str | None,
         Option("Time limit of a start: 11h30m, or as Slurm writes it. The run saves before it and is requeued.", metavar="TIME"),
@@ -279,7 +281,7 @@ class ImportOptions:
     force: Annotated[bool, Option("Replace `--output` if it exists.")] = False
     num_gpus: Annotated[
         int | None,
-        Option("GPUs that the file was made for: gives `training.global_batch_size`.", metavar="N", minimum=1),
+        Option("GPUs that the file was made for: gives `launch.num_processes` and `training.global_batch_size`.", metavar="N", minimum=1),
     ] = None
     check: Annotated[bool, Option("Then compare FILE and `--output`, as `fsdp-tune compare` does.")] = False
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
@@ -374,7 +376,7 @@ JobName = Annotated[str | None, Option("Name of the job [default: that of the ru
 class KubernetesOptions:
     """What a cluster of Kubernetes gives a run."""
 
-    image: Annotated[str, Option("Image with fsdp-tune, best by digest.", metavar="IMAGE")]
+    image: Annotated[str | None, Option("Image with fsdp-tune, best by digest. Required.", metavar="IMAGE")] = None
     kind: Annotated[
         Literal["job", "jobset", "trainjob"],
         Option("job: a plain Indexed Job; jobset: restarts all machines together; trainjob: of Kubeflow Trainer, reports progress."),

@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_tune.core.atomic import check_output_file, json_safe, write_file
-from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
 from fsdp_tune.jobs.mirrored_checkpoint import downloaded, is_mirror_url
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
@@ -169,14 +171,31 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     return RunReport(records, differences_of(records), html, page)
 
 
-def follow_report(runs: Sequence[Path | str], *, port: int = 0, serving: Callable[[RunReport, str], None]) -> None:
+def follow_report(
+    runs: Sequence[Path | str],
+    *,
+    port: int = 0,
+    serving: Callable[[RunReport, str], None],
+    ended: Callable[[Path, str, bool], None] | None = None,
+) -> None:
     """Serve the page of `report` on this machine until the process is interrupted; in a browser it shows what the runs write, as they do.
 
-    `serving` gets the runs as they are, and the URL, which contains a secret. `port` 0 is a free one. No file is written.
+    `serving` gets the runs as they are, and the URL, which contains a secret. `ended` gets the directory of each run that no process works
+    on any more, how it ended, and whether no other is left; the page is served on. `port` 0 is a free one. No file is written.
     Raises: FsdpTuneError as `report` does, and `port-not-free`.
     """
     first = report(runs)  # before the port is taken, so that a mistake is reported at once
-    page = LivePage(lambda: report_page(_read(runs), _now(), is_live=True), port=port)
+    watched = [each.run for each in first.runs]
+
+    def watch() -> None:
+        for run in list(watched):
+            with suppress(FsdpTuneError, OSError):  # the page says that it cannot be read
+                if (now := run_status(run)).has_ended:
+                    watched.remove(run)
+                    if ended is not None:
+                        ended(run.path, now.state, not watched)
+
+    page = LivePage(lambda: report_page(_read(runs), _now(), is_live=True), port=port, watch=watch)
     serving(first, page.url)
     page.run()
 

@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference, SideAnswer, first_of
+from fsdp_tune.jobs.compare_answers import Cause, CompareAnswer, FirstDifference, SideAnswer, first_of, not_compared_lines
 from fsdp_tune.jobs.generate import AnsweringModel, AskedPrompt, open_model, read_prompts
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
@@ -144,7 +144,7 @@ def _answer(
     numbers = numbers_of(exchanges, server.kind, server.model, server.stored_type)
     found = first_of(stages)
     status = {stage.status for stage in stages}
-    missing = [f"{stage.title}: {stage.detail}" for stage in stages if stage.status == "not_compared"]
+    missing = not_compared_lines((stage.title, str(stage.detail)) for stage in stages if stage.status == "not_compared")
     cause = None
     if found is not None:
         is_equal = {stage.name: stage.status == "equal" for stage in stages}

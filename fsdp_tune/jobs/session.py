@@ -16,12 +16,15 @@ from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
 from fsdp_tune.data.cache import STORES
+from fsdp_tune.data.read.file_access import is_url
+from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.fsdp_arguments import compiles
-from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe
+from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -58,21 +61,55 @@ def resolve_recipe(
     for this GPU instead of this machine's. Raises: FsdpTuneError.
     """
     observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
-    refuse_code(loaded.recipe, allowed, starts_ranks=starts_ranks)
-    find_extensions(loaded.recipe)
+    refused = code_not_allowed(loaded.recipe, allowed, starts_ranks=starts_ranks)
     device = loaded.recipe.launch.device
     machine = this_machine(device if starts_here or device == "cpu" else "auto")
     if planned is not None:
         machine = replace(machine, device_name=planned.name, capability=planned.capability)
-    return resolve(
-        loaded.recipe,
-        machine,
-        cwd=Path.cwd(),
-        assume=None if starts_here else "cuda",
-        needs_trackers=starts_ranks,
-        positions=loaded.positions,
-        resume=resume,
-    )
+    try:
+        find_extensions(loaded.recipe)
+        resolution = resolve(
+            loaded.recipe,
+            machine,
+            cwd=Path.cwd(),
+            assume=None if starts_here else "cuda",
+            needs_trackers=starts_ranks,
+            positions=loaded.positions,
+            resume=resume,
+        )
+    except FsdpTuneError as error:
+        if not refused:
+            raise
+        raise FsdpTuneError(*refused, *error.problems, exit_code=error.exit_code) from error
+    if refused:
+        raise FsdpTuneError(*refused, *(missing_sources(loaded.recipe) if starts_ranks else ()))
+    return resolution
+
+
+def load_checked(
+    source: str, overrides: Sequence[str], allowed: Allowed, *, name: str | None = None, unneeded: frozenset[str] = frozenset()
+) -> LoadedRecipe:
+    """Read a recipe that is to start ranks. Raises as `load_recipe`; mistakes come with what would be refused after they are corrected:
+    code that is not allowed, and files that are not there."""
+    try:
+        return load_recipe(source, overrides, name=name, unneeded=unneeded)
+    except WrongRecipeError as error:
+        if error.recipe is None:
+            raise
+        more = [*code_not_allowed(error.recipe, allowed, starts_ranks=True), *missing_sources(error.recipe)]
+        raise FsdpTuneError(*error.problems, *(pinned(problem, error.positions) for problem in more)) from error
+
+
+def missing_sources(recipe: Recipe) -> list[Problem]:
+    """Return the problems of data sources that can only be files of this machine; a hub is not asked."""
+    found: list[Problem] = []
+    for key, entry in recipe.data.sources:
+        if entry.loader is None and can_only_be_a_path(entry.path) and not is_url(entry.path):
+            try:
+                find_source(entry, key)
+            except FsdpTuneError as error:
+                found.extend(error.problems)
+    return found
 
 
 def sized_recipe(
@@ -128,6 +165,12 @@ def _reason_unusable(path: Path, *, writes: bool) -> OSError | None:
 
 def refuse_code(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> None:
     """Refuse a recipe that runs code which the caller has not allowed. Raises: FsdpTuneError with every option to add."""
+    if found := code_not_allowed(recipe, allowed, starts_ranks=starts_ranks):
+        raise FsdpTuneError(*found)
+
+
+def code_not_allowed(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> list[Problem]:
+    """Return a problem for each kind of code that a recipe runs and the caller has not allowed."""
     model, kernel = recipe.model, recipe.model.attn_implementation
     found: list[Problem] = []
     trust = "read that code; if you trust it, add `--trust-remote-code`"
@@ -146,5 +189,4 @@ def refuse_code(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> None
         message = f"the recipe wants to run the installed extension `{name}`"
         hint = "read its code; if you trust it, add `--allow-extensions`"
         found.append(Problem("extension-not-allowed", message, Where(key=key), hint))
-    if found:
-        raise FsdpTuneError(*found)
+    return found

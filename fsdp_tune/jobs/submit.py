@@ -130,7 +130,8 @@ class Submission:
             machines=recipe.launch.num_machines,
             gpus_per_machine=0 if on_cpus else recipe.local_world_size,
             lead=lead,
-            cpus_per_machine=self.options.cpus_per_node,
+            # Slurm gives a task one core by default, on which all ranks of the node would compute.
+            cpus_per_machine=self.options.cpus_per_node or (recipe.local_world_size if on_cpus else None),
             time_limit=limit,
             chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
             tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),

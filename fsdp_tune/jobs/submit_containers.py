@@ -9,12 +9,12 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
-from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session, sized_recipe
+from fsdp_tune.jobs.session import code_not_allowed, resolve_recipe, session, sized_recipe
 from fsdp_tune.launch.submit import clouds, kubernetes
 from fsdp_tune.launch.submit.cluster_job import Lead, estimated_lead, measured_lead
 from fsdp_tune.launch.submit.container_job import (
@@ -67,7 +67,9 @@ def kubernetes_manifest(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         grace = None if options.grace is None else _parsed(options.grace, "--grace", parse_seconds)
-        job = _job(recipe, options, mounts, kubernetes.RECIPE_DIRECTORY, observer)
+        missing = [] if options.image else [Problem("usage", "Kubernetes needs an image with fsdp-tune", hint="`--image IMAGE`")]
+        job = _job(recipe, options, mounts, kubernetes.RECIPE_DIRECTORY, observer, missing)
+        assert options.image is not None, "a missing image is refused"
         job = _with_lead(job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer))
         shared = None if options.shared_memory is None else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
         pod = kubernetes.PodSettings(
@@ -107,11 +109,11 @@ def cloud_task(
     secrets = _unique(tuple(parse_variable(each) for each in options.secrets))
     recipe = _load(source, overrides, options, name)
     with session(recipe):
-        job = _job(recipe, options, mounts, clouds.RECIPE_DIRECTORY, observer)
+        needs_gpu = recipe.recipe.launch.device != "cpu" and options.gpu is None
+        missing = [Problem("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")] if needs_gpu else []
+        job = _job(recipe, options, mounts, clouds.RECIPE_DIRECTORY, observer, missing)
         if engine == "dstack":  # SkyPilot has no such time
             job = _with_lead(job, _lead(recipe, options.allowed, observer))
-        if job.cluster.gpus_per_machine and options.gpu is None:
-            raise usage_error("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")
         settings = clouds.CloudSettings(options.image, options.gpu, options.spot, secrets, options.restarts)
         if options.image is not None:
             _report_tag(options.image, observer)
@@ -136,10 +138,17 @@ def _job(
     mounts: tuple[Mount, ...],
     directory: str,
     observer: Observer,
+    missing: Sequence[Problem],
 ) -> ContainerJob:
-    refuse_code(recipe.recipe, options.allowed, starts_ranks=True)
+    """Return the job. Raises: FsdpTuneError with the options that are `missing`, and every reason why the recipe cannot run there."""
+    refused = code_not_allowed(recipe.recipe, options.allowed, starts_ranks=True)
     allowed = options.allowed.options()
-    job = container_job(recipe, mounts, directory, estimated_lead(None), name=options.job_name, options=allowed)
+    try:
+        job = container_job(recipe, mounts, directory, estimated_lead(None), name=options.job_name, options=allowed)
+    except FsdpTuneError as error:
+        raise FsdpTuneError(*missing, *refused, *error.problems) from error
+    if missing or refused:
+        raise FsdpTuneError(*missing, *refused)
     observer.notices([*recipe.notices, *notices_of(recipe, mounts)])
     return job
 

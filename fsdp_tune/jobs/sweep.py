@@ -15,7 +15,8 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.train import Preview, preview, takes_best, train
+from fsdp_tune.jobs.train import Preview, preview, train
+from fsdp_tune.launch.command.resume import takes_best
 from fsdp_tune.recipe.paths import output_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, find_recipe, parse_recipe, read_text
 from fsdp_tune.run.directory import RunDir

@@ -39,6 +39,7 @@ from fsdp_tune.launch.command.resume import (
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
+    takes_best,
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
@@ -488,8 +489,3 @@ def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
 
 def _unreachable(what: str) -> Problem:
     return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
-
-
-def takes_best(recipe: Recipe) -> bool:
-    """Whether the model of a finished run is its best checkpoint, and not its last."""
-    return bool(training_value(recipe.training, "load_best_model_at_end"))

@@ -16,10 +16,11 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
+from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
 from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
@@ -134,7 +135,7 @@ class RunStatus(JsonAnswer):
     merged: str | None
     problem: str | None
     ways_on: list[str]
-    """Commands that continue the run."""
+    """Next commands, with what each does: they continue the run, or use what a finished one has made."""
     logs: str
     seconds_left: float | None
     """Estimated while ranks run."""
@@ -159,6 +160,11 @@ class RunStatus(JsonAnswer):
     def is_active(self) -> bool:
         """Whether a process works on the run."""
         return self.state in (RUNNING, BUSY)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and no process works on it any more."""
+        return self.state not in _CONTINUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +207,7 @@ def run_status(run: RunDir) -> RunStatus:
         rejected_checkpoints=[RejectedCheckpoint(str(bad.path), bad.reason) for bad in rejected],
         merged=str(run.merged) if run.merged.is_dir() else None,
         problem=verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
-        ways_on=[] if state in _CONTINUES else _next_commands(run, state, checkpoint),
+        ways_on=[] if state in _CONTINUES else _next_commands(run, recipe, state, checkpoint),
         logs=str(run.logs),
         seconds_left=_seconds_left(lines, max(rank.step for rank in ranks), total_steps) if state == RUNNING else None,
         recent_losses=losses,
@@ -297,10 +303,10 @@ def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None
     return "died without an outcome" if any(rank.pid for rank in ranks) else NOT_STARTED
 
 
-def _next_commands(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
+def _next_commands(run: RunDir, recipe: Recipe, state: str, checkpoint: Checkpoint | None) -> list[str]:
     if state != ExitReason.FINISHED.value:
         return list(commands_to_resume(run, checkpoint))
-    return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
+    return commands_of_finished(run, recipe)
 
 
 def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from fsdp_tune.merge.output_directory import card_cell, without_folders
 class CardResult:
     """A metric on one set, as a model card has it."""
 
+    name: str
+    """Of the set: its label, or that of its data."""
     data: str
-    split: str | None
+    """Where its rows come from: a hub id, a file, `builtin:NAME`."""
+    split: str
     metric: str
     value: float
     interval: tuple[float, float]
@@ -25,6 +28,8 @@ class CardResult:
     rows: int
     base: tuple[str, float] | None = None
     """Another model on the same rows, and its value."""
+    config: str | None = None
+    """Configuration of a hub data set."""
 
 
 EVALUATION = "## Evaluation"
@@ -43,7 +48,8 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
         EvalResult(
             task_type="text-generation",
             dataset_type=str(without_folders(each.data)),
-            dataset_name=str(without_folders(each.data)),
+            dataset_name=str(without_folders(each.name)),
+            dataset_config=each.config,
             dataset_split=each.split,
             metric_type=each.metric,
             metric_value=_rounded(each.value),
@@ -57,10 +63,12 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
     ]
     replaced = {_identity(each) for each in new}
     every = [*(each for each in found.data.eval_results or [] if _identity(each) not in replaced), *new]
+    _keep_apart(every)
     found.data.eval_results = every
     found.data.model_name = found.data.model_name or _title(found.text)
-    lines = [EVALUATION, "", "| data | split | metric | value | 95 % interval | rows | base |", "|---|---|---|---|---|---|---|"]
-    lines += [_result_line(each) for each in every]
+    columns = {name: cell for name, cell in _COLUMNS.items() if any(cell(each) for each in every)}
+    lines = [EVALUATION, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(card_cell(cell(each)) for cell in columns.values())} |" for each in every]
     section = "\n".join(lines) + "\n\n"
     text = _SECTION.sub("", found.text)
     head, recipe, tail = text.partition("## Recipe\n")
@@ -68,16 +76,34 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
     write_file(path, str(found))
 
 
-def _result_line(result: Any) -> str:
+def _keep_apart(results: Sequence[Any]) -> None:
+    """Give sets of the same data and split their names as configurations: the metadata has one entry for the three."""
+    names: dict[Any, str] = {}
+    for each in results:
+        if names.setdefault(each.unique_identifier, each.dataset_name) != each.dataset_name:
+            each.dataset_config = each.dataset_name
+
+
+def _base(result: Any) -> str:
     more = result.metric_args or {}
-    interval = " to ".join(map(str, more.get("interval", ())))
-    base = f"{more['base_value']} ({more['base']})" if "base" in more else ""
-    cells = [result.dataset_name, result.dataset_split or "", result.metric_type, result.metric_value, interval, more.get("rows", ""), base]
-    return f"| {' | '.join(card_cell(str(cell)) for cell in cells)} |"
+    return f"{more['base_value']} ({more['base']})" if "base" in more else ""
 
 
-def _identity(result: Any) -> tuple[str, str | None, str]:
-    return result.dataset_name, result.dataset_split, result.metric_type
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "set": lambda each: each.dataset_name if each.dataset_name != each.dataset_type else "",
+    "data": lambda each: each.dataset_type,
+    "split": lambda each: each.dataset_split or "",
+    "metric": lambda each: each.metric_type,
+    "value": lambda each: str(each.metric_value),
+    "95 % interval": lambda each: " to ".join(map(str, (each.metric_args or {}).get("interval", ()))),
+    "rows": lambda each: str((each.metric_args or {}).get("rows", "")),
+    "base": _base,
+}
+"""Of the table; those that are empty for all results are left out."""
+
+
+def _identity(result: Any) -> tuple[str, str, str | None, str]:
+    return result.dataset_type, result.dataset_name, result.dataset_split, result.metric_type
 
 
 def _rounded(value: float) -> float:

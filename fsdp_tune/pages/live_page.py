@@ -21,6 +21,7 @@ HOST_NAMES = ("127.0.0.1", "localhost")
 resolve to this machine (DNS rebinding) sends its own name."""
 RENEWED_SECONDS = 1.0
 """Age from which a page is read again."""
+WATCHED_SECONDS = 2.0
 RENEWED_SHARE = 4
 """A page that took long to read is kept for this many times as long."""
 SILENT_SECONDS = 30.0
@@ -31,16 +32,25 @@ MAX_PORT = 65_535
 class LivePage(ThreadingTCPServer):
     """Serves one page, at an address that contains a secret: other users of the machine can reach its ports too.
 
-    `render` returns the document; it is called by one thread at a time, and not more often than it takes.
+    `render` returns the document; it is called by one thread at a time, and not more often than it takes. `watch` is called every few
+    seconds by the thread of `run`.
     """
 
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, render: Callable[[], str], *, port: int = 0, renewed_seconds: float = RENEWED_SECONDS) -> None:
+    def __init__(
+        self,
+        render: Callable[[], str],
+        *,
+        port: int = 0,
+        renewed_seconds: float = RENEWED_SECONDS,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
         """Listen at `port`, or at a free one. Raises: usage error `port-not-free`."""
         self.path = f"/{secrets.token_urlsafe(16)}/"
         self._render, self._renewed_seconds = render, renewed_seconds
+        self._watch, self._watch_at = watch, 0.0
         self._lock = threading.Lock()
         self._page, self._tag, self._renew_at = b"", "", 0.0
         self._failure: FsdpTuneError | OSError | None = None
@@ -63,6 +73,12 @@ class LivePage(ThreadingTCPServer):
             self.serve_forever(poll_interval=0.2)
         if self.bug is not None:
             raise self.bug
+
+    def service_actions(self) -> None:
+        """Watch now and then, between requests."""
+        if time.monotonic() >= self._watch_at:
+            self._watch()
+            self._watch_at = time.monotonic() + WATCHED_SECONDS
 
     def current(self) -> tuple[bytes, str]:
         """Return the page and its ETag. Raises: FsdpTuneError or OSError if the runs cannot be read now."""

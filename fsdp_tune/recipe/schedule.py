@@ -25,7 +25,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The learning rates of the first group of parameters over a run. Steps count from 0; step n is the rate after n updates."""
+    """The learning rates of the first group of parameters over a run. Steps count from 1, as in its log: step n is the n-th update."""
 
     steps: int
     start: float
@@ -33,15 +33,20 @@ class Rates:
     peak_step: int
     """The first step at the peak."""
     end: float
+    """Of the last step."""
+    after: float
+    """What the schedule reaches after the last step. No update uses it, and torch computes it."""
     lowest: float
+    """Of these all."""
     idle_steps: int
     """Updates at the end whose rate is 0."""
     rises_at: int | None
     """The first step after the peak at which the rate is higher than before; None if it never is."""
 
     def __str__(self) -> str:
-        peak = f"{self.peak:.3g} at step {self.peak_step:,}" if self.peak_step else f"{self.peak:.3g}"
-        start = f"{self.start:.3g} → " if self.peak_step else ""
+        rises = self.peak_step > 1
+        peak = f"{self.peak:.3g} at step {self.peak_step:,}" if rises else f"{self.peak:.3g}"
+        start = f"{self.start:.3g} → " if rises else ""
         return f"rate: {start}{peak} → {self.end:.3g} at step {self.steps:,}"
 
 
@@ -82,27 +87,29 @@ def rates(recipe: Recipe, steps: int) -> Rates | None:
     if schedule is None:
         return None
     warmup = warmup_steps(recipe.training.warmup_steps, steps)
-    factors = {step: schedule(step) for step in _looked_at(steps, warmup, schedule_arguments(recipe))}
-    used = {step: factor for step, factor in factors.items() if step < steps}
+    # A schedule takes the number of updates so far: 0 in the first step.
+    used = {step: schedule(step - 1) for step in _looked_at(steps, warmup, schedule_arguments(recipe))}
     peak = max(used.values())
     peak_step = next(step for step, factor in used.items() if factor >= peak - _TINY)
-    after = [(step, factor) for step, factor in used.items() if step >= peak_step]
-    rises = next((late for (_, before), (late, factor) in pairwise(after) if factor > before + _TINY), None)
-    idle = next((steps - 1 - step for step, factor in reversed(used.items()) if factor > 0), steps)
-    lowest = min(factors.values())
-    scaled = [learning_rate * value for value in (factors[0], peak, factors[steps], lowest)]
-    return Rates(steps, scaled[0], scaled[1], peak_step, scaled[2], scaled[3], idle, rises)
+    later = [(step, factor) for step, factor in used.items() if step >= peak_step]
+    rises = next((late for (_, before), (late, factor) in pairwise(later) if factor > before + _TINY), None)
+    idle = next((steps - step for step, factor in reversed(used.items()) if factor > 0), steps)
+    after = schedule(steps)
+    first, highest, last, beyond, lowest = (
+        learning_rate * value for value in (used[1], peak, used[steps], after, min(after, *used.values()))
+    )
+    return Rates(steps, first, highest, peak_step, last, beyond, lowest, idle, rises)
 
 
 def _looked_at(steps: int, warmup: int, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the steps to look at, in order."""
+    """Return the steps to look at, in order, with the first and the last."""
     if steps <= _EXACT_STEPS:
-        return list(range(steps + 1))
+        return list(range(1, steps + 1))
     lengths = [value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := arguments.get(name), int)]
     turns = {warmup, *(warmup + length for length in lengths), *(steps - length for length in lengths), warmup + sum(lengths), steps}
     near = {turn + offset for turn in turns for offset in (-2, -1, 0, 1, 2)}
     every = {step * steps // _EXACT_STEPS for step in range(_EXACT_STEPS)}
-    return sorted(step for step in near | every if 0 <= step <= steps)
+    return sorted({1, steps} | {step for step in near | every if 1 <= step <= steps})
 
 
 def schedule_of(recipe: Recipe, steps: int) -> Schedule | None:

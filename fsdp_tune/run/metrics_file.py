@@ -60,9 +60,12 @@ def _started(line: Line) -> list[str]:
 
 
 def _first_step(line: Line) -> list[str]:
+    """Return the phases of the start. `seconds_before`, which a command may add, is its own time before it launched the ranks."""
     phases: dict[str, float] = line["phase_seconds"]
-    named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= SHOWN_PHASE_SECONDS)
-    return [f"first step {sum(phases.values()):.1f} s after the launch ({named})"]
+    before: float | None = line.get("seconds_before")
+    every = phases if before is None else {"checking": before, **phases}
+    named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in every.items() if seconds >= SHOWN_PHASE_SECONDS)
+    return [f"first step {sum(every.values()):.1f} s after the {'launch' if before is None else 'start'} ({named})"]
 
 
 def sample_line(sample: dict[str, str]) -> str:

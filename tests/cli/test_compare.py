@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.cli.compare import _wrapped
+from fsdp_tune.cli.terminal import wrapped
 from tests.cli.conftest import Cli, document
 from tests.pages.written import training_line, written
 
@@ -75,13 +75,13 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_code_in_backticks_is_not_broken_unless_it_is_longer_than_a_line() -> None:
+def test_code_in_backticks_is_not_broken() -> None:
     text = "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them)"
-    assert _wrapped(text, 76) == [
+    assert wrapped(text, 76, 0) == [
         "what ranks do: sharding, sums over ranks, recomputation",
         "(`fsdp-tune rehearse --parity` compares them)",
     ]
-    assert _wrapped(f"`{'word ' * 30}`", 40)[0] == "`word word word word word word word word"
+    assert wrapped(f"type `{'word ' * 30}`", 40) == ["type", f"  `{'word ' * 30}`"]
 
 
 def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

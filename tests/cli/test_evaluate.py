@@ -396,14 +396,33 @@ def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path, devi
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
     for count in ("1", "2"):
-        result = document(cli("evaluate", "run", "--device", device, "--num-processes", count if device == "cpu" else "1", "--json"))
+        result = document(cli("evaluate", "run", "--device", device, "--num-processes", count, "--json"))
         (found,) = result["sets"].values()
         assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)
     card = tmp_path / "run" / "merged" / "README.md"
     assert tmp_path / result["card"] == card
     (shown,) = ModelCard.load(card).data.eval_results
     assert (shown.metric_type, shown.metric_value) == ("perplexity", pytest.approx(found["metric"]["value"], rel=1e-5))
+    assert (shown.dataset_name, shown.dataset_type, shown.dataset_split) == ("held_out", "builtin:arithmetic", "test")
     assert card.read_text().count("| perplexity |") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "label", "expected"),
+    [
+        ({"eval": [{"path": "org/sums", "name": "en", "split": "test", "label": "sums"}]}, "sums", ("sums", "org/sums", "en", "test")),
+        ({"eval": {"rows": 5}}, "held_out", ("held_out", "rows.jsonl", None, "held out of train")),
+        (
+            {"eval": {"rows": 5}, "train": [{"path": "/home/ann/one.jsonl"}, {"path": "org/two", "split": "all"}]},
+            "two",
+            ("two", "org/two", None, "held out of all"),
+        ),
+    ],
+)
+def test_card_names_the_data_and_split_of_a_set(data: dict[str, Any], label: str, expected: tuple[str | None, ...]) -> None:
+    recipe = Recipe.model_validate({"data": {"train": [{"path": "/home/ann/rows.jsonl"}], **data}})
+    found = job._origin(recipe, label, is_only=False)
+    assert tuple(found[name] for name in ("name", "data", "config", "split")) == expected
 
 
 def test_columns_that_no_format_reads_are_refused_or_ignored(here: Path, models: Path) -> None:

@@ -46,6 +46,12 @@ def test_output_gets_the_recipe_and_stdout_the_account(source: Path, tmp_path: P
     assert runner.invoke(app, ["migrate", str(source), "--output", str(target), "--force"]).exit_code == 0
 
 
+def test_piped_account_fits_100_columns(source: Path, tmp_path: Path) -> None:
+    done = runner.invoke(app, ["import", str(source), "--output", str(tmp_path / "recipe.yaml")])
+    table = done.stdout[done.stdout.index(" became ") : done.stdout.index("\nkeys: ")]
+    assert max(map(len, table.splitlines())) <= 100
+
+
 def test_json_document_has_the_account_of_every_key(source: Path) -> None:
     done = runner.invoke(app, ["import", str(source), "--json"])
     document = json.loads(done.stdout)

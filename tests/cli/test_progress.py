@@ -16,7 +16,9 @@ from fsdp_tune.cli import bars
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.data.format.templates import bundled_text
 from fsdp_tune.data.report import DataReport
+from fsdp_tune.recipe.read.loader import catalogue
 from fsdp_tune.recipe.resolve import Resolution
 from tests.model.recipes import model_facts
 from tests.planner.recipes import resolved
@@ -243,6 +245,30 @@ screen.position(61, 'finished', 0, 0)"""
     assert not any("61/60" in line for line in shown)
 
 
+def test_first_step_counts_from_the_start_of_the_command_and_later_ones_from_the_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks count from their launch, and start again after a failure; a sweep starts its next run."""
+    event = {"event": "first_step", "step": 1, "time": 1000.0, "phase_seconds": {"launching": 2.0, "training": 3.0}}
+    screen = Screen(json_output=False)
+    monkeypatch.setattr("time.time", lambda: 1000.5)  # the line is half a second old
+    monkeypatch.setattr("time.monotonic", lambda: screen.began + 9.5)
+    with screen.training():
+        screen.metrics(event)
+        screen.metrics(event)
+    began = screen.began
+    monkeypatch.setattr("time.monotonic", lambda: began + 100.0)
+    screen.next_run()
+    monkeypatch.setattr("time.monotonic", lambda: began + 106.5)
+    with screen.training():
+        screen.metrics(event)
+    assert capsys.readouterr().out.splitlines() == [
+        "first step 9.0 s after the start (checking 4.0, launching 2.0, training 3.0)",
+        "first step 5.0 s after the launch (launching 2.0, training 3.0)",
+        "first step 6.0 s after the start (checking 1.0, launching 2.0, training 3.0)",
+    ]
+
+
 def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:
     with bars.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
@@ -308,6 +334,64 @@ def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
     assert lines[6:] == ["  b", "    rows     2", "    path     /b", "    because  c", "    last     d"]
     wide = shown_on_a_terminal(program, 240).replace("\r", "").splitlines()
     assert wide[1].split() == ["set", "rows", "path", "because", "last"]
+
+
+def test_words_of_a_table_without_room_for_them_are_below_its_rows() -> None:
+    program = (
+        "from fsdp_tune.cli.verbs import command\n"
+        "rows = [['a.key', 'x' * 40, 'two words ' * 6], ['b', 'y', ''], ['c', 'z', 'short']]\n"
+        "with command(False) as screen: screen.table('t', ['key', 'value', 'because'], rows)"
+    )
+    lines = shown_on_a_terminal(program, 60).replace("\r", "").splitlines()
+    assert lines == [
+        "t",
+        "  key    value",
+        "      because",
+        f"  {'─' * 5}  {'─' * 40}",
+        f"  a.key  {'x' * 40}",
+        "      two words two words two words two words two words two",
+        "      words",
+        "  b      y",
+        "  c      z",
+        "      short",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(40, [3, 4]), (200, [1, 1])])
+def test_lines_are_wrapped_between_words_and_code_is_not_broken(columns: int, lines: list[int], tmp_path: Path) -> None:
+    """The log has one line whatever the terminal is."""
+    text = "batch: two sequences on each rank; write `training.global_batch_size: 8` to fix it"
+    program = (
+        "from pathlib import Path\n"
+        "from fsdp_tune.cli.verbs import command\n"
+        "from fsdp_tune.core.errors import Notice\n"
+        f"text = {text!r}\n"
+        "import os; os.dup2(1, 2)\n"
+        "with command(False) as screen:\n"
+        f"    screen.log_to(Path({str(tmp_path / 'log')!r}))\n"
+        "    screen.message(text)\n"
+        "    screen.notices([Notice('a', text)])"
+    )
+    shown = shown_on_a_terminal(program, columns).replace("\r", "").splitlines()
+    assert max(map(len, shown)) <= columns
+    assert len(shown) == sum(lines)
+    assert sum("`training.global_batch_size: 8`" in line for line in shown) == 2
+    assert [" ".join(line.split()) for line in (" ".join(shown[: lines[0]]), " ".join(shown[lines[0] :]))] == [text, f"notice: {text}"]
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_files_are_printed_as_they_are() -> None:
+    """A template, or a recipe, may be copied from the terminal."""
+    for words, text in (
+        (["templates", "show", "qwen3"], bundled_text("qwen3")),
+        (["recipes", "show", "gpt2_smoke"], recipe_text("gpt2_smoke")),
+    ):
+        program = f"import sys; sys.argv = ['fsdp-tune', *{words}]\nfrom fsdp_tune.cli.app import main\nmain()"
+        assert shown_on_a_terminal(program, 40).replace("\r", "") == text.rstrip("\n") + "\n"
+
+
+def recipe_text(name: str) -> str:
+    return catalogue()[name].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -8,7 +8,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from fsdp_tune.cli.train_view import card, commands_after
+from fsdp_tune.cli.train_view import card, show_card, spans_of
+from fsdp_tune.cli.verbs import command
+from fsdp_tune.launch.command.resume import commands_after, commands_of_finished
 from fsdp_tune.run.directory import RunDir
 from tests.planner.recipes import resolved
 
@@ -45,26 +47,32 @@ LINES: list[dict[str, object]] = [
 ]
 
 
-def test_card_has_losses_tokens_time_and_memory(tmp_path: Path) -> None:
+def test_card_has_losses_tokens_time_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(tmp_path, LINES)
     run.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
-    shown = card(run, {"seconds": 75.0, "tokens": 3000}, ["first command", "second command"])
+    with command(False) as screen:
+        show_card(screen, card(run, {"seconds": 60.0, "tokens": 3000}, ["first command", "second command"], 75.0))
+    shown = capsys.readouterr().out.splitlines()
     assert shown[:6] == [
-        "  time          1m15s since the ranks started, 40.0s in the run's 30 steps",
+        "  time          1m15s since the start, 40.0s in the run's 30 steps",
         "  tokens        3,000",
-        "  loss          first 3.0000, last nan, best 1.5000 (step 20)",
-        "  eval loss     first 3.5000, last 2.5000, best 2.5000 (step 30)",
+        "  loss          first 3.0000 (mean of steps 1 to 10), last nan (steps 21 to 30), best 1.5000 (steps 11 to 20)",
+        "  eval loss     first 3.5000 (step 10), last and best 2.5000 (step 30)",
         "  peak memory   13.00 GiB of GPU memory reserved on rank 0",
         "  plan          peak_reserved_gib: 10 GiB predicted, 12.5 measured (-20.0%)",
     ]
     assert shown[-2:] == ["  next          first command", "                second command"]
 
 
+def test_loss_of_a_line_that_is_one_step_names_it() -> None:
+    assert spans_of([{"step": step} for step in (1, 2, 12)]) == ["step 1", "step 2", "steps 3 to 12"]
+
+
 def test_card_shows_the_last_samples(tmp_path: Path) -> None:
     long = {"prompt": "a", "text": " b" * 90}
     events = [{"event": "samples", "step": step, "samples": [{"prompt": "one is", "text": f" {step}"}, long]} for step in (10, 20)]
-    shown = card(run_with(tmp_path, [*LINES, *events]), {}, [])
-    assert [line for line in shown if "→" in line] == ["  sample        one is →  20", f"                a → {' b' * 60} …"]
+    shown = card(run_with(tmp_path, [*LINES, *events]), {}, [], 1.0)
+    assert [text for name, text in shown if name == "sample"] == ["one is →  20", f"a → {' b' * 60} …"]
 
 
 def test_card_shows_sizes_of_checkpoints_and_merged_model(tmp_path: Path) -> None:
@@ -72,15 +80,15 @@ def test_card_shows_sizes_of_checkpoints_and_merged_model(tmp_path: Path) -> Non
     for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(size))
-    assert card(run, {}, []) == ["  size on disk  2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)"]
+    assert card(run, {}, [], 1.0)[1:] == [("size on disk", "2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)")]
 
 
 def test_card_of_run_without_checkpoints_omits_their_size(tmp_path: Path) -> None:
-    assert card(run_with(tmp_path, []), {}, [])[0].endswith("(no checkpoint)")
+    assert dict(card(run_with(tmp_path, []), {}, [], 1.0))["size on disk"].endswith("(no checkpoint)")
 
 
 def test_card_of_deleted_run_directory_has_no_sizes(tmp_path: Path) -> None:
-    assert card(RunDir(tmp_path / "gone"), {"tokens": 5}, []) == ["  tokens        5"]
+    assert card(RunDir(tmp_path / "gone"), {"tokens": 5}, [], 1.0) == [("time", "1.0s since the start"), ("tokens", "5")]
 
 
 def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
@@ -94,6 +102,16 @@ def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
         f"fsdp-tune push {run.path}",
         "fsdp-tune train … --resume auto --set training.max_steps=100",
     ]
+
+
+def test_status_of_a_finished_run_has_at_most_four_next_commands(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    recipe = resolved(training={"max_steps": 50})
+    assert [each.split("`")[1].split()[1] for each in commands_of_finished(run, recipe)] == ["merge-checkpoint", "report", "train"]
+    run.merged.mkdir(parents=True)
+    assert [each.split("`")[1].split()[1] for each in commands_of_finished(run, recipe)] == ["chat", "report", "train"]
+    with_eval = resolved(training={"max_steps": 50}, data={**recipe.data.model_dump(), "eval": {"rows": 5}})
+    assert [each.split("`")[1].split()[1] for each in commands_of_finished(run, with_eval)] == ["chat", "evaluate", "report", "train"]
 
 
 def test_adapter_is_served_on_its_base(tmp_path: Path) -> None:

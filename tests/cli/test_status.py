@@ -95,12 +95,13 @@ def test_damaged_run_of_a_directory_is_a_notice(tmp_path: Path, capsys: pytest.C
 
 
 WATCH = (
-    "import sys; from dataclasses import replace; from pathlib import Path\n"
+    "import os, signal, sys; from dataclasses import replace; from pathlib import Path\n"
     "from fsdp_tune.cli import runs\n"
     "runs.WATCH_SECONDS = 0.2\n"
     "read, seen = runs._read_status, []\n"
     "def running(screen, path):\n"
     "    seen.append(1)\n"
+    "    if len(seen) == STOP: os.kill(os.getpid(), signal.SIGINT)\n"
     "    return replace(read(screen, path), step=len(seen), **({'state': 'running', 'seconds_left': 9.0} if len(seen) < LAST else {}))\n"
     "runs._read_status = running\n"
     "from fsdp_tune.cli.app import main\n"
@@ -109,7 +110,7 @@ WATCH = (
 
 
 def test_watch_redraws_until_the_run_has_ended(tmp_path: Path) -> None:
-    program = f"LAST = 3; import sys; sys.argv = ['fsdp-tune', 'status', '--watch', {str(run_in(tmp_path, 'a'))!r}]\n{WATCH}"
+    program = f"LAST, STOP = 3, 0; import sys; sys.argv = ['fsdp-tune', 'status', '--watch', {str(run_in(tmp_path, 'a'))!r}]\n{WATCH}"
     lines = re.split(r"[\r\n]+", shown_on_a_terminal(program, 80))
     steps = list(dict.fromkeys(line for line in lines if line.startswith("step ")))
     assert [re.match(r"step (\d)", line)[1] for line in steps] == ["1", "2", "3"]  # type: ignore[index]
@@ -118,8 +119,7 @@ def test_watch_redraws_until_the_run_has_ended(tmp_path: Path) -> None:
 
 def test_watch_in_a_pipe_prints_the_last_status_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     start = f"import sys; sys.argv = ['fsdp-tune', 'status', '--watch', {str(run_in(tmp_path, 'a'))!r}]\n"
-    done = subprocess.run([sys.executable, "-c", f"LAST = 3\n{start}{WATCH}"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", f"LAST, STOP = 3, 0\n{start}{WATCH}"], capture_output=True, text=True, check=True)
     assert "\nstep 3 of 60" in done.stdout
-    stop = "import os, signal, threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-    done = subprocess.run([sys.executable, "-c", f"LAST = 999\n{start}{stop}{WATCH}"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (130, "")
+    done = subprocess.run([sys.executable, "-c", f"LAST, STOP = 999, 2\n{start}{WATCH}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "no longer watched; the run is not affected\n", "")

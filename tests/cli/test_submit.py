@@ -141,6 +141,15 @@ def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm
     assert error(submit("--json"))["code"] == "no-slurm"
 
 
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), None)])
+def test_ranks_on_cpus_get_a_core_each(words: tuple[str, ...], cores: int | None) -> None:
+    done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=8", "--set", "training.global_batch_size=256", *words)
+    assert done.exit_code == 0, done.output
+    found = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
+    assert found == ([] if cores is None else [f"#SBATCH --cpus-per-task={cores}"])
+
+
 def test_print_needs_no_slurm_and_writes_nothing(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=4", "--time", "12h")

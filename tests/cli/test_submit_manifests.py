@@ -134,6 +134,20 @@ def test_wrong_input_is_refused_and_secrets_are_not_repeated(arguments: Sequence
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("engine", "hint"), [("kubernetes", "`--image IMAGE`"), ("skypilot", "`--gpu H100`"), ("dstack", "`--gpu H100`")])
+def test_everything_that_is_missing_is_named_at_once(engine: str, hint: str) -> None:
+    done = submit(engine, "my.yaml", "--set", "data.train=[{path: here.jsonl}]", "--json")
+    assert errors(done) == ["usage", "not-on-a-volume", "path-not-in-container"]
+    assert json.loads(done.stdout)["errors"][0]["hint"] == hint
+
+
+def test_print_writes_no_file(folder: Path) -> None:
+    assert kubernetes_file("--print").stdout == kubernetes_file().stdout != ""
+    assert errors(kubernetes_file("--print", "--output", "my.job.yaml", "--json")) == ["usage"]
+    assert list(folder.iterdir()) == [folder / "my.yaml"]
+
+
+@pytest.mark.usefixtures("folder")
 def test_tag_of_an_image_is_a_notice() -> None:
     done = submit("kubernetes", "my.yaml", "--image", "registry/fsdp-tune:1", "--pvc", "runs:/", "--json")
     assert errors(done) == ["usage"]

@@ -173,7 +173,7 @@ def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path, de
     short = smoke(device=device)
     done = cli("train", *short, "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"first step [\d.]+ s after the launch \(launching .*importing .*loading the model", done.stderr)
+    assert re.search(r"first step [\d.]+ s after the start \(checking .*launching .*importing .*loading the model", done.stderr)
     assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)
     assert re.search(r"forward +[\d.]+ ms", done.stderr)
     assert (tmp_path / "run" / "profile" / "steps-3-4" / "rank-0001.trace.json.gz").exists()

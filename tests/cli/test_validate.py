@@ -130,6 +130,48 @@ def test_valid_recipe_is_one_json_document(recipe: Path) -> None:
     assert document["unchecked"] == []
 
 
+UNTRUSTED = """\
+model: {name_or_path: someone/model, trust_remote_code: true}
+data: {train: [{path: gone.jsonl}]}
+launch: {num_processes: 2, env: {LD_PRELOAD: /x.so}}
+"""
+
+
+@pytest.mark.parametrize("verb", [("validate",), ("train", "--dry-run")])
+@pytest.mark.parametrize(("extra", "codes"), [((), []), (("--set", "training.foo=1", "--set", "nokey=2"), ["unknown-key", "unknown-key"])])
+def test_mistakes_come_with_code_that_is_not_allowed_and_missing_files(
+    tmp_path: Path, verb: tuple[str, ...], extra: tuple[str, ...], codes: list[str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(UNTRUSTED)
+    code, out, _ = run(*verb, str(path), *extra, "--json")
+    errors = json.loads(out)["errors"]
+    assert code == 2
+    found = [(error["code"], error.get("file"), error["line"]) for error in errors[len(codes) :]]
+    assert [error["code"] for error in errors[: len(codes)]] == codes
+    assert found == [("remote-code-not-trusted", str(path), 1), ("variable-not-allowed", str(path), 3), ("data-not-found", str(path), 2)]
+
+
+def test_code_that_is_not_allowed_comes_with_what_cannot_be_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(UNTRUSTED + "training: {report_to: [nothing_of_this_name]}\n")
+    _, out, _ = run("validate", str(path), "--json")
+    codes = [error["code"] for error in json.loads(out)["errors"]]
+    assert len(codes) > 3
+    assert {"remote-code-not-trusted", "variable-not-allowed", "data-not-found"} < set(codes)
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_decision_that_is_left_open_is_a_notice_with_its_line(recipe: Path) -> None:
+    recipe.write_text(f"{SMALL}training:\n  # DECIDE: `global_batch_size`: 8 sequences for each GPU\n  seed: 1  # is no # DECIDE: line\n")
+    code, _, err = run("validate", str(recipe), "--offline")
+    assert code == 0
+    assert err == (
+        f"notice: {recipe}:5:3: a decision is left open: `global_batch_size`: 8 sequences for each GPU\n"
+        "hint: settle it, and remove the comment\n"
+    )
+
+
 @pytest.mark.usefixtures("fake_model")
 def test_strict_counts_keys_without_effect(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "fsdp: {min_num_params: 5}\n")

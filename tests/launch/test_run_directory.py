@@ -484,9 +484,9 @@ def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
         str(path),
     )
     assert [rank.state for rank in facts.ranks] == ["finished", "finished"]
-    assert facts.ways_on == [f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"]
+    assert facts.ways_on[0] == f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"
     fresh.merged.mkdir()
-    assert run_status(fresh).ways_on == []
+    assert run_status(fresh).ways_on[0] == f"`fsdp-tune chat {fresh.path}` talks to it"
 
 
 def test_typed_arguments_are_kept_without_secrets(fresh: RunDir, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from fsdp_tune.merge.card_results import CardResult, add_results
 from fsdp_tune.merge.output_directory import model_card
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-RESULT = CardResult("/home/ann/secret|rows.jsonl", "train", "perplexity", 2.3456789, (2.1, 2.6), 1234)
+FILE = "/home/ann/secret|rows.jsonl"
+RESULT = CardResult(FILE, FILE, "train", "perplexity", 2.3456789, (2.1, 2.6), 1234)
 
 
 @pytest.fixture
@@ -27,19 +28,32 @@ def card(tmp_path: Path) -> Path:
 
 def test_results_are_metadata_and_a_table(card: Path) -> None:
     before = card.read_text()
-    add_results(card, [RESULT, replace(RESULT, data="held out", split=None, base=("org/base", 3.5))])
+    add_results(card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", base=("org/base", 3.5))])
     text = card.read_text()
     data = ModelCard(text).data
-    assert [(each.dataset_name, each.metric_type, each.metric_value) for each in data.eval_results] == [
-        ("secret|rows.jsonl", "perplexity", 2.34568),
-        ("held out", "perplexity", 2.34568),
+    names = ("dataset_name", "dataset_type", "dataset_config", "dataset_split", "metric_type", "metric_value")
+    assert [tuple(getattr(each, name) for name in names) for each in data.eval_results] == [
+        ("secret|rows.jsonl", "secret|rows.jsonl", None, "train", "perplexity", 2.34568),
+        ("held_out", "org/sums", "en", "test", "perplexity", 2.34568),
     ]
     assert (data.model_name, data.base_model, data.library_name) == ("mine", "org/base", "transformers")
-    assert r"| secret\|rows.jsonl | train | perplexity | 2.34568 | 2.1 to 2.6 | 1234 |  |" in text
-    assert "| held out |  | perplexity | 2.34568 | 2.1 to 2.6 | 1234 | 3.5 (org/base) |" in text
+    assert "| set | data | split | metric | value | 95 % interval | rows | base |" in text
+    assert r"|  | secret\|rows.jsonl | train | perplexity | 2.34568 | 2.1 to 2.6 | 1234 |  |" in text
+    assert "| held_out | org/sums | test | perplexity | 2.34568 | 2.1 to 2.6 | 1234 | 3.5 (org/base) |" in text
     assert text.index("## Evaluation") < text.index("## Recipe")
     assert text.endswith(before[before.index("## Recipe") :])
     assert "/home/ann" not in text
+
+
+def test_columns_without_a_value_are_left_out(card: Path) -> None:
+    add_results(card, [RESULT])
+    assert "\n| data | split | metric | value | 95 % interval | rows |\n|---|---|---|---|---|---|\n" in card.read_text()
+
+
+def test_sets_of_the_same_data_keep_their_names(card: Path) -> None:
+    add_results(card, [replace(RESULT, name=name, value=value) for name, value in (("short", 1.5), ("long", 2.5))])
+    found = ModelCard(card.read_text()).data.eval_results
+    assert [(each.dataset_name, each.metric_value) for each in found] == [("short", 1.5), ("long", 2.5)]
 
 
 def test_later_result_replaces_the_same_metric_on_the_same_rows(card: Path) -> None:

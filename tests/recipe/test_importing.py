@@ -347,6 +347,15 @@ def test_number_of_gpus_gives_the_global_batch(tmp_path: Path) -> None:
     assert values(with_gpus)["training.global_batch_size"] == 2 * 4 * 4
     assert row(with_gpus, "gradient_accumulation_steps") == ("computed", "2 × 4 × 4 ranks")
     assert "training.global_batch_size" not in dict(with_gpus.decisions)
+    assert (values(without)["launch.num_processes"], values(with_gpus)["launch.num_processes"]) == ("auto", 4)
+    assert "num_processes: 4  # --num-gpus 4\n" in with_gpus.text
+
+
+def test_number_of_gpus_that_the_file_contradicts_is_a_question(tmp_path: Path) -> None:
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nnum_machines: 1\nfsdp_config: {fsdp_version: 2}\n"
+    result = from_text(tmp_path, text, num_gpus=4)
+    assert values(result)["launch.num_processes"] == 8
+    assert dict(result.decisions)["launch.num_processes"] == "the file says 8 GPUs, and `--num-gpus` 4"
 
 
 def test_keys_of_adapters_have_no_effect_without_one(tmp_path: Path) -> None:

@@ -61,17 +61,34 @@ def test_rates_are_those_of_transformers(kind, arguments):
 
 def test_line_has_start_peak_and_end():
     recipe = recipe_of("cosine_with_min_lr", {"min_lr_rate": 0.1}, 100, learning_rate=2e-5)
-    assert rate_line(recipe, 1000) == "rate: 0 → 2e-05 at step 100 → 2e-06 at step 1,000"
-    assert rate_line(recipe_of("linear", {}), 10) == "rate: 0.0003 → 0 at step 10"
+    assert rate_line(recipe, 1000) == "rate: 0 → 2e-05 at step 101 → 2e-06 at step 1,000"
+    assert rate_line(recipe_of("linear", {}), 10) == "rate: 0.0003 → 3e-05 at step 10"
     assert "known after the data is prepared" in rate_line(recipe, None)
     assert "depends on losses" in rate_line(recipe_of("reduce_lr_on_plateau", {}), 10)
+
+
+def test_steps_of_the_line_are_those_of_the_log():
+    """A log names an update by its number, from 1, with the rate that it used."""
+    recipe, parameter = recipe_of("cosine", {}, 3), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=RATE)
+    scheduler, logged = get_scheduler("cosine", optimizer, 3, 12), {}
+    for step in range(1, 13):
+        logged[step] = optimizer.param_groups[0]["lr"]
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+    found = rates(recipe, 12)
+    assert found is not None
+    assert (found.start, found.peak, found.end) == pytest.approx((logged[1], logged[found.peak_step], logged[12]))
+    assert found.peak_step == max(logged, key=logged.__getitem__) == 4
 
 
 def test_long_run_is_looked_at_where_its_phases_change():
     recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 1}, 700_001, learning_rate=1.0)
     found = rates(recipe, 5_000_000)
     assert found is not None
-    assert (found.peak, found.peak_step, found.end, found.idle_steps) == (1.0, 700_001, 0.0, 0)
+    assert found.after == 0.0
+    assert (found.peak, found.peak_step, found.end, found.idle_steps) == (1.0, 700_002, 1.0, 0)
 
 
 def test_nominal_run_has_room_for_the_phases():

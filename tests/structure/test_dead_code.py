@@ -28,7 +28,7 @@ CALLED_BY = {
     "torch's dispatch modes": {"_should_skip_dynamo"},
     "torch.distributed.checkpoint": {"create_stream", "commit_tensor"},
     "urllib": {"redirect_request"},
-    "http.server": {"allow_reuse_address", "daemon_threads", "do_GET", "handle_error", "log_message"},
+    "http.server": {"allow_reuse_address", "daemon_threads", "do_GET", "handle_error", "log_message", "service_actions"},
     "pickle": {"find_class", "persistent_load"},
     "ctypes": {"_fields_"},
     "files": {"seekable", "writable"},

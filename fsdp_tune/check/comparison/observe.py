@@ -220,7 +220,9 @@ class Side:
             range(steps) if steps <= EXACT_STEPS else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
         )
         values = {f"step {step + 1}": recipe.training.learning_rate * schedule(step) for step in shown}
-        self.stages["rate"] = StageFacts({**values, "steps of the run": steps}, assumed=assumed)
+        # Where all steps are listed, their number is not one more value that may differ.
+        length = {"steps of the run": steps} if steps > EXACT_STEPS else {}
+        self.stages["rate"] = StageFacts(length | values, assumed=assumed)
 
     # ---- Model
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -105,6 +106,14 @@ class LoadedRecipe:
     """Position of each written key (`fsdp.version`); keys that have their default are absent."""
 
 
+class WrongRecipeError(FsdpTuneError):
+    """The mistakes of a recipe that was read. `recipe` has the values without mistakes; None if too few are left."""
+
+    def __init__(self, recipe: Recipe | None, positions: Mapping[str, Where], *problems: Problem) -> None:
+        self.recipe, self.positions = recipe, positions
+        super().__init__(*problems)
+
+
 def load_recipe(
     source: str | Path, overrides: Sequence[str] = (), *, name: str | None = None, unneeded: frozenset[str] = frozenset()
 ) -> LoadedRecipe:
@@ -116,7 +125,25 @@ def load_recipe(
     path = find_recipe(str(source))
     if path.suffix in SCRIPTS:
         raise _not_a_recipe("a Python script", path)
-    return parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
+    loaded = parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
+    return replace(loaded, notices=tuple(sorted([*loaded.notices, *_open_decisions(loaded.text, path)], key=_order)))
+
+
+DECIDE = "# DECIDE: "
+"""Begins the comments in which `import` leaves a question."""
+
+
+def _open_decisions(text: str, path: Path) -> Iterator[Notice]:
+    """Yield a notice for each question of `import` that is still in the file: the recipe trains with a default in its place."""
+    for number, line in enumerate(text.splitlines(), 1):
+        before, mark, words = line.partition(DECIDE)
+        if mark and not before.strip():
+            message = f"a decision is left open: {textwrap.shorten(printable(words), _SHOWN_DECISION, placeholder=' …')}"
+            yield Notice("decision-open", message, Where(str(path), number, len(before) + 1), "settle it, and remove the comment")
+
+
+_SHOWN_DECISION = 160
+"""Characters."""
 
 
 def parse_recipe(
@@ -150,7 +177,7 @@ def parse_recipe(
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
         notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS for finding in rule(recipe))
     if problems or recipe is None:
-        raise FsdpTuneError(*sorted(problems, key=_order))
+        raise WrongRecipeError(recipe, positions, *sorted(problems, key=_order))
     return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
 
 

@@ -124,8 +124,8 @@ def _wrong_rates(recipe: Recipe, found: Rates) -> str | None:
     """Return what is wrong with rates, if anything."""
     peak, kind = recipe.training.learning_rate, training_value(recipe.training, "lr_scheduler_type")
     cycles = _known_arguments(recipe).get("num_cycles", 0)
-    if found.peak > peak * (1 + 1e-9) or found.start > peak * (1 + 1e-9) or found.end > peak * (1 + 1e-9):
-        return f"rises to {max(found.peak, found.start, found.end):.3g}, above `training.learning_rate: {peak:.3g}`"
+    if (highest := max(found.peak, found.after)) > peak * (1 + 1e-9):
+        return f"rises to {highest:.3g}, above `training.learning_rate: {peak:.3g}`"
     if found.lowest < 0:
         return f"falls to {found.lowest:.3g}, below 0"
     if found.peak < peak * (0.5 if kind == _OWN_PEAK else 1 - 1e-9):

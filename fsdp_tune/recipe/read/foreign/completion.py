@@ -281,7 +281,12 @@ def _settle_ranks(ledger: Ledger) -> None:
 def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     """The product of micro-batch, accumulation and ranks is what a recipe fixes."""
     micro, accumulation = ledger.get(*MICRO), ledger.get(*ACCUMULATION) or 1
-    ranks = num_gpus or ledger.get(*RANKS)
+    ranks = ledger.get(*RANKS)
+    if num_gpus is not None and ranks not in (num_gpus, None):
+        ledger.decide(RANKS, f"the file says {ranks} GPUs, and `--num-gpus` {num_gpus}")
+    elif num_gpus is not None:
+        ranks = num_gpus
+        ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
     if ledger.get(*GLOBAL) is not None or not _is_number(micro) or not _is_number(accumulation):
         return
     if not isinstance(ranks, int) and micro * accumulation == 1:

@@ -31,7 +31,7 @@ from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_da
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting
-from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -50,7 +50,6 @@ from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-DECIDE = "# DECIDE: "
 _WIDTH = 100
 
 
