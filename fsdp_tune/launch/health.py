@@ -21,6 +21,10 @@ SLOW_SHARE, FAILING_SHARE = 1.10, 1.50
 """Time of a rank's matrix product relative to the median of all ranks."""
 SLOW_LINK_SHARE = 1.5
 """Time of a collective relative to the link table of the planner, whose figures are those of healthy machines."""
+SLOW_PAIR_SHARE, FAILING_PAIR_SHARE = 1.5, 3.0
+"""Time of an exchange of two machines relative to the median of all pairs."""
+LEAST_PAIRS = 3
+"""Of fewer, none can be called the slow one."""
 SLOW_CHECKPOINT_SECONDS = 600.0
 CLOCK_SECONDS = 1.0
 IDLE_BYTES = GIB
@@ -38,6 +42,18 @@ class CollectiveTime(JsonAnswer):
     kind: str
     bytes: int
     """Of the full buffer."""
+    seconds: float
+    """Shortest of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime(JsonAnswer):
+    """An exchange with the rank of the same local number on another machine, while all machines exchange in pairs."""
+
+    machine: int
+    """The other one."""
+    bytes: int
+    """In each direction."""
     seconds: float
     """Shortest of several."""
 
@@ -91,6 +107,7 @@ class RankHealth(RankLimits):
     """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
     matmul_seconds: float
     collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
+    links: list[LinkTime] = field(default_factory=list[LinkTime])
 
 
 AnyRank = TypeVar("AnyRank", bound=RankLimits)
@@ -182,7 +199,7 @@ def judge_health(facts: Sequence[RankHealth], needs: HealthNeeds) -> list[Health
     """Judge the facts of all ranks, in the order of ranks."""
     judges: Sequence[Callable[[Sequence[RankHealth], HealthNeeds], HealthCheck | None]] = (
         *(_versions, _clocks, *_LIMITS),
-        *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives),
+        *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives, _links),
     )
     return [check for judge in judges if (check := judge(facts, needs)) is not None]
 
@@ -399,6 +416,35 @@ def _collectives(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck
     good = ", ".join(f"{_kind(kind)} of {format_bytes(each.bytes)} {each.seconds * 1e3:.1f} ms" for kind, each in by_kind.items())
     fix = "`NCCL_DEBUG=INFO` names the transport in use; `fsdp-tune env` lists the interfaces and InfiniBand ports"
     return _check("collectives", slow, good, fix, "warn")
+
+
+def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    """Find slow pairs of machines, and the machine that is in all of them."""
+    pairs: dict[tuple[int, int], float] = {}
+    for each in facts:
+        for link in each.links:
+            pair = (min(each.machine, link.machine), max(each.machine, link.machine))
+            pairs[pair] = max(link.seconds, pairs.get(pair, 0.0))
+    if len(pairs) < LEAST_PAIRS:
+        return None
+    hosts = {each.machine: each.host for each in facts}
+    middle = median_low(pairs.values())
+    slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * middle), key=lambda pair: -pairs[pair])
+    shared = set(hosts).intersection(*slow) if len(slow) > 1 else set[int]()
+    if len(shared) == 1:
+        machine = shared.pop()
+        times = [pairs[pair] for pair in slow]
+        found = [f"{hosts[machine]}: {len(slow)} of its links take {_times(min(times), middle)} to {_times(max(times), middle)}"]
+    else:
+        found = [f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], middle)}" for first, second in slow]
+    state: State = "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * middle for pair in slow) else "warn"
+    good = f"{len(pairs)} pairs of machines, {middle * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
+    fix = "leave the machine out, or check its cables, ports and switch: every collective over machines waits for the slowest link"
+    return _check("links", found, good, fix, state)
+
+
+def _times(seconds: float, middle: float) -> str:
+    return f"{seconds * 1e3:.1f} ms ({seconds / middle:.1f} times the median)"
 
 
 def _seconds(timed: CollectiveTime) -> float:

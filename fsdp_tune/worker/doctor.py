@@ -38,6 +38,7 @@ from fsdp_tune.launch.health import (
     CollectiveTime,
     HealthFiles,
     HealthRequest,
+    LinkTime,
     MessageSize,
     OutputFacts,
     RankHealth,
@@ -60,6 +61,8 @@ MATMUL_SECONDS, MATMUL_PASSES = 0.7, 4
 MESSAGE_SECONDS = 1.0
 CPU_MESSAGE_BYTES = 64 * MIB
 """Larger messages are measured at this size over gloo."""
+PAIR_BYTES, PAIR_SECONDS, MOST_ROUNDS = 16 * MIB, 0.3, 16
+"""Exchanged by two ranks in each direction; time for a pair; pairs of each machine, of more machines evenly chosen."""
 TOKENIZER_FILES = ("tokenizer*.json", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*", "config.json")
 
 
@@ -112,6 +115,8 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
     matmul_seconds, gpu = _matmul_seconds(device_type, rank)
     phase("sending messages")
     timed = [_collective(each, device_type, rank) for each in request.messages]
+    phase("sending messages between pairs of machines")
+    links = time_links(device_type, rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     facts = host()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     own = RankHealth(
@@ -128,6 +133,7 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
         inputs=inputs,
         matmul_seconds=matmul_seconds,
         collectives=timed,
+        links=links,
         gpu_before=request.gpus_before[rank.local_index] if rank.local_index < len(request.gpus_before) else None,
         gpu=gpu,
     )
@@ -334,6 +340,43 @@ def _collective(message: MessageSize, device_type: str, rank: ranks.Rank) -> Col
     first = median_low(gather(_timed(act, device_type)))
     times = [_timed(act, device_type) for _ in range(min(20, max(2, int(MESSAGE_SECONDS / max(first, 1e-4)))))]
     return CollectiveTime(message.kind, part * world * dtype.itemsize, min(times))
+
+
+def pairs_of_round(machines: int, number: int) -> dict[int, int]:
+    """Return the partner of each machine in a round of a tournament: in `machines - 1` rounds (one more if odd) all pairs meet once."""
+    places = machines + machines % 2  # who meets the place beyond the last machine has a free round
+    circle = [0, *((number + offset) % (places - 1) + 1 for offset in range(places - 1))]
+    met = dict(zip(circle, reversed(circle), strict=True))
+    return {machine: other for machine, other in met.items() if max(machine, other) < machines}
+
+
+def _exchange(sent: Any, received: Any, peer: int | None) -> None:
+    import torch.distributed as dist
+
+    if peer is not None:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+            work.wait()
+
+
+def time_links(device_type: str, rank: ranks.Rank, ranks_per_machine: int) -> list[LinkTime]:
+    """Exchange messages with the rank of the same local number on other machines, all machines in pairs at once. Collective."""
+    import torch
+
+    from fsdp_tune.worker.agreement import gather
+
+    machines, machine = rank.world_size // ranks_per_machine, rank.index // ranks_per_machine
+    rounds = machines - 1 + machines % 2
+    sent, received = (torch.zeros(PAIR_BYTES, dtype=torch.uint8, device=device_type) for _ in range(2))
+    found: list[LinkTime] = []
+    for number in range(0, rounds, max(1, -(-rounds // MOST_ROUNDS))) if machines > 1 else ():
+        other = pairs_of_round(machines, number).get(machine)
+        peer = None if other is None else rank.index + (other - machine) * ranks_per_machine
+        first_seconds = _timed(lambda peer=peer: _exchange(sent, received, peer), device_type)  # connects them too
+        times = min(20, max(2, int(PAIR_SECONDS / max(1e-3, *gather(first_seconds)))))
+        if other is not None:
+            seconds = min(_timed(lambda peer=peer: _exchange(sent, received, peer), device_type) for _ in range(times))
+            found.append(LinkTime(other, PAIR_BYTES, seconds))
+    return found
 
 
 if __name__ == "__main__":

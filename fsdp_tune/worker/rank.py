@@ -33,6 +33,10 @@ from fsdp_tune.run.launch_files import train_command
 
 # A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
 COLLECTIVE_MARGIN_SECONDS = 300
+LAZY_GLOO_RANKS = 128
+"""From here on gloo connects two ranks when they first exchange something (ProcessGroupGloo.hpp, torch 2.11).
+
+Else each process group connects each rank with all others: 16 million connections of 4,096 ranks, of which collectives use ten a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,12 @@ def raise_open_file_limit(topology: Topology) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+def connect_lazily(world_size: int) -> None:
+    """Let gloo connect ranks on use if they are many, unless the environment has its variable already."""
+    if world_size >= LAZY_GLOO_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def start_process_group(recipe: Recipe, rank: Rank) -> str:
     """Join the process group, with gloo for CPU tensors in addition to the backend of the device. Returns the device type.
 
@@ -147,6 +157,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch.distributed as dist
 
     raise_open_file_limit(recipe.topology)
+    connect_lazily(recipe.world_size)
     device_type = recipe.launch.device
     timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
     if device_type == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -349,7 +349,42 @@ def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None
     assert [each.all() for each in found] == [[states]] * 3
 
 
+def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for them."""
+    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
+    first, second = play.machine(0), play.machine(1)
+    start(first, second)
+    for machine in (first, second):
+        machine.failure_elsewhere()
+        assert not machine.share_quiet(is_quiet=True), "the other has not reported that it is quiet"
+    play.network.link(1).is_cut.set()
+    until(lambda: first.share_quiet(is_quiet=True))
+    until(lambda: second.share_quiet(is_quiet=True))
+
+
 # ---- Lost connections and lost machines.
+
+
+def test_machines_are_quiet_only_together(play_of: Callable[[int], Play]) -> None:
+    """One that makes progress, such as a save to a slow disk, keeps all others from reporting a hang."""
+    played = play_of(3)
+    every = [played.machine(number) for number in range(3)]
+    start(*every)
+
+    def shared(quiet: Sequence[bool]) -> list[bool]:
+        """What each machine learns of the others."""
+        for machine in every:
+            machine.failure_elsewhere()  # reads them
+        return [machine.share_quiet(is_quiet=is_quiet) for machine, is_quiet in zip(every, quiet, strict=True)]
+
+    until(lambda: shared([True, True, True]) == [True, True, True])
+    for working in range(3):
+        quiet = [number != working for number in range(3)]
+        until(lambda quiet=quiet: not any(seen for seen, is_quiet in zip(shared(quiet), quiet, strict=True) if is_quiet))  # type: ignore[misc]
+    until(lambda: shared([True, True, True]) == [True, True, True])
+    until(lambda: not any(shared([True, True, False])[:2]))
+    every[2].end(FINISHED)
+    until(lambda: shared([True, True, False])[:2] == [True, True])
 
 
 def test_short_cut_of_the_link_costs_nothing(play: Play) -> None:

@@ -12,6 +12,7 @@ from fsdp_tune.launch.health import (
     CollectiveTime,
     HealthCheck,
     HealthNeeds,
+    LinkTime,
     OutputFacts,
     RankHealth,
     differences,
@@ -145,3 +146,32 @@ def test_cpu_ranks_without_a_trace_are_judged_by_what_is_known() -> None:
 
 def test_differences_name_values_that_only_one_has() -> None:
     assert differences([{"a": "1"}, {"a": "1", "b": "2"}]) == ["rank 1 has b 2, rank 0 has None"]
+
+
+def linked(slow: dict[tuple[int, int], float], machines: int = 4) -> list[RankHealth]:
+    """Ranks of machines whose pairs take 10 ms, or as `slow` has it."""
+    facts: list[RankHealth] = []
+    for rank in range(2 * machines):
+        others = [other for other in range(machines) if other != rank // 2]
+        links = [LinkTime(other, MIB, slow.get((min(rank // 2, other), max(rank // 2, other)), 0.010)) for other in others]
+        facts.append(replace(healthy(0), rank=rank, machine=rank // 2, host=f"node{rank // 2}", inputs={}, links=links))
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("slow", "state", "words"),
+    [
+        ({(0, 2): 0.020}, "warn", "node0 and node2: 20.0 ms (2.0 times the median)"),
+        ({(0, 2): 0.020, (1, 3): 0.050}, "fail", "node1 and node3: 50.0 ms (5.0 times the median) (and 1 more)"),
+        ({(0, 1): 0.020, (1, 2): 0.022, (1, 3): 0.018}, "warn", "node1: 3 of its links take 18.0 ms (1.8 times the median) to 22.0 ms"),
+    ],
+)
+def test_slow_link_is_named_by_its_pair_or_its_machine(slow: dict[tuple[int, int], float], state: str, words: str) -> None:
+    (check,) = [check for check in judge_health(linked(slow), HealthNeeds()) if check.name == "links"]
+    assert (check.state, check.finding.startswith(words)) == (state, True), check.finding
+
+
+def test_links_of_two_machines_are_not_judged() -> None:
+    assert "links" not in {check.name for check in judge_health(linked({(0, 1): 9.0}, machines=2), HealthNeeds())}
+    (check,) = [check for check in judge_health(linked({}), HealthNeeds()) if check.name == "links"]
+    assert check.state == "ok"

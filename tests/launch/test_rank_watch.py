@@ -64,7 +64,9 @@ class Ranks:
     def progress(self, *but: int) -> None:
         self.progressed |= dict.fromkeys(set(range(self.count)) - {*but}, self.clock.now)
 
-    def hang_found_after(self, watch: RankWatch, seconds: float, moves: Callable[[], None] = lambda: None) -> float | None:
+    def hang_found_after(
+        self, watch: RankWatch, seconds: float, moves: Callable[[], None] = lambda: None, *, others_are_quiet: bool = True
+    ) -> float | None:
         """Look five times a second. Returns after how many seconds a hang was found, or None."""
         began = self.clock.now
         for tick in range(round(5 * seconds)):
@@ -72,7 +74,7 @@ class Ranks:
                 moves()
                 self.beat()
             watch.poll(1)
-            if watch.silence(LIMIT_SECONDS) is not None:
+            if watch.silence(LIMIT_SECONDS, others_are_quiet=others_are_quiet) is not None:
                 return self.clock.now - began
             self.clock.now += 0.2
         return None
@@ -91,7 +93,7 @@ def ranks_of(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Call
 @pytest.mark.parametrize(("phase", "count"), [*((phase, 2) for phase in PHASES), ("training", 64)])
 def test_stopped_rank_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(count)
-    watch = RankWatch(ranks.run, range(count), count)
+    watch = RankWatch(ranks.run, range(count))
     ranks.phase = phase
     assert ranks.hang_found_after(watch, 15, moves=ranks.progress) is None
     ranks.stopped.add(count - 1)
@@ -102,7 +104,7 @@ def test_stopped_rank_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: C
 
 def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
-    watch = RankWatch(ranks.run, range(8), 8)
+    watch = RankWatch(ranks.run, range(8))
     ranks.hang_found_after(watch, 10, moves=ranks.progress)
     ranks.stopped.add(3)
     found = ranks.hang_found_after(watch, 60, moves=ranks.progress)
@@ -112,25 +114,46 @@ def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: C
 
 def test_progress_of_one_rank_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
-    watch = RankWatch(ranks.run, range(8), 8)
+    watch = RankWatch(ranks.run, range(8))
     ranks.phase = "saving"
     assert ranks.hang_found_after(watch, 100, moves=lambda: ranks.progress(*range(1, 8))) is None
 
 
 def test_progress_on_another_machine_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
-    ranks = ranks_of(4)
-    watch = RankWatch(ranks.run, range(2), 4)
-    assert ranks.hang_found_after(watch, 200, moves=lambda: ranks.progress(0, 1, 2)) is None
-    ranks.stopped.add(3)
-    found = ranks.hang_found_after(watch, 60)
+    ranks = ranks_of(2)
+    watch = RankWatch(ranks.run, range(2))
+    assert ranks.hang_found_after(watch, 200, others_are_quiet=False) is None
+    assert watch.is_quiet(LIMIT_SECONDS)
+    found = ranks.hang_found_after(watch, 5)
     assert found is not None
-    assert found <= LIMIT_SECONDS
+    assert found <= watches.ALL_ROUND_SECONDS
+    ranks.stopped.add(1)
+    found = ranks.hang_found_after(watch, 60, moves=ranks.progress, others_are_quiet=False)
+    assert found is not None, "a process that cannot run makes no progress, whatever others do"
+
+
+def test_machine_is_quiet_after_half_of_the_limit_or_a_minute(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(2)
+    watch = RankWatch(ranks.run, range(2))
+    quiet: dict[float, float] = {}
+    for second in range(90):
+        ranks.beat()
+        watch.read_all()
+        for limit in (LIMIT_SECONDS, 1800.0):
+            if watch.is_quiet(limit):
+                quiet.setdefault(limit, second)
+        ranks.clock.now += 1
+    assert quiet == {LIMIT_SECONDS: LIMIT_SECONDS / 2 + 1, 1800.0: watches.QUIET_SECONDS + 1}
+    ranks.progress()
+    ranks.beat()
+    watch.read_all()
+    assert not watch.is_quiet(LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize(("count", "most_a_second"), [(2, 4), (8, 4), (64, 7)])
 def test_file_reads_per_second_do_not_grow_with_ranks(count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(count)
-    watch = RankWatch(ranks.run, range(count), count)
+    watch = RankWatch(ranks.run, range(count))
     ranks.hang_found_after(watch, 2, moves=ranks.progress)
     ranks.reads = 0
     ranks.hang_found_after(watch, 15, moves=ranks.progress)
@@ -138,27 +161,17 @@ def test_file_reads_per_second_do_not_grow_with_ranks(count: int, most_a_second:
     assert watch.last_step == 5
 
 
-def test_remote_ranks_are_polled_only_during_silence(ranks_of: Callable[[int], Ranks]) -> None:
-    ranks = ranks_of(64)
-    watch = RankWatch(ranks.run, range(8), 64)
-    ranks.hang_found_after(watch, 10, moves=ranks.progress)
-    assert ranks.reads <= 4 * 10 + 8
-    ranks.reads = 0
-    assert ranks.hang_found_after(watch, 60, moves=lambda: ranks.progress(*range(8))) is None
-    assert ranks.reads <= 60 * (56 / watches.OTHERS_ROUND_SECONDS + 8 / watches.ALL_ROUND_SECONDS + 5)
-
-
 def test_files_of_another_launch_are_left_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that was counted as lost is back, and its ranks of the earlier launch still write."""
     run.logs.mkdir(parents=True)
-    watch = RankWatch(run, range(2), 4, "life-2")
+    watch = RankWatch(run, range(2), "life-2")
     for rank, launch in [(0, "life-2"), (1, "life-1"), (2, "life-1"), (3, "life-2")]:
         Heartbeat(rank, 1, 5, "training", 1.0, 2.0, 0.5, launch=launch).write(run.rank_heartbeat(rank))
         Outcome(ExitCode.FAILED, ExitReason.FAILED, rank=rank, launch=launch).write(run.rank_outcome(rank))
     monkeypatch.setattr(watch, "processes", {})
     watch.read_all()
     assert set(watch.beats) == set(watch.outcomes) == {0}
-    manual = RankWatch(run, range(2), 2)
+    manual = RankWatch(run, range(2))
     manual.read_all()
     assert set(manual.beats) == set(manual.outcomes) == {0, 1}, "one machine: no id is compared"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.rank import Rank, raise_open_file_limit, read_rank, redirect_output
+from fsdp_tune.worker.rank import LAZY_GLOO_RANKS, Rank, connect_lazily, raise_open_file_limit, read_rank, redirect_output
 from tests.conftest import REPOSITORY
 from tests.launch.test_accelerate import resolved
 
@@ -59,12 +60,11 @@ def test_linked_log_file_is_not_written(tmp_path: Path) -> None:
 
 
 RECORDS = """
-import json, sys
+import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.observe import flight
-import os
+from fsdp_tune.worker.observe import heartbeat as flight
 run = RunDir(Path(sys.argv[1]))
 os.environ.update(flight.environment(run))
 import torch, torch.distributed as dist
@@ -96,3 +96,51 @@ def test_open_file_limit_is_raised_for_many_ranks(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         raise_open_file_limit(Topology(shard=256, sequence=2))
     assert asked == [(7680, 1 << 20), (2048, 2048), (7680, resource.RLIM_INFINITY)]
+
+
+CONNECTIONS = """
+import datetime, os, sys, threading
+import torch, torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+ranks, made, ended = 24, threading.Barrier(25), threading.Barrier(25)
+store = dist.HashStore()
+
+def run(rank):
+    group = ProcessGroupGloo(store, rank, ranks, datetime.timedelta(seconds=60))
+    value, every = torch.full((4,), float(rank)), [torch.empty(4) for _ in range(ranks)]
+    group.allgather([every], [value]).wait()
+    assert [int(one[0]) for one in every] == list(range(ranks))
+    group.allreduce([value]).wait()
+    assert value[0] == sum(range(ranks))
+    made.wait()
+    ended.wait()
+
+before = len(os.listdir("/proc/self/fd"))
+for rank in range(ranks):
+    threading.Thread(target=run, args=(rank,), daemon=True).start()
+made.wait()
+print(len(os.listdir("/proc/self/fd")) - before)
+ended.wait()
+os._exit(0)
+"""
+
+
+def test_many_ranks_connect_when_they_exchange_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when torch renames the variable."""
+    open_files: list[int] = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", value)
+        done = subprocess.run([sys.executable, "-u", "-c", CONNECTIONS], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        open_files.append(int(done.stdout))
+    assert open_files[0] > 24 * 23
+    assert open_files[1] < open_files[0] / 2
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    connect_lazily(LAZY_GLOO_RANKS - 1)
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    connect_lazily(LAZY_GLOO_RANKS)
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    connect_lazily(4096)
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "a value of the user is kept"

@@ -34,6 +34,7 @@ from fsdp_tune.launch.machines.machine import (
     combined,
     difference,
     digests_of_files,
+    relay,
     started_again,
     verdict_of,
 )
@@ -371,6 +372,17 @@ class Machines:
                 return report.relayed.stop_reason
         return None
 
+    def share_quiet(self, *, is_quiet: bool) -> bool:
+        """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
+        if self.others and is_quiet != self._report.is_quiet:
+            self._publish(is_quiet=is_quiet)
+        return self._are_quiet() and (self._machine == 0 or not self._is_there(0) or self._reports[0].relayed.are_quiet)
+
+    def _are_quiet(self) -> bool:
+        """Return whether no machine that this one reads reports progress. One that is unheard of cannot be waited for."""
+        reports = ((machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others))
+        return all(not self._is_there(machine) or (report is not None and report.makes_no_progress) for machine, report in reports)
+
     def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
         reports = self._read_others().values()
@@ -448,25 +460,10 @@ class Machines:
             if report is not None and report.life == self._report.life and report.launch in (self._report.launch, NOT_STARTED):
                 self._reports[machine] = report
         if self._machine == 0 and self.others:
-            self._relay()
+            relayed = relay(self._reports, len(self.others), are_quiet=self._are_quiet())
+            if relayed != self._report.relayed:
+                self._publish(relayed=relayed)
         return self._reports
-
-    def _relay(self) -> None:
-        """Repeat for the others what they need of each other."""
-        reports = self._reports
-        failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
-        named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
-        verdicts = [verdict for report in reports.values() if (verdict := report.verdict) is not None]
-        relayed = Relayed(
-            failed_machine=None if failed is None else failed[0],
-            failure=None if named is None else named.as_dict(),
-            stop_reason=next((verdict.reason for verdict in verdicts if verdict.is_stop), None),
-            silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
-            rank_states=tuple(each for report in reports.values() for each in report.rank_states),
-            is_complete=len(reports) == len(self.others) and all(report.rank_states for report in reports.values()),
-        )
-        if relayed != self._report.relayed:
-            self._publish(relayed=relayed)
 
     def _read(self, machine: int) -> MachineReport | None:
         """Return the present report of a machine, or None."""

@@ -256,6 +256,8 @@ class Relayed(Document):
     """Where the ranks of other machines are, in a hang."""
     is_complete: bool = False
     """Whether these are all of them."""
+    are_quiet: bool = False
+    """Whether all other machines are quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +283,15 @@ class MachineReport(Document):
     rank_states: tuple[RankState, ...] = ()
     """Where its ranks are, in a hang."""
     silent_seconds: float = 0.0
+    is_quiet: bool = False
+    """Whether its ranks have made no progress for a while."""
     files: dict[str, str] | None = None
     """On the first machine: digests of the files that ranks read."""
     relayed: Relayed = field(default_factory=Relayed)
+
+    @property
+    def makes_no_progress(self) -> bool:
+        return self.is_quiet or self.ended is not None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -311,6 +319,22 @@ class Standby:
 
     members: tuple[int, ...]
     """The machines of the present launch."""
+
+
+def relay(reports: Mapping[int, MachineReport], machines: int, *, are_quiet: bool) -> Relayed:
+    """Return what the first machine repeats of its `machines` others, by those that have reported."""
+    failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
+    named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
+    verdicts = [verdict for report in reports.values() if (verdict := report.verdict) is not None]
+    return Relayed(
+        failed_machine=None if failed is None else failed[0],
+        failure=None if named is None else named.as_dict(),
+        stop_reason=next((verdict.reason for verdict in verdicts if verdict.is_stop), None),
+        silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
+        rank_states=tuple(each for report in reports.values() for each in report.rank_states),
+        is_complete=len(reports) == machines and all(report.rank_states for report in reports.values()),
+        are_quiet=are_quiet,
+    )
 
 
 def digests_of_files(run: RunDir) -> dict[str, str]:

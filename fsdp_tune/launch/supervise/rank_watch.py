@@ -229,19 +229,17 @@ READS_PER_SECOND = 4.0
 """Heartbeats read per second, over all ranks of this machine."""
 SLOWEST_ROUND_SECONDS = 10.0
 """Limit for a round over very many ranks."""
-OTHERS_DELAY_SECONDS = 60.0
-"""Heartbeats of other machines are read through the shared directory, which may show them late."""
+QUIET_SECONDS = 60.0
+"""After so long without progress of its ranks a machine reports that to the others; half of `launch.hang_timeout` if that is less."""
 ALL_ROUND_SECONDS = 2.0
-OTHERS_ROUND_SECONDS = 5.0
-"""Least time between two full reads of the heartbeats of this machine and of the other machines, while ranks are silent."""
+"""Least time between two full reads of the heartbeats of this machine, while its ranks are silent."""
 ENDED_PHASES = ("finished", "failed")
 
 
 class HeartbeatTimes:
     """The last heartbeat of one rank, in monotonic seconds of this machine."""
 
-    def __init__(self, now: float, *, is_here: bool) -> None:
-        self._is_here = is_here
+    def __init__(self, now: float) -> None:
         self.beat: Heartbeat | None = None
         self.progressed_at = self.written_at = now
         """When the rank last made progress and when its file last changed, at the latest when that was read."""
@@ -252,24 +250,18 @@ class HeartbeatTimes:
             return
         if self.beat is None or beat.time != self.beat.time:
             self.written_at = now
-        if self.beat is None or beat.progressed_at != self.beat.progressed_at:
-            self.progressed_at = beat.progressed_at if self._is_here else now - beat.silent_seconds
-        self.beat = beat
+        self.beat, self.progressed_at = beat, beat.progressed_at
 
 
 class RankWatch:
     """The ranks of one machine. Call `poll` a few times a second. Times are monotonic seconds."""
 
-    def __init__(self, run: RunDir, ranks: range, world_size: int, launch: str | None = None) -> None:
+    def __init__(self, run: RunDir, ranks: range, launch: str | None = None) -> None:
         """`launch`: files of ranks of another launch are left out; None: there can be none."""
         now = time.monotonic()
         self._run, self._launch = run, launch
         self._ranks = ranks
-        self._signs = {rank: HeartbeatTimes(now, is_here=True) for rank in ranks}
-        self._others: dict[int, HeartbeatTimes] = {
-            rank: HeartbeatTimes(float("-inf"), is_here=False) for rank in range(world_size) if rank not in ranks
-        }
-        self._others_read_at = float("-inf")
+        self._signs = {rank: HeartbeatTimes(now) for rank in ranks}
         self._turn, self._read_at = 0, now
         self._all_read_at = float("-inf")
         self._ended: dict[int, float] = {}
@@ -369,26 +361,25 @@ class RankWatch:
             if rank in self.processes and now - seen > seconds and is_alive(self.processes[rank])
         ]
 
-    def silence(self, limit_seconds: float) -> float | None:
-        """Return the seconds without progress if beyond the limit, else None.
+    def is_quiet(self, limit_seconds: float) -> bool:
+        """Return whether the ranks of this machine have made no progress for a while, as it reports to the others."""
+        return self.silent_seconds > min(limit_seconds / 2, QUIET_SECONDS)
+
+    def silence(self, limit_seconds: float, *, others_are_quiet: bool) -> float | None:
+        """Return the seconds without progress if beyond the limit and all other machines are quiet, else None.
 
         A hang stops every rank: a hanging rank stops the others at their next collective, and ranks that wait for one that makes progress
         (such as writing a checkpoint to a slow disk) do not hang. A rank whose process cannot run writes no heartbeat and counts alone.
         """
         if self.failed_at is not None or all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
             return None
-        silent_seconds = self.silent_seconds
-        if silent_seconds > limit_seconds / 2:
-            self._read_others()
-        if silent_seconds <= limit_seconds:
+        if self.silent_seconds <= limit_seconds:
             return self._frozen_seconds(limit_seconds)
-        if time.monotonic() - self._all_read_at < ALL_ROUND_SECONDS:
+        if not others_are_quiet or time.monotonic() - self._all_read_at < ALL_ROUND_SECONDS:
             return None
         self.read_all()
         silent_seconds = self.silent_seconds
-        if silent_seconds <= limit_seconds or self._others_moved_within(min(limit_seconds / 2, OTHERS_DELAY_SECONDS)):
-            return None
-        return silent_seconds
+        return silent_seconds if silent_seconds > limit_seconds else None
 
     @property
     def silent_seconds(self) -> float:
@@ -406,18 +397,6 @@ class RankWatch:
                 if now - sign.written_at > limit_seconds and process is not None and _status(process) in STATES:
                     return now - sign.written_at
         return None
-
-    def _read_others(self) -> None:
-        """Read the heartbeats of other machines from the shared directory; only while all ranks here are silent."""
-        now = time.monotonic()
-        if now - self._others_read_at >= OTHERS_ROUND_SECONDS:
-            self._others_read_at = now
-            for rank, sign in self._others.items():
-                sign.read(self._run, rank, self._launch)
-
-    def _others_moved_within(self, seconds: float) -> bool:
-        now = time.monotonic()
-        return any(now - sign.progressed_at < seconds for sign in self._others.values())
 
     def stacks(self) -> tuple[list[RankState], dict[int, str]]:
         """Return the standing and the stacks of every rank of this machine that still runs."""

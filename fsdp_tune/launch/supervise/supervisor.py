@@ -203,7 +203,7 @@ class Supervisor:
         run.logs.mkdir(parents=True, exist_ok=True)
         is_first_machine = self._plan.machine_rank == 0
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
-        watch = RankWatch(run, self._plan.ranks, self._plan.world_size, self._machines.launch_id)
+        watch = RankWatch(run, self._plan.ranks, self._machines.launch_id)
         metrics = Follower(run.metrics_jsonl)
         logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
@@ -307,7 +307,8 @@ class Supervisor:
 
     def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
-        silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
+        others_are_quiet = self._machines.share_quiet(is_quiet=watch.is_quiet(self._hang_seconds))
+        silent_seconds = watch.silence(self._hang_seconds, others_are_quiet=others_are_quiet) if self._stuck is None else None
         if self._machines.is_poll_due():
             silent_seconds = silent_seconds or self._machines.silent_seconds_elsewhere()
             self._elsewhere = self._machines.failure_elsewhere()
