@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,7 +223,7 @@ def test_failed_rank_with_full_log_writes_outcome_and_exits(tmp_path: Path) -> N
 RANK_WITHOUT_OUTCOME = """
 import sys, types
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.run.launch_files import Heartbeat, Outcome, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import Outcome
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.worker import __main__ as entry, main, rank
 
