@@ -135,8 +135,13 @@ def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRu
         rejected.append(Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}"))
     if not rejected:
         raise _no_checkpoint(remote, wanted, listing)
-    reasons = "; ".join(notice.message for notice in rejected)
-    raise failed_error("merge-incomplete-checkpoint", f"no checkpoint can be merged: {reasons}", where=Where(mask_text(url)))
+    reasons = "; ".join(notice.message for notice in rejected[:3]) + (f"; and {len(rejected) - 3} more" if len(rejected) > 3 else "")
+    raise failed_error(
+        "merge-incomplete-checkpoint",
+        f"no checkpoint can be merged: {reasons}",
+        where=Where(mask_text(url)),
+        hint="merge the run on its own disk, or another mirror",
+    )
 
 
 def _no_checkpoint(remote: RemoteRun, step: int | None, listing: Listing) -> FsdpTuneError:

@@ -5,6 +5,7 @@ Pure: `worker/doctor.py` measures, `jobs/doctor.py` starts it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ SLOW_SHARE, FAILING_SHARE = 1.10, 1.50
 SLOW_LINK_SHARE = 1.5
 """Time of a collective relative to the link table of the planner, whose figures are those of healthy machines."""
 SLOW_PAIR_SHARE, FAILING_PAIR_SHARE = 1.5, 3.0
-"""Time of an exchange of two machines relative to the median of all pairs."""
+"""Time of an exchange of two machines relative to the lowest eighth of all pairs: with one slow machine of three, most pairs are slow."""
 LEAST_PAIRS = 3
 """Of fewer, none can be called the slow one."""
 SLOW_CHECKPOINT_SECONDS = 600.0
@@ -419,7 +420,7 @@ def _collectives(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck
 
 
 def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
-    """Find slow pairs of machines, and the machine that is in all of them."""
+    """Find slow pairs of machines, and the machines most of whose links are slow."""
     pairs: dict[tuple[int, int], float] = {}
     for each in facts:
         for link in each.links:
@@ -428,23 +429,27 @@ def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
     if len(pairs) < LEAST_PAIRS:
         return None
     hosts = {each.machine: each.host for each in facts}
-    middle = median_low(pairs.values())
-    slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * middle), key=lambda pair: -pairs[pair])
-    shared = set(hosts).intersection(*slow) if len(slow) > 1 else set[int]()
-    if len(shared) == 1:
-        machine = shared.pop()
-        times = [pairs[pair] for pair in slow]
-        found = [f"{hosts[machine]}: {len(slow)} of its links take {_times(min(times), middle)} to {_times(max(times), middle)}"]
-    else:
-        found = [f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], middle)}" for first, second in slow]
-    state: State = "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * middle for pair in slow) else "warn"
-    good = f"{len(pairs)} pairs of machines, {middle * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
+    usual = sorted(pairs.values())[len(pairs) // 8]
+    slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * usual), key=lambda pair: -pairs[pair])
+    links_of = Counter(machine for pair in pairs for machine in pair)
+    left: list[tuple[int, int]] = list(slow)
+    found: list[str] = []
+    while left:
+        machine, number = Counter(machine for pair in left for machine in pair).most_common(1)[0]
+        if number < 2 or number <= links_of[machine] / 2:
+            break
+        times = [pairs[pair] for pair in left if machine in pair]
+        found.append(f"{hosts[machine]}: {number} of its links take {_times(min(times), usual)} to {_times(max(times), usual)}")
+        left = [pair for pair in left if machine not in pair]
+    found += [f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], usual)}" for first, second in left]
+    state: State = "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * usual for pair in slow) else "warn"
+    good = f"{len(pairs)} pairs of machines, {usual * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
     fix = "leave the machine out, or check its cables, ports and switch: every collective over machines waits for the slowest link"
     return _check("links", found, good, fix, state)
 
 
-def _times(seconds: float, middle: float) -> str:
-    return f"{seconds * 1e3:.1f} ms ({seconds / middle:.1f} times the median)"
+def _times(seconds: float, usual: float) -> str:
+    return f"{seconds * 1e3:.1f} ms ({seconds / usual:.1f} times the usual)"
 
 
 def _seconds(timed: CollectiveTime) -> float:

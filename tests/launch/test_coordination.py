@@ -362,6 +362,36 @@ def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch
     until(lambda: second.share_quiet(is_quiet=True))
 
 
+def test_command_that_hangs_itself_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its channel is a process of its own, and still answers."""
+    monkeypatch.setattr(machines, "ATTESTED_SECONDS", 3 * LIMIT_SECONDS)
+    first, second = play.machine(0), play.machine(1)
+    start(first, second)
+    began = time.monotonic()
+    while time.monotonic() < began + 6 * LIMIT_SECONDS:
+        first.failure_elsewhere()
+        second.failure_elsewhere()
+        second.share_quiet(is_quiet=False)
+        assert not first.share_quiet(is_quiet=True), "the second machine attests progress"
+        time.sleep(0.05)
+    until(lambda: first.share_quiet(is_quiet=True))  # the second command does nothing any more
+
+
+def test_next_launch_starts_without_silence(play: Play) -> None:
+    first, second = play.machine(0), play.machine(1)
+    start(first, second)
+    for machine in (first, second):
+        machine.share_quiet(is_quiet=True)
+    until(lambda: [machine.failure_elsewhere() or machine.share_quiet(is_quiet=True) for machine in (first, second)] == [True, True])
+    for machine in (first, second):
+        machine.end(KILLED)
+    start(first, second, launch=1)
+    for machine in (first, second):
+        machine.failure_elsewhere()
+        assert not machine._report.is_quiet
+        assert not machine.share_quiet(is_quiet=True)
+
+
 # ---- Lost connections and lost machines.
 
 

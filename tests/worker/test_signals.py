@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Outcome
+from fsdp_tune.run.launch_files import Heartbeat, Outcome, read_heartbeat, read_outcome
 from fsdp_tune.worker import callbacks, rank
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
@@ -151,6 +152,34 @@ def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch
             signal.signal(number, handler)
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
+
+
+def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine was counted as lost, and is back."""
+    import signal
+
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    recipe: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
+
+    def train(*_: Any) -> None:
+        Heartbeat(0, 1, 7, "finished", 1.0, 2.0, 0.0, launch="life-2", began_at=time.time() + 60).write(run.rank_heartbeat(0))
+        Outcome(ExitCode.OK, ExitReason.FINISHED, launch="life-2").write(run.rank_outcome(0))
+        raise ValueError("the group is gone")
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "life-1")
+    monkeypatch.setattr(worker_main, "_train", train)
+    try:
+        worker_main.run_rank(run, recipe, Rank(0, 0, 1), lambda _: None, 0.0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    found = read_outcome(run, 0)
+    assert found is not None
+    assert (found.launch, found.reason) == ("life-2", ExitReason.FINISHED)
+    assert read_heartbeat(run, 0, "life-2") is not None
 
 
 FAILING_RANK = """

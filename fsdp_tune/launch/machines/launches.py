@@ -64,6 +64,8 @@ since ranks that wait for it are then reported first."""
 LOST_MARGIN_SECONDS = 30.0
 REFUSED_SECONDS = 45.0
 """A first machine that answers, but serves no store for this long, has no command any more. A child that died is replaced sooner."""
+ATTESTED_SECONDS = 60.0
+"""A command whose ranks make progress changes its document three times in this time, else its machine counts as silent."""
 UNHEARD_SECONDS = 30.0
 """At the end of a launch, machines that have been silent for longer are not waited for."""
 
@@ -160,7 +162,7 @@ class Machines:
             return None
         started = time.monotonic()
         facts: dict[str, Any] = {"members": self.members, "files": digests_of_files(self._run), "relayed": Relayed()}
-        self._publish(launch=launch, state="gathering", ended=None, rank_states=(), **facts)
+        self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
             self.advance()  # the others wait for it
             reports = self._read_others()
@@ -308,7 +310,7 @@ class Machines:
                     self._publish(launch=first.launch)
                     return self._failed(problem)
                 confirmed = first.launch
-                self._publish(launch=first.launch, state="ready", ended=None, rank_states=())
+                self._publish(launch=first.launch, state="ready", ended=None, rank_states=(), is_quiet=False)
             if first.state == "running" and first.launch == confirmed:
                 self._begin(first.launch, first.members)
                 self._standby = None
@@ -376,12 +378,18 @@ class Machines:
         """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
         if self.others and is_quiet != self._report.is_quiet:
             self._publish(is_quiet=is_quiet)
-        return self._are_quiet() and (self._machine == 0 or not self._is_there(0) or self._reports[0].relayed.are_quiet)
+        if self.others and not is_quiet and time.monotonic() - self._work_at >= ATTESTED_SECONDS / 3:
+            self.advance()
+        return self._are_quiet() and (self._machine == 0 or not self._attests(0) or self._reports[0].relayed.are_quiet)
+
+    def _attests(self, machine: int) -> bool:
+        """Return whether the command of a machine says that its ranks make progress, or whether they do. One that hangs itself does not."""
+        return self._is_there(machine) and self._channel.unchanged_seconds(machine) < ATTESTED_SECONDS
 
     def _are_quiet(self) -> bool:
-        """Return whether no machine that this one reads reports progress. One that is unheard of cannot be waited for."""
+        """Return whether no machine that this one reads reports progress."""
         reports = ((machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others))
-        return all(not self._is_there(machine) or (report is not None and report.makes_no_progress) for machine, report in reports)
+        return all(not self._attests(machine) or (report is not None and report.makes_no_progress) for machine, report in reports)
 
     def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""

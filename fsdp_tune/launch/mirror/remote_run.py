@@ -146,7 +146,7 @@ class RemoteRun:
         assert isinstance(manifest, Manifest)
         assert isinstance(run_files, Manifest)
         if manifest.facts.get("step") != step or run_files.facts.get("step") != step:
-            return f"its manifest is of step {manifest.facts.get('step')}"
+            return f"its manifest is of step {_shown(str(manifest.facts.get('step')))}"
         if strange := next((name for name in run_files.files if name not in RUN_FILES and not name.startswith("model/")), None):
             return f"its run has a file that no run has, `{strange[:80]}`"
         return RemoteCheckpoint(step, manifest, run_files)
@@ -161,7 +161,7 @@ class RemoteRun:
         except ValueError as error:
             return str(error)
         if manifest.kind != kind:
-            return f"its manifest is of `{manifest.kind}`"
+            return f"its manifest is of {_shown(manifest.kind)}"
         if outside := next((name for name in manifest.files if not is_inside(name)), None):
             return f"its manifest names {_shown(outside)}, outside of the checkpoint"
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in manifest.files) for end in range(1, len(parts))}
@@ -274,7 +274,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    return f"`{name[:80].encode(errors='backslashreplace').decode()}`"
+    return f"`{name[:80].encode('unicode_escape' if not name.isprintable() else 'utf-8', errors='backslashreplace').decode()}`"
 
 
 def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:

@@ -40,6 +40,8 @@ MOST_WRITES = 256.0
 SLOWEST_SECONDS = 15.0
 """`status` counts a heartbeat of another machine as alive for a minute (`launch.run_status.RECENT_SECONDS`)."""
 PERIOD_SECONDS = 0.1
+COMPARED_SECONDS = 7.5
+"""Time between two looks for a rank of a later launch that writes to the same file."""
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
 """Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
 In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
@@ -81,7 +83,8 @@ class HeartbeatWriter:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._silence_seconds, self._on_silence = silence_seconds, on_silence
-        self._is_gone = False
+        self._is_gone = self._is_superseded = False
+        self._compared_at = time.monotonic()
         self.step = 0
         self.collective: Collective | None = None
         """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
@@ -151,9 +154,14 @@ class HeartbeatWriter:
         self._thread.start()
 
     def is_superseded(self) -> bool:
-        """Return whether a rank of a later launch writes to the file: this machine was counted as lost, and is back."""
-        beat = read_heartbeat(self._run, self._rank)
-        return beat is not None and beat.launch != self._launch and beat.began_at > self.began_at
+        """Return whether a rank of a later launch has written to the file: this machine was counted as lost, and is back.
+
+        From then on this rank writes nothing to it.
+        """
+        beat = None if self._is_superseded else read_heartbeat(self._run, self._rank)
+        if beat is not None and beat.launch != self._launch and beat.began_at > self.began_at:
+            self._is_superseded = True
+        return self._is_superseded
 
     def close(self) -> None:
         self._ended.set()
@@ -169,6 +177,9 @@ class HeartbeatWriter:
             if now - written_at < interval_seconds(self._rank, self._world_size):
                 continue
             self._count_moved_bytes(now)
+            if now - self._compared_at >= COMPARED_SECONDS:  # both write in turn, so that one of a few reads shows it
+                self._compared_at = now
+                self.is_superseded()
             self._write()
             since = max(self._progressed_at, reported_at)
             if self._silence_seconds is not None and self._on_silence is not None and now - since > self._silence_seconds:
@@ -188,6 +199,8 @@ class HeartbeatWriter:
                 self._progressed_at = now
 
     def _write(self) -> None:
+        if self._is_superseded:
+            return
         now = self._written_at = time.monotonic()
         if self.step != self._written_step:
             self._written_step, self._step_written_at = self.step, now
@@ -212,8 +225,8 @@ class HeartbeatWriter:
             try:
                 stage.write_text(json.dumps(beat.content()), encoding="utf-8")
                 stage.replace(self._path)
-            except (FileNotFoundError, NotADirectoryError):
-                self._is_gone = True
+            except (FileNotFoundError, NotADirectoryError):  # or a later launch has cleared the file of this one
+                self._is_gone = not self._path.parent.is_dir()
             except OSError:  # a full disk: the write that matters, a checkpoint's or a metric's, reports it
                 return
 

@@ -14,6 +14,7 @@ import pytest
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.launch.run_status import RECENT_SECONDS
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import clear
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
@@ -172,16 +173,40 @@ def test_many_ranks_write_a_bounded_number_of_files_a_second(world_size: int) ->
     assert sum(1 / each for each in seconds) <= max(heartbeats.MOST_WRITES * 1.1, world_size / heartbeats.SLOWEST_SECONDS) + 1
 
 
-def test_rank_of_an_earlier_launch_is_superseded_by_its_successor(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_an_earlier_launch_writes_nothing_once_it_has_seen_its_successor(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier, same = (started_in(run, "life-1", monkeypatch) for _ in range(2))
     later = started_in(run, "life-2", monkeypatch)
+    earlier.beat("training", 9)
+    assert not same.is_superseded()
+    assert not later.is_superseded(), "the earlier rank still writes, and does not take the place"
     later.beat("training", 3)
     assert earlier.is_superseded()
-    assert same.is_superseded()
+    earlier.beat("failed")
+    assert (content(run)["launch"], content(run)["step"]) == ("life-2", 3)
     assert not later.is_superseded()
-    earlier.beat("training", 9)
-    assert not later.is_superseded(), "the earlier rank still writes, and does not take the place"
-    assert not earlier.is_superseded()
+
+
+def test_successor_is_noticed_while_both_write(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "COMPARED_SECONDS", 0.2)
+    later = started_in(run, "life-2", monkeypatch)
+    until(lambda: later.beat("training", 3) or later.beat("saving", 3) or ticking.is_superseded())
+    later.beat("training", 4)
+    time.sleep(0.5)
+    assert (content(run)["launch"], content(run)["step"]) == ("life-2", 4)
+
+
+def test_cleared_file_of_a_running_rank_is_not_a_lost_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, replace = HeartbeatWriter(run, 0), Path.replace
+
+    def cleared(path: Path, target: Path) -> Path:
+        clear(run, [0], with_verdict=False)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", cleared)
+    beat.beat("training", 1)
+    monkeypatch.setattr(Path, "replace", replace)
+    beat.beat("saving", 2)
+    assert content(run)["step"] == 2
 
 
 def started_in(run: RunDir, launch: str, monkeypatch: pytest.MonkeyPatch) -> HeartbeatWriter:
