@@ -105,6 +105,8 @@ def check_output_file(path: Path, *, replaces: bool = False, otherwise: str = "r
     unwritable = f"`{path}` cannot be written"
     if path.is_dir():
         raise usage_error("output-exists", f"`{path}` is a directory", hint="give the name of a file")
+    if _is_stream(path):
+        return
     if not replaces and (path.exists() or path.is_symlink()):
         raise usage_error("output-exists", f"`{path}` already exists", hint=f"give another file name, or {otherwise}")
     if not parent.is_dir():
@@ -116,8 +118,15 @@ def check_output_file(path: Path, *, replaces: bool = False, otherwise: str = "r
 
 
 def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
-    """Replace the content of `path` atomically. A `private` file is readable only by its owner, any other by the umask."""
+    """Replace the content of `path` atomically. A `private` file is readable only by its owner, any other by the umask.
+
+    A device, a pipe and a descriptor of this process (/dev/null, /dev/stdout) are written to: root could replace them.
+    """
     raw = data.encode() if isinstance(data, str) else data
+    if _is_stream(path):
+        with DISK.open(path) as file:
+            DISK.write(file, raw)
+        return
     stage = stage_path(path)
     try:
         stage.unlink(missing_ok=True)  # a leftover would keep its mode
@@ -131,6 +140,12 @@ def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
         stage.unlink(missing_ok=True)
         raise
     DISK.fsync_dir(path.parent)
+
+
+def _is_stream(path: Path) -> bool:
+    names = [path.absolute(), *([path.readlink()] if path.is_symlink() else [])]
+    is_descriptor = any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
+    return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
 
 
 def json_safe(value: Any) -> Any:
