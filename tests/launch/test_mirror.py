@@ -394,11 +394,18 @@ def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
 ) -> None:
     run, write, capacity = make_run(tmp_path / "run"), Disk.write, 40_000
 
+    lock = threading.Lock()
+
     def limited(self: Disk, file: IO[bytes], data: bytes | memoryview) -> None:
-        used = sum(path.stat().st_size for path in (tmp_path / "mirror").rglob("*") if path.is_file() and path.suffix == ".distcp")
-        if "/mirror/" in file.name and "distcp" in file.name and used + len(data) > capacity:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, file, data)
+        if "/mirror/" not in file.name or "distcp" not in file.name:
+            write(self, file, data)
+            return
+        with lock:  # files are sent side by side
+            used = sum(path.stat().st_size for path in (tmp_path / "mirror").rglob("*distcp*") if path.is_file())
+            if used + len(data) > capacity:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(self, file, data)
+            file.flush()
 
     monkeypatch.setattr(Disk, "write", limited)
     save(run, 5, size=4)  # 16,800 bytes
