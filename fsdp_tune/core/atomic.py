@@ -17,6 +17,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,9 +144,14 @@ def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    names = [path.absolute(), *([path.readlink()] if path.is_symlink() else [])]
-    is_descriptor = any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
-    return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    if not stat.S_ISREG(mode):
+        return not stat.S_ISDIR(mode)
+    names = [path.absolute(), *([path.readlink()] if path.is_symlink() else [])]  # of standard output that is sent to a file
+    return any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
 
 
 def json_safe(value: Any) -> Any:

@@ -432,7 +432,7 @@ def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
     usual = sorted(pairs.values())[len(pairs) // 8]
     slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * usual), key=lambda pair: -pairs[pair])
     links_of = Counter(machine for pair in pairs for machine in pair)
-    left: list[tuple[int, int]] = list(slow)
+    left: list[tuple[int, int]] = slow
     found: list[str] = []
     while left:
         machine, number = Counter(machine for pair in left for machine in pair).most_common(1)[0]

@@ -15,7 +15,7 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -316,7 +316,21 @@ def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpT
 
 
 STREAMS = 4
-"""Files that are downloaded at the same time."""
+"""Files that are sent or downloaded at the same time."""
+
+
+def for_each_file(act: Callable[[str], object], names: Iterable[str]) -> None:
+    """Call `act` with each name, in their order, several at a time. After the first error none is started any more, and it is raised."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        pending = [pool.submit(act, name) for name in sorted(names)]
+        try:
+            for each in pending:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 RUN_FILES_PRIVATE = frozenset({"recipe.yaml", "recipe.json", "environment.json"})
 Advance = Callable[[int], object]
 
@@ -396,14 +410,7 @@ def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advan
                 if is_last:
                     raise
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        pending = [pool.submit(fetch, name) for name in sorted(manifest.files)]
-        try:
-            for each in pending:
-                each.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for_each_file(fetch, manifest.files)
     for path in [path for path in stage.rglob("*") if path.is_file() and path.relative_to(stage).as_posix() not in manifest.files]:
         DISK.unlink(path)
     if bad := damage(stage, manifest, digests=False):

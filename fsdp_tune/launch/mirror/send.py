@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from fsdp_tune.launch.mirror.remote_run import (
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
+    for_each_file,
     is_there,
     read_identity,
     run_folder,
@@ -51,8 +51,6 @@ OTHERS_SECONDS = 600.0
 """Limit for the other machines to send the files that the first one misses."""
 RETRY_SECONDS = (5.0, 15.0, 30.0, 60.0)
 """Pauses after a folder could not be sent; the last one repeats."""
-STREAMS = 4
-"""Files that are sent at the same time."""
 PINS = ".mirror"
 """Folder of the run with hard links to the checkpoint that is being sent, so that a rotation does not remove its files."""
 
@@ -266,14 +264,7 @@ class Sender:
             if (found := self._remote.directory.entry(remote)) is not None:
                 self._ledger.add(remote, files[file], found.stamp)
 
-        with ThreadPoolExecutor(STREAMS) as pool:
-            pending = [pool.submit(send, file) for file in sorted(files)]
-            try:
-                for each in pending:
-                    each.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for_each_file(send, files)
 
     def _wait_for_others(self, name: str, manifest: Manifest, missing: list[str]) -> None:
         self._remote.directory.write(f"{name}/{MISSING_NAME}", json.dumps(missing).encode())

@@ -19,6 +19,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
     leave,
     leave_here,
+    lora_targets,
     off_or,
     question,
     rename,
@@ -29,7 +30,6 @@ from fsdp_tune.recipe.read.foreign.general import (
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES
-from fsdp_tune.recipe.synonyms import SYNONYMS
 
 _LAUNCH = "the launcher of this package sets it"
 _BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
@@ -301,14 +301,6 @@ def _adapter(ledger: Ledger, path: Path, value: object) -> None:
         ledger.drop(path, "no adapter: every weight is trained")
 
 
-def _targets(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["lora_target_modules"].advice(value)
-    if advice.tree:
-        ledger.write(path, {"lora.target_modules": advice.tree["lora"]["target_modules"]}, Fate.KEPT)
-    else:
-        ledger.ask(path, advice.words, ("lora", "target_modules"))
-
-
 def _flash(ledger: Ledger, path: Path, value: Any) -> None:
     if is_on(value):
         ledger.write(path, {"model.attn_implementation": "flash_attention_2"}, Fate.CONVERTED)
@@ -443,7 +435,7 @@ FMS_RULES: Rules = {
     "r": same("lora.r"),
     "lora_alpha": same("lora.lora_alpha"),
     "lora_dropout": same("lora.lora_dropout"),
-    "target_modules": _targets,
+    "target_modules": lora_targets,
     "bias": same("lora.bias"),
     "max_seq_length": by_synonym("max_seq_length"),
     "packing": same("data.packing"),

@@ -24,6 +24,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
     leave,
     leave_here,
+    lora_targets,
     off_or,
     question,
     rename,
@@ -301,14 +302,6 @@ def _tuner(ledger: Ledger, path: Path, value: Any) -> None:
         by_synonym("tuner_type")(ledger, path, value)
 
 
-def _targets(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["lora_target_modules"].advice(value)
-    if advice.tree:
-        ledger.write(path, {"lora.target_modules": advice.tree["lora"]["target_modules"]}, Fate.KEPT)
-    else:
-        ledger.ask(path, advice.words, ("lora", "target_modules"))
-
-
 def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
     """Which tokens are trained."""
     names = {"default": "assistant", "last_round": "last_assistant", "all": "all"}
@@ -344,7 +337,7 @@ SWIFT_RULES: Rules = {
     "dataset": _named_datasets(("data", "train")),
     "val_dataset": _named_datasets(("data", "eval")),
     **dict.fromkeys(("train_type", "tuner_type", "sft_type"), _tuner),
-    "target_modules": _targets,
+    "target_modules": lora_targets,
     "torch_dtype": dtype("model.dtype"),
     "loss_scale": _loss_scale,
     "truncation_strategy": _truncation,

@@ -69,6 +69,15 @@ def by_synonym(name: str) -> Rule:
     return lambda ledger, path, value: _advised(ledger, path, name, value)
 
 
+def lora_targets(ledger: Ledger, path: Path, value: Any) -> None:
+    """Keep the modules that LoRA adapts, or ask what another tool's word for them means."""
+    advice = SYNONYMS["lora_target_modules"].advice(value)
+    if advice.tree:
+        ledger.write(path, {"lora.target_modules": advice.tree["lora"]["target_modules"]}, Fate.KEPT)
+    else:
+        ledger.ask(path, advice.words, ("lora", "target_modules"))
+
+
 def implies(lines: Mapping[str, Any], reason: str = "") -> Rule:
     """Return a rule for a switch: on, it is these keys of the recipe; off, it is dropped."""
 

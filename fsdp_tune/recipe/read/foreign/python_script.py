@@ -25,6 +25,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
     leave,
     leave_here,
+    lora_targets,
     off_or,
     question,
     same,
@@ -32,7 +33,6 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MOST_BYTES = 32 << 20
 """Notebooks hold pictures."""
@@ -250,14 +250,6 @@ def _recomputation(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, settings, Fate.CONVERTED, weight=Weight.IMPLIED)
 
 
-def _targets(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["lora_target_modules"].advice(value)
-    if advice.tree:
-        ledger.write(path, {"lora.target_modules": advice.tree["lora"]["target_modules"]}, Fate.KEPT)
-    else:
-        ledger.ask(path, advice.words, ("lora", "target_modules"))
-
-
 def _length(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"data.max_length": value}, Fate.CONVERTED)
 
@@ -327,7 +319,7 @@ _ADAPTER: Rules = {
     "lora_alpha": same("lora.lora_alpha"),
     "lora_dropout": same("lora.lora_dropout"),
     "bias": same("lora.bias"),
-    "target_modules": _targets,
+    "target_modules": lora_targets,
     "use_rslora": same("lora.use_rslora"),
     "use_dora": same("lora.use_dora"),
     "modules_to_save": same("lora.modules_to_save"),

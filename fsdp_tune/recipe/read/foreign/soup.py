@@ -13,13 +13,13 @@ from fsdp_tune.recipe.read.foreign.general import (
     implies,
     is_on,
     leave,
+    lora_targets,
     off_or,
     question,
     same,
     section,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.synonyms import SYNONYMS
 
 TASKS = ("sft", "pretrain")
 UNSUPPORTED = "preference tuning, classifier or other training"
@@ -96,14 +96,11 @@ def _quantization(ledger: Ledger, path: Path, value: object) -> None:
 
 
 def _targets(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["lora_target_modules"].advice(value)
     if value == "auto":
         words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
         ledger.ask(path, words, ("lora", "target_modules"))
-    elif advice.tree:
-        ledger.write(path, {"lora.target_modules": advice.tree["lora"]["target_modules"]}, Fate.KEPT)
     else:
-        ledger.ask(path, advice.words, ("lora", "target_modules"))
+        lora_targets(ledger, path, value)
 
 
 def _rank(ledger: Ledger, path: Path, value: Any) -> None:
