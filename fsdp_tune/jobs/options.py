@@ -218,6 +218,13 @@ class CompareOptions:
             metavar="REQUIREMENT",
         ),
     ] = ()
+    tools: Annotated[
+        Literal["run", "import"],
+        Option(
+            "run: a configuration of TRL is computed by TRL, in an environment that is made in the cache (`--with trl==X` chooses "
+            "the version); import: by the recipe that `import` makes of it, as those of other tools are.",
+        ),
+    ] = "run"
     tolerance: Annotated[
         float | None,
         Option(
