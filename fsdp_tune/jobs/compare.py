@@ -429,7 +429,7 @@ class _Walk:
             return self._options.tolerance
         if self._there is self._here and not self._tools:
             return TOLERANCE
-        is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
+        is_fp32 = bool(self._tools) or all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
         return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
 
     def _cause(

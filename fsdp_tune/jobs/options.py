@@ -221,8 +221,8 @@ class CompareOptions:
     tools: Annotated[
         Literal["run", "import"],
         Option(
-            "run: a configuration of TRL is computed by TRL, in an environment that is made in the cache (`--with trl==X` chooses "
-            "the version); import: by the recipe that `import` makes of it, as those of other tools are.",
+            "run: TRL computes its configurations, in an environment made for it (`--with trl==X`: that version); import: their recipes "
+            "are compared.",
         ),
     ] = "run"
     tolerance: Annotated[

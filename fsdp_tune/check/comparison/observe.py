@@ -112,8 +112,7 @@ class Side:
         """Rows of an epoch; None if not all of them were read."""
         self.raw_config: dict[str, Any] = {}
         self.steps_of_rows: list[list[Row]] = []
-        self.start = ""
-        """Model from which the stages of the model start, once it is written."""
+        self.start = ""  # model of the stages, once it is written
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
@@ -147,8 +146,7 @@ class Side:
         encoder = load_encoder(recipe)
         self.vocabulary, self.pad_id = encoder.vocabulary_size, encoder.pad_id
         prepared = prepare(recipe, encoder, check_rows=False)
-        store = RowStore(prepared.train)
-        self._examples(store)
+        self._examples(store := RowStore(prepared.train))
         ids = {token for values in self.stages["tokens"].values.values() for token in values}
         self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
         keys = self._keys(store)
@@ -204,9 +202,8 @@ class Side:
         for opened in open_inputs(recipe, load_encoder(recipe), train_only=True):
             read = ((file, row) for file, row in opened.source.read() if not isinstance(row, BadRow))
             for file, (number, values) in itertools.islice(read, opened.entry.max_rows):
-                key = f"{opened.first_file + file}:{number}:1"
                 name = f"example {len(lines)} ({_where((opened.source.names[file], number))})"
-                lines.append(json.dumps({"key": key, "name": name, "values": values}))
+                lines.append(json.dumps({"key": f"{opened.first_file + file}:{number}:1", "name": name, "values": values}, default=str))
         rows = f"{self.inputs_file}.rows"
         Path(rows).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         inputs = {"rows": rows, "model": self.start, "epoch_steps": None if self.row_count is not None else NOMINAL_STEPS_OF_EPOCH}
@@ -265,10 +262,7 @@ class Side:
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
         parameters = dict(model.named_parameters())
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        fields = {f"config.json: {name}": value for name, value in self.raw_config.items()}
-        if self.is_beside_tool:
-            fields = dropouts(model)
-            settle_draws(model)
+        fields = dropouts(model) if self.is_beside_tool else {f"config.json: {name}": value for name, value in self.raw_config.items()}
         self.stages["model"] = StageFacts({**fields, **shapes})
         self.stages["dtypes"] = StageFacts(
             {name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}" for name, p in parameters.items()}
@@ -279,6 +273,10 @@ class Side:
         )
         if not self.is_full:
             self.left_out.append(SMALL_MODEL)
+        if self.is_beside_tool:
+            settle_draws(model)
+            fp32 = {"model": recipe.model.model_copy(update={"dtype": "fp32"})}
+            recipe = recipe.model_copy(update=fp32 | {"precision": recipe.precision.model_copy(update={"mixed_precision": "no"})})
         steps = [self._cut(rows) for rows in self.steps_of_rows] or [self._invented(model)] * STEPS
         self._forward(recipe, model, steps[0])
         self._train(recipe, model, steps[:STEPS])
@@ -294,6 +292,8 @@ class Side:
         if recipe.precision.mixed_precision == "fp8":
             raw["precision"]["mixed_precision"] = "bf16"
             self.left_out.append("fp8, which is computed in bf16 here")
+        if self.is_beside_tool:
+            raw["quantization"] = None  # which TRL needs a GPU for
         if needs_cuda(recipe.model.attn_implementation):
             raw["model"]["attn_implementation"] = "auto"
         start = recipe.model.name_or_path

@@ -36,6 +36,7 @@ RANDOM = "the rows are in the order of torch's generator, and those of a recipe 
 SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
 AUTOCAST = "autocast of the forward"
 """A place in the stage `dtypes`."""
+ROUNDING = "how half precision rounds: beside a tool, both sides compute in fp32, and the dtypes are compared by name"
 DRAWN = (
     "first values of adapters and the masks of dropout, which each tool draws itself: both sides ran with the same values, without dropout"
 )
@@ -56,17 +57,16 @@ def dropouts(model: Any) -> dict[str, float]:
     """Return the shares that a model drops in training, by module."""
     nn = importlib.import_module("torch.nn")
     found = {name: float(module.p) for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}
-    found |= {
-        name: float(share)
-        for name, module in model.named_modules()
-        if (share := getattr(module, "attention_dropout", None)) and isinstance(share, float)
-    }
+    shares = {name: getattr(module, "attention_dropout", None) for name, module in model.named_modules()}
+    found |= {name: share for name, share in shares.items() if share and isinstance(share, float)}
     return {f"dropout of {plain_name(name)}": share for name, share in found.items()}
 
 
 def settle_draws(model: Any) -> None:
-    """Switch dropout off, and give adapters fixed first values: each tool draws other ones, so nothing after them could be compared."""
+    """Switch dropout off, give adapters fixed first values, and upcast to fp32: nothing after other draws, or after other last bits of
+    half precision in Adam's first steps, could be compared."""
     torch = importlib.import_module("torch")
+    model.float()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -276,7 +276,10 @@ class _Trl(_Side):
         request = self.request
         count = min(request.sequences, request.model_rows)
         size = min(request.micro_batch, count)
-        self.trainer = trainer = self._built(per_device_train_batch_size=size, gradient_accumulation_steps=math.ceil(count / size))
+        args, _ = self._parsed()
+        self.autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        settings = {"bf16": False, "fp16": False, "per_device_train_batch_size": size}
+        self.trainer = trainer = self._built(**settings, gradient_accumulation_steps=math.ceil(count / size))
         self.data[:] = [_columns(row) for row in trainer.train_dataset]
         is_wrapped = bool(trainer.args.packing) and "seq_lengths" not in self.data[0]
         self.set_rows([(list(row["input_ids"]), row.get("seq_lengths")) for row in self.data], is_wrapped=is_wrapped)
@@ -329,17 +332,13 @@ class _Trl(_Side):
                 name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}"
                 for name, p in parameters.items()
             }
-            | {AUTOCAST: self._autocast()}
+            | {AUTOCAST: self.autocast}
         }
         self.stages["weights"] = {"values": {name: summary(p.detach()) for name, p in parameters.items() if not is_drawn(name)}}
         if dropouts(model) or any(is_drawn(name) for name in parameters):
             self.leave_out(DRAWN)
         settle_draws(model)
-        self.leave_out(SMALL_MODEL)
-
-    def _autocast(self) -> str:
-        args = self.trainer.args
-        return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        self.left_out += [SMALL_MODEL, ROUNDING]
 
     def _cut(self) -> list[Facts]:
         """Return the beginning of each row, with a trained token if it has one."""
@@ -360,19 +359,17 @@ class _Trl(_Side):
         torch, model = self.torch, self.trainer.model
         model.eval()
         rows = self._cut()
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._autocast())
-        context: Any = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
         logits_of: Facts = {}
         losses: Facts = {}
         for number in step_rows(0, len(rows), self.request.sequences)[: self.request.model_rows]:
             inputs = self._collated([number], rows)
             labels = inputs.pop("labels")
-            with torch.no_grad(), context:
+            with torch.no_grad():
                 logits = model(**inputs, use_cache=False).logits.float()
             used = logits[0, : len(rows[number]["input_ids"])]
             columns = torch.linspace(0, used.shape[-1] - 1, min(self.request.logit_columns, used.shape[-1])).long()
             logits_of[f"row-id {number}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
-            with torch.no_grad(), context:
+            with torch.no_grad():
                 loss = self.trainer.compute_loss(model, {**inputs, "labels": labels}, num_items_in_batch=torch.tensor(1))
             losses[f"row-id {number}"] = float(loss)
         self.stages["logits"], self.stages["row_losses"] = {"values": logits_of}, {"values": losses}

@@ -218,21 +218,23 @@ def test_rows_of_a_step_follow_their_order_and_begin_again() -> None:
 
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed here (scripts/install)")
-PLANTED = [
+PAIRS: dict[str, Any] = {"assistant_only_loss": None, "datasets": [{"path": "json", "data_files": "pairs.jsonl"}]}
+PLANTED: list[tuple[dict[str, Any], str, list[str] | None]] = [
     ({"assistant_only_loss": None, "packing": False}, "labels", []),
     ({"max_length": 64}, "rows", ["data.max_length"]),
     ({"packing": True, "max_length": 512}, "rows", None),
-    ({"eos_token": "<|stop|>"}, "model", None),
+    (PAIRS | {"eos_token": "<|stop|>"}, "tokens", ["model.tokens.eos"]),
+    (PAIRS | {"completion_only_loss": False}, "labels", ["data.loss_on"]),
     ({"bf16": True}, "dtypes", ["precision.mixed_precision"]),
     ({"dtype": "bfloat16"}, "dtypes", ["model.dtype"]),
-    ({"label_smoothing_factor": 0.1}, "loss", ["training.label_smoothing_factor"]),
+    ({"label_smoothing_factor": 0.1}, "row_losses", ["training.label_smoothing_factor"]),
     ({"neftune_noise_alpha": 5}, "loss", []),
     ({"max_grad_norm": 0.25}, "clipping", ["training.max_grad_norm"]),
     ({"lr_scheduler_type": "cosine"}, "rate", ["training.lr_scheduler_type"]),
     ({"warmup_steps": 5}, "rate", ["training.warmup_steps"]),
     ({"weight_decay": 0.1}, "update", ["training.weight_decay"]),
     ({"gradient_accumulation_steps": 1}, "batch", ["training.global_batch_size"]),
-    ({"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}, "model", None),
+    ({"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}, "model", ["lora"]),
 ]
 
 
@@ -255,14 +257,14 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_option_of_trl_is_found_at_the_first_stage_that_shows_it(
     files: Path, changes: dict[str, Any], stage: str, named: list[str] | None
 ) -> None:
-    found = compared(written(files, "trl", **changes), recipe_of(files))
+    found = compared(written(files, "trl", **changes), recipe_of(files, **(PAIRS if "datasets" in changes else {})))
     assert first(found) == stage
     assert named is None or keys(found) == named
 
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"assistant_only_loss": None, "datasets": [{"path": "json", "data_files": "pairs.jsonl"}]}])
+@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj"]}])
 def test_trl_computes_what_the_imported_recipe_computes(files: Path, changes: dict[str, Any]) -> None:
     found = compared(written(files, "trl", **changes), recipe_of(files, **changes))
     assert [stage.name for stage in found.stages if stage.status == "different"] == []
