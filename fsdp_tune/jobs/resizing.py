@@ -146,7 +146,7 @@ class OwnRun:
         request, data = ResumeRequest.read(received.resume_json) or ResumeRequest(), self._data
         assert data is not None, "the data are prepared before"
         if theirs is None or record is None:
-            return Problem("run-files-damaged", "machine 0 has sent no data.json or launch.json")
+            return Problem("run-files-missing", "machine 0 has sent no data.json or launch.json")
         first = read_resolved(received)
         if (theirs.key, theirs.stamps) != (data.key, data.stamps):
             message = f"machine {self.plan.machine_rank} ({socket.gethostname()}) prepares other data than machine 0"

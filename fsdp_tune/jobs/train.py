@@ -428,7 +428,7 @@ class _Job:
         """Merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
         run = self.plan.run
         outcome = ended.first_outcome.facts if ended.first_outcome else {}
-        checkpoint, _ = latest_checkpoint(run)
+        checkpoint, _ = latest_checkpoint(run, elsewhere=None)
         result = TrainResult(run, self.recipe, ended.reason, ended.step, outcome, checkpoint)
         if ended.problem is not None:
             self.observer.run_ended(result)

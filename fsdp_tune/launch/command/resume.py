@@ -313,10 +313,9 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
     if checkpoint is None:
         return (f"`{command}` starts again at step 0 in {run.path}",)
     replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
-    return (
-        f"`{command}` continues from {checkpoint.path.name}",
-        f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}",
-    )
+    merging = f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}"
+    can_merge = isinstance(inspect_checkpoint(checkpoint.path, digests=False, weights_only=True), Checkpoint)
+    return f"`{command}` continues from {checkpoint.path.name}", *([merging] if can_merge else [])
 
 
 def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:

@@ -352,8 +352,8 @@ class Machines:
     def end(self, ended: Verdict) -> None:
         """Publish how this launch ended here."""
         self._publish(state="ended", ended=ended.as_dict())
-        if self._machine > 0 and ended.problem is not None:  # after that: it may take long, and the first machine waits
-            self._publish(held=self._directory.held(self.advance))
+        if self._machine > 0:  # after that: it may take long, and the first machine waits
+            self._publish(held=self._directory.held(self.advance, compares=ended.problem is not None))
 
     def is_poll_due(self) -> bool:
         """Return whether to read the other machines: at most once a second, never on a single machine."""

@@ -389,7 +389,8 @@ class SharedDirectory:
         hint = "`output_dir` must be one directory that all machines see; `launch.shared_directory: false` gives each machine its own"
         return Problem("run-directory-not-shared", message, hint=hint)
 
-    def held(self, progress: Callable[[int], object]) -> tuple[Held, ...] | None:  # noqa: ARG002  as of OwnDirectory
+    def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:  # noqa: ARG002
+        """Return None: what is here is not of this machine alone. The arguments are those of `OwnDirectory`."""
         return None
 
 
@@ -403,6 +404,8 @@ class OwnDirectory:
         """`folder`: where the channel finds or leaves archives. `digests`: compare those of checkpoints. `install`: write this machine's
         files from those of the first, on a machine other than that."""
         self._run, self._folder, self._digests, self._install = run, folder, digests, install
+        self._installed: str | None = None
+        """Name of the archive from which the files here are."""
 
     def offer(self) -> dict[str, str]:
         """Make an archive of the files of the run for the other machines. Returns how the channel names it."""
@@ -425,9 +428,13 @@ class OwnDirectory:
             theirs = offered()
             if theirs is None:
                 return None
-            path = self._folder / str(theirs.get(ARCHIVE))
-            if ARCHIVE in theirs and path.exists():
-                return self._unpack(path)
+            name = str(theirs.get(ARCHIVE))
+            if name == self._installed:
+                return None
+            if ARCHIVE in theirs and (self._folder / name).exists():
+                problem = self._unpack(self._folder / name)
+                self._installed = name if problem is None else None
+                return problem
             time.sleep(READ_SECONDS)
         message = f"machine {machine} has not received the files of the run within {format_seconds(ARCHIVE_SECONDS)}"
         return Problem("run-files-missing", message, hint="see the network between the machines")
@@ -448,12 +455,12 @@ class OwnDirectory:
                     DISK.mkdir(target.parent)
                     write_file(target, archive.read(name), private=True)
         except (ValueError, zipfile.BadZipFile) as error:
-            return Problem("run-files-damaged", f"the files of the run that machine 0 has sent are damaged: {error}")
+            return Problem("run-files-missing", f"the files of the run that machine 0 has sent are damaged: {error}")
         return self._install(received)
 
-    def held(self, progress: Callable[[int], object]) -> tuple[Held, ...] | None:
-        """Return what this machine has of each checkpoint."""
-        return tuple(held_checkpoints(self._run, digests=self._digests, progress=progress))
+    def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:
+        """Return what this machine has of each checkpoint. `compares`: digests, if the recipe wants that."""
+        return tuple(held_checkpoints(self._run, digests=self._digests and compares, progress=progress))
 
 
 def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:
