@@ -30,13 +30,14 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
 from fsdp_tune.launch.command.resume import Start, check, compare, decide, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
+from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import recipe_for_machines, smaller_sizes
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, checkpoint_step, locked
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, RunDir, checkpoint_step, locked
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.manifest import Manifest
 from fsdp_tune.run.records import Environment
@@ -183,6 +184,17 @@ class OwnRun:
         if step is None:
             return start
         return replace(start, checkpoint=Checkpoint(self.plan.run.checkpoint(step), step, Manifest(CHECKPOINT_KIND, {})))
+
+
+def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, options: TrainOptions) -> Sequence[Held] | None:
+    """Return what other machines have of the checkpoints of a run that continues, as `decide` takes it.
+
+    Waits for the machines, unless the run has finished: then None. Raises: FsdpTuneError if one is missing.
+    """
+    if machines is None or options.resume is None or not recipe.has_own_directories:
+        return ()
+    found = decide(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
+    return None if found.is_finished else machines.held_elsewhere()
 
 
 def _copy_files(source: Path, target: Path) -> None:

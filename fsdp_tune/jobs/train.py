@@ -28,7 +28,7 @@ from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.resizing import OwnRun, Resizing, recorded_devices
+from fsdp_tune.jobs.resizing import OwnRun, Resizing, held_elsewhere, recorded_devices
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.jobs.validate import inspect_model
@@ -226,7 +226,7 @@ class _Job:
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
         self.observer.phase("choosing the first step")
-        held = self.connected.held_elsewhere() if self.connected is not None and options.resume is not None else []
+        held = held_elsewhere(self.connected, run, self.recipe, options)
         decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=self.advance, elsewhere=held)
         start, mirror = decide(), self.mirror
         if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):

@@ -225,6 +225,12 @@ def held_checkpoints(run: RunDir, *, digests: bool = False, progress: Progress |
     return found
 
 
+def are_verified(checkpoint: Checkpoint, elsewhere: Sequence[Held]) -> bool:
+    """Return whether the other machines have just compared the digests of their parts of a checkpoint."""
+    identity = checkpoint.manifest.identity if elsewhere else ""
+    return all(each.is_verified for each in elsewhere if each.manifest == identity)
+
+
 def _readable_manifest(path: Path) -> Manifest | None:
     try:
         return read_manifest(path)

@@ -91,7 +91,7 @@ class Manifest:
     def absence(self, names: Collection[str]) -> str:
         """Describe files of other machines that are not in the directory."""
         owners = [each for each in self.machines if not set(names).isdisjoint(each.files)]
-        where = " and ".join(f"{each.host}:{each.directory}" for each in owners)
+        where = " and ".join(f"{each.host}:{each.directory}" for each in owners) or "another machine"
         return f"{len(names)} of its {len(self.files)} files are not here; {where} had {'them' if len(names) > 1 else 'it'}"
 
     def to_json(self) -> str:

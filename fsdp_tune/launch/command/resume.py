@@ -27,6 +27,7 @@ from fsdp_tune.run.directory import (
     Held,
     Rejected,
     RunDir,
+    are_verified,
     checkpoint_step,
     complete_checkpoints,
     enclosing_checkpoint,
@@ -232,15 +233,9 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
         and not any(change.key in LENGTH_KEYS for change in changes),
         trajectory_changes=trajectory,
         notices=notices,
-        digests_checked=digests and checkpoint is not None and _is_verified(checkpoint, elsewhere or ()),
+        digests_checked=digests and checkpoint is not None and are_verified(checkpoint, elsewhere or ()),
         data_key=read_data_key(run),
     )
-
-
-def _is_verified(checkpoint: Checkpoint, elsewhere: Sequence[Held]) -> bool:
-    """Return whether all machines that have a part of a checkpoint have just compared its digests."""
-    identity = checkpoint.manifest.identity if elsewhere else ""
-    return all(each.is_verified for each in elsewhere if each.manifest == identity)
 
 
 def refuse_without_files(rejected: Sequence[Rejected]) -> None:

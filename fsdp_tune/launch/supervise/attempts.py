@@ -23,7 +23,16 @@ from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, Rejected, checkpoint_step, inspect_checkpoint, latest_checkpoint, missing_files
+from fsdp_tune.run.directory import (
+    Checkpoint,
+    Held,
+    Rejected,
+    are_verified,
+    checkpoint_step,
+    inspect_checkpoint,
+    latest_checkpoint,
+    missing_files,
+)
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
 from fsdp_tune.run.metrics_file import CHECKPOINT_REJECTED, MACHINES_CHANGED, RESTARTED, append_event
 
@@ -86,6 +95,8 @@ class Attempts:
         self._machines = machines or Machines(plan.run)
         self._sizes = sizes
         self._numbers = itertools.count()
+        self._held: Sequence[Held] = ()
+        """What other machines had of each checkpoint at the last decision, if each has its own run directory."""
         self._members = self._machines.members
         """The machines for which the files of the run are written, and `_plan` is made."""
 
@@ -209,7 +220,7 @@ class Attempts:
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         progress = self._machines.advance
         wait_seconds = parse_seconds(self._recipe.launch.replacement_timeout) if self._sizes is not None else self._hang_seconds
-        held = self._machines.held_elsewhere(wait_seconds)
+        held = self._held = self._machines.held_elsewhere(wait_seconds)
         checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress, elsewhere=held)
         start = self._start_elsewhere() if checkpoint is None else None
         found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
@@ -260,9 +271,9 @@ class Attempts:
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
-        digests_checked = self._recipe.checkpoint.verify == "digest"
         request = ResumeRequest()
         if checkpoint is not None:
+            digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(checkpoint, self._held)
             request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)))
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -180,14 +181,14 @@ def shared_small_files(rank_zero: Collection[str]) -> list[str]:
 
 
 def _own_files(path: Path, manifest: Manifest) -> frozenset[str]:
-    """Return the files that this machine has, after replacing a directory of another checkpoint of the same step."""
+    """Return the files that this machine has. A directory of another checkpoint of the same step is moved aside."""
     try:
         here = read_manifest(path)
     except (OSError, ValueError):
         here = None
     if here != manifest:
         if path.exists():
-            DISK.rmtree(path)
+            DISK.rename(path, path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
         DISK.mkdir(path)
         write_file(path / MANIFEST_NAME, manifest.to_json())
     return frozenset(manifest.files.keys() - {each.name for each in damage(path, manifest, digests=False)})
