@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import host, versions, visible_devices
-from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.errors import Problem, usage_error
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -195,6 +195,13 @@ def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, optio
         return ()
     found = decide(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
     return None if found.is_finished else machines.held_elsewhere()
+
+
+def refuse_manual_start(recipe: Recipe) -> None:
+    """Refuse to only write a run whose files the commands send to each other. Raises: usage error."""
+    if recipe.has_own_directories:
+        message = "with `launch.shared_directory: false` the machines' commands write their run directories together"
+        raise usage_error("contradiction", message, hint="start `fsdp-tune train` on each machine, without `--no-start`")
 
 
 def _copy_files(source: Path, target: Path) -> None:

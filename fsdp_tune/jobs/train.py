@@ -28,7 +28,7 @@ from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.resizing import OwnRun, Resizing, held_elsewhere, recorded_devices
+from fsdp_tune.jobs.resizing import OwnRun, Resizing, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.jobs.validate import inspect_model
@@ -40,6 +40,7 @@ from fsdp_tune.launch.command.resume import (
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
+    refuse_without_files,
     takes_best,
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
@@ -101,6 +102,7 @@ def write_only(
     """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
     with session(recipe):
         job = _job(recipe, replace(options, machine_rank=0), observer)
+        refuse_manual_start(job.recipe)
         with given_back(job.mirror):
             start = job.decide_start()
             if start.is_finished:
@@ -231,6 +233,8 @@ class _Job:
         start, mirror = decide(), self.mirror
         if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
             start = decide()
+        if start.checkpoint is None and not start.is_new:  # nor has the mirror what is missing
+            refuse_without_files(latest_checkpoint(run, elsewhere=held)[1])
         self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
