@@ -20,7 +20,7 @@ from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.batches import filling_lines
 from fsdp_tune.data.report import DataReport
-from fsdp_tune.jobs.answers import ChangedKey, PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
+from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
 from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_after, commands_to_resume, merge_command
 from fsdp_tune.model.model_files import ModelFacts
@@ -32,17 +32,8 @@ from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.metrics_file import (
-    EVENTS,
-    FIRST_STEP,
-    SAMPLES,
-    STOPPING,
-    TRAIN_STARTED,
-    describe,
-    read_metrics,
-    sample_line,
-    seconds_in_steps,
-)
+from fsdp_tune.run.events import AnyEvent, FirstStep, SamplesGenerated, Stopping, TrainStarted, read_event
+from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 
 Line = dict[str, Any]
@@ -131,8 +122,8 @@ def _losses(lines: Sequence[Line], name: str, spans: Sequence[str]) -> str:
 
 def _samples(lines: Sequence[Line]) -> list[str]:
     """Return the first generated texts of the last time that `training.sample` generated."""
-    generated = [line["samples"] for line in lines if line.get("event") == SAMPLES.name]
-    return [sample_line(sample) for sample in generated[-1][:CARD_SAMPLES]] if generated else []
+    generated = [event for line in lines if isinstance(event := read_event(line), SamplesGenerated)]
+    return [str(sample) for sample in generated[-1].samples[:CARD_SAMPLES]] if generated else []
 
 
 def _memory(steps: Sequence[Line]) -> str:
@@ -193,7 +184,7 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
     screen.notices(start.notices)
     begins = StartPoint(start.step, str(start.checkpoint.path) if start.checkpoint else None)
-    changes = [ChangedKey(each.key, each.old, each.new, class_=each.kind.value) for each in start.trajectory_changes]
+    changes = [each.answer() for each in start.trajectory_changes]
     screen.document(PreviewAnswer(recipe, resolution.reasons, begins, changes, **plan.to_json()))
     screen.message("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
     shown = resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=not full)
@@ -284,8 +275,8 @@ class StepView:
         bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:
-        if "event" in line:
-            self._event(line)
+        if (event := read_event(line)) is not None:
+            self._event(event)
         elif "loss" in line:
             self._step(line)
         elif "eval_loss" in line:
@@ -307,23 +298,21 @@ class StepView:
             phase = "ending the ranks"
         self._bar.enter(f"{phase} {done}/{planned} batches" if planned else phase)
 
-    def _event(self, line: dict[str, Any]) -> None:
-        kind = EVENTS.get(line["event"])
-        if kind is TRAIN_STARTED:
-            self._total, self._at = int(line["total_steps"]), int(line.get("step") or 0)
-            self._start = self._at
+    def _event(self, event: AnyEvent) -> None:
+        shown = event.shown() if event.is_shown else []
+        if isinstance(event, TrainStarted):
+            self._total, self._at, self._start = event.total_steps, event.step, event.step
             self._bar.enter("first step")
             self._bar.start(self._at, self._total)
-        elif kind is FIRST_STEP and not self._has_started:
+        elif isinstance(event, FirstStep) and not self._has_started:
             # The ranks count from their launch; every other time on the screen is that of the command.
             self._has_started = True
-            elapsed = time.monotonic() - self._screen.began - (time.time() - float(line.get("time") or time.time()))
-            line = {**line, "seconds_before": max(0.0, elapsed - sum(line["phase_seconds"].values()))}
-        elif kind is STOPPING:
-            self._bar.at(int(line["step"]), self._detail, self._losses)
-        show = kind.show if kind is not None else describe  # a kind of another version
-        write = self._screen.warn if kind is not None and kind.level == "alarm" else self._screen.message
-        for text in show(line) if show is not None else ():
+            elapsed = time.monotonic() - self._screen.began - (time.time() - (event.time or time.time()))
+            shown = event.shown(max(0.0, elapsed - sum(event.phase_seconds.values())))
+        elif isinstance(event, Stopping):
+            self._bar.at(event.step, self._detail, self._losses)
+        write = self._screen.warn if event.level == "alarm" else self._screen.message
+        for text in shown:
             write(text)
 
     def _step(self, line: dict[str, Any]) -> None:

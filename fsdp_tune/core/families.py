@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -103,6 +103,8 @@ def mean_heads(config: object) -> tuple[int, int]:
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "jitter")
 _DROPOUT_OF_OTHER_HEADS = ("classifier", "summary")
+SINKS = ("s_aux", "sinks")
+"""One number a head: the argument of attention kernels, and the attribute of the module that gpt-oss's eager kernel reads instead."""
 CAUSAL_SWITCHES = ("is_decoder", "causal")
 """Fields that give a bidirectional model a causal mask."""
 
@@ -133,6 +135,10 @@ OLD_LOCAL_ROPE = "rope_local_base_freq"
 SLIDING = "sliding_attention"
 SCALED_FIELDS = ("rope_parameters", "rope_scaling", *POSITIONS.names)
 """Fields that scaling the positions changes."""
+ORIGINAL_POSITIONS = "original_max_position_embeddings"
+"""In `rope_parameters`; Phi-3's configuration has it as a field of its own, which takes precedence."""
+ROW_SCALES = ("short_mscale", "long_mscale")
+"""Fields of `rope_parameters` by which Phi-3.5-MoE scales short and long rows in its own forward."""
 
 
 def max_positions(config: object) -> int | None:
@@ -166,12 +172,46 @@ EXPERT_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Stacked parameter → names of the tensors of one expert in files, whose rows follow each other in the stack."""
 EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
 """Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
+_IN_EXPERTS = ".experts."
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROUTER_IN_EXPERTS = ".router."
+_SHARED = "shared"
 
 
 def expert_count(config: object) -> int:
     """Return the number of experts in a layer; 1 for a dense model. Configurations that have it under two names have it once
     (`attribute_map` of transformers), so the first name decides."""
     return EXPERTS.of(config) or 1
+
+
+def is_in_experts(name: str) -> bool:
+    """Return whether a module or a parameter is below `experts`. JetMoE's routers are, and some of its stacks are not."""
+    return _IN_EXPERTS in name
+
+
+def number_of_expert(name: str) -> int | None:
+    """Return which expert a parameter belongs to; None if experts are stacked, or it belongs to none."""
+    return int(found[1]) if (found := _EXPERT.search(name)) else None
+
+
+def is_router_in_experts(name: str) -> bool:
+    """Return whether a parameter of `is_in_experts` is one of a router (JetMoE)."""
+    return _ROUTER_IN_EXPERTS in name
+
+
+def is_shared_expert(name: str) -> bool:
+    """Return whether a parameter belongs to an expert that every token uses."""
+    return _SHARED in name
+
+
+def are_stacked_experts(module: str) -> bool:
+    """Return whether a module of this name may hold stacked experts."""
+    return module.endswith("experts")
+
+
+def have_experts(modules: Iterable[str]) -> bool:
+    """Return whether a model with modules of these names has experts or routers of its own kind."""
+    return any("expert" in name for name in modules)
 
 
 def is_router(config: object, outputs: int) -> bool:

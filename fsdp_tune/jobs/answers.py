@@ -22,6 +22,7 @@ from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import Checkpoint, RunDir
+from fsdp_tune.run.events import ChangedKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,6 @@ class WrittenAnswer(JsonAnswer):
 class StartPoint(JsonAnswer):
     step: int
     checkpoint: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedKey(JsonAnswer):
-    key: str
-    old: Any
-    new: Any
-    class_: str
-    """What the change does to the training."""
 
 
 @dataclass(frozen=True, slots=True)

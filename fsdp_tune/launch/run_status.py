@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
@@ -22,8 +20,14 @@ from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
+<<<<<<< HEAD
 from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
+=======
+from fsdp_tune.run.events import GradientSpike, LossSpike, SpikeEvent, SpikeRow, TrainStarted, read_event
+from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.metrics_file import json_objects, number
+>>>>>>> main
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
@@ -53,24 +57,6 @@ class RankStatus(JsonAnswer):
 class RejectedCheckpoint(JsonAnswer):
     path: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpikeRow(JsonAnswer):
-    """A row of a spike. A file of such objects, one a line, is one for `train --skip-rows`."""
-
-    file: str
-    row: int
-    """In the file, from 1: its line, where the file has lines."""
-    tokens: int
-    step: int
-    rank: int
-    micro_batch: int
-    """In the step, from 1."""
-    sequence: int
-    """Packed examples share one."""
-    loss: float | None
-    """Mean token loss of the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +181,7 @@ def run_status(run: RunDir) -> RunStatus:
     logged = _training_lines(lines)
     losses = [number(line["loss"]) for line in logged]
     state = _state(owner, ranks, verdict)
-    total_steps = next((line["total_steps"] for line in _started(run.metrics_jsonl, lines) if "total_steps" in line), None)
+    total_steps = _total_steps(run.metrics_jsonl, lines)
     return RunStatus(
         run_dir=str(run.path),
         state=state,
@@ -254,23 +240,12 @@ def newest_spike(path: Path) -> Spike | None:
     """Return the last event of a spike in metrics.jsonl, or None."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            at = max(text.rfind(f'{{"event": "{name}"'.encode()) for name in SPIKES)
+            at = max(text.rfind(f'{{"event": "{kind.name}"'.encode()) for kind in (LossSpike, GradientSpike))
             line = text[at : text.find(b"\n", at) + 1] if at >= 0 else b""
     except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
         return None
-    return next((spike_of(found) for found in json_objects(line)), None)
-
-
-def spike_of(line: dict[str, Any]) -> Spike | None:
-    """Return the spike of an event of metrics.jsonl; None if its fields are not those of this version."""
-    fields = {name: line.get(name) for name in ("event", "step", "message")}
-    try:
-        return _SPIKE.validate_python(fields | {"rows": line.get("rows", []), "rows_total": line.get("rows_total", 0)})
-    except ValidationError:
-        return None
-
-
-_SPIKE = TypeAdapter(Spike)
+    found = next(map(read_event, json_objects(line)), None)
+    return Spike(found.name, found.step, found.message, found.rows or [], found.rows_total or 0) if isinstance(found, SpikeEvent) else None
 
 
 def _training_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -289,7 +264,7 @@ def _planned(run: RunDir) -> float | None:
 
 def _seconds_left(lines: list[dict[str, Any]], step: int, total_steps: int | None) -> float | None:
     """Estimate the time left from the last training lines of this launch, with their evaluations and saves."""
-    begin = max((index for index, line in enumerate(lines) if line.get("event") == TRAIN_STARTED.name), default=0)
+    begin = max((index for index, line in enumerate(lines) if line.get("event") == TrainStarted.name), default=0)
     logged = _training_lines(lines[begin:])
     if not logged or total_steps is None:
         return None
@@ -367,10 +342,11 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _started(path: Path, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the `train_started` events among the `last` lines of the file, newest first, or else those at its start."""
-    lines = [line for line in reversed(last) if line.get("event") == TRAIN_STARTED.name]
-    if lines or not path.exists():
-        return lines
-    with open(path, "rb") as file:
-        return [line for line in json_objects(file.read(TAIL_BYTES)) if line.get("event") == TRAIN_STARTED.name]
+def _total_steps(path: Path, last: list[dict[str, Any]]) -> int | None:
+    """Return the steps of the newest start among the `last` lines of the file, or else of the first one at its start."""
+    newest = next((event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None)
+    if newest is None and path.exists():
+        with open(path, "rb") as file:
+            first = json_objects(file.read(TAIL_BYTES))
+        newest = next((event for line in first if isinstance(event := read_event(line), TrainStarted)), None)
+    return newest.total_steps if newest is not None else None

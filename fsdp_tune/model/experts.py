@@ -12,7 +12,6 @@ Mixtures of experts: the parameters that a token uses.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts, is_router_in_experts, is_shared_expert, number_of_expert
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.sequence_parallel import shared_rows
@@ -135,11 +134,11 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
 
 def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool | None:
     """Return whether a parameter belongs to one expert or stacks all of them; None if its name or shape implies another number."""
-    if numbered := re.search(r"\.experts\.(\d+)\.", name):
-        return True if int(numbered[1]) < experts else None
+    if (number := number_of_expert(name)) is not None:
+        return True if number < experts else None
     is_stack = parameter.ndim >= 1 and parameter.shape[0] == experts
-    if ".experts." not in name:  # JetMoE's `mlp.input_linear.weight`
-        return experts > 1 and is_stack and parameter.ndim >= 3 and "shared" not in name
-    if parameter.ndim < 2 or ".router." in name:  # JetMoE's router is inside `experts`
+    if not is_in_experts(name):  # JetMoE's `mlp.input_linear.weight`
+        return experts > 1 and is_stack and parameter.ndim >= 3 and not is_shared_expert(name)
+    if parameter.ndim < 2 or is_router_in_experts(name):
         return False
     return True if is_stack or is_of_adapter(name) else None

@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.core.families import dropout_fields, heads_by_layer
+from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, FIND_PACKED_IN_PART, IS_PACKED, SUPPORTS_INTERFACE, attention_of
 from fsdp_tune.model.shard.local import bare_model
 from fsdp_tune.model.shard.wrap import groups_of
@@ -227,8 +227,9 @@ def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         replaced: dict[str, Any] = {"num_key_value_groups": heads // (kv_heads * copies)}
-        if (sinks := kwargs.get("s_aux")) is not None:  # one number a head; gpt-oss's eager kernel reads it from the module
-            kwargs["s_aux"] = replaced["sinks"] = sinks.chunk(size)[group.rank()]
+        argument, attribute = SINKS
+        if (sinks := kwargs.get(argument)) is not None:
+            kwargs[argument] = replaced[attribute] = sinks.chunk(size)[group.rank()]
         kwargs["position_ids"] = rows.position_ids
         query, key, value = to_heads([query, key, value], group)
         output, _ = inner(_ModuleView(module, **replaced), query, key, value, attention_mask, **kwargs)

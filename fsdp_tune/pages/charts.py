@@ -12,24 +12,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
+
+from pydantic import JsonValue
 
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
-from fsdp_tune.launch.run_status import spike_of
-from fsdp_tune.pages.run_record import Curve, Line, RunRecord
-from fsdp_tune.run.metrics_file import EVENTS, SAMPLES, SPIKES, names_of, number
+from fsdp_tune.pages.run_record import Curve, RunRecord
+from fsdp_tune.run.events import AnyEvent, SamplesGenerated, SpikeEvent
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 ALL_POINTS = 45_000
 """Of all curves of a page, so that it stays below its size: a point is a dozen bytes."""
 NAMED_SERIES = 6
 """Curves that the description of a chart for screen readers has with their numbers."""
-MARKED = frozenset(name for name, kind in EVENTS.items() if kind.marks_curves)
-"""Events that are vertical lines in the charts of a loss."""
 LOSS_UNIT = "nats per token"
 
 
@@ -185,8 +184,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[RunRecord]) -> Chart
             planned = getattr(run.plan, name, None) if kind.planned else None
             if planned is not None:
                 levels.append(Level(f"{label}, planned", colour, dash, planned))
-    events = [line for run in runs for line in run.lines.events if kind.marked and line["event"] in MARKED]
-    marks = sorted({(line["step"], str(line["event"])) for line in events if isinstance(line.get("step"), int)})
+    events = [event for run in runs for event in run.lines.events if kind.marked and event.marks_curves]
+    marks = sorted({(event.step, event.name) for event in events if event.step is not None})
     return Chart(kind.group, kind.title, kind.unit, series, levels, marks)
 
 
@@ -245,9 +244,6 @@ def step_parts(run: RunRecord) -> list[StepPart]:
 
 UNKNOWN = "–"
 EVENT_CHARACTERS = 4000
-ROUTINE = names_of("routine")
-"""Left out first where there are too many."""
-WARNINGS = names_of("warning", "alarm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,32 +360,31 @@ class RunEvents:
 
 def events_of(run: RunRecord, limit: int) -> RunEvents:
     """Return at most `limit` events: routine ones are left out first, and of the others the oldest."""
-    lines = [line for line in run.lines.events if line["event"] != SAMPLES.name]  # they have a section of their own
-    rank = sorted(range(len(lines)), key=lambda at: (lines[at]["event"] in ROUTINE, -at))
-    kept = [lines[at] for at in sorted(rank[:limit])]
-    return RunEvents(run.label, [_event(line) for line in kept], len(lines) - len(kept))
+    events = [event for event in run.lines.events if not isinstance(event, SamplesGenerated)]  # they have a section of their own
+    rank = sorted(range(len(events)), key=lambda at: (events[at].level == "routine", -at))
+    kept = [events[at] for at in sorted(rank[:limit])]
+    return RunEvents(run.label, [_event(event) for event in kept], len(events) - len(kept))
 
 
-def _event(line: Line) -> RunEvent:
-    name, step, time = str(line["event"]), line.get("step"), number(line.get("time"))
-    has_message = "message" in line  # with the numbers in it
+def _event(event: AnyEvent) -> RunEvent:
+    every = event.details()
+    has_message = "message" in every  # with the numbers in it
+    hidden = ("message", "rows") if isinstance(event, SpikeEvent) else ("message",)
     details = {
         key: value
-        for key, value in line.items()
-        if key not in ("event", "step", "time", "message", *(("rows",) if name in SPIKES else ()))
-        and not (has_message and isinstance(value, str | int | float | None))
+        for key, value in every.items()
+        if key not in hidden and not (has_message and isinstance(value, str | int | float | None))
     }
-    text = "\n".join(part for part in (str(line.get("message", "")), *(_labelled(key, value) for key, value in details.items())) if part)
-    return RunEvent(
-        f"{step:,}" if isinstance(step, int) else UNKNOWN, _time(time), name, mask_text(_cut(text, EVENT_CHARACTERS)), name in WARNINGS
-    )
+    text = "\n".join(part for part in (str(every.get("message", "")), *(_labelled(key, value) for key, value in details.items())) if part)
+    step = f"{event.step:,}" if event.step is not None else UNKNOWN
+    return RunEvent(step, _time(event.time), event.name, mask_text(_cut(text, EVENT_CHARACTERS)), event.level in ("warning", "alarm"))
 
 
 def spike_tables(runs: Sequence[RunRecord], limit: int) -> list[Table]:
     """Return a table of rows for each run with spikes, the newest spike first, with at most `limit` rows each."""
     tables: list[Table] = []
     for run in runs:
-        found = [spike for line in reversed(run.lines.events) if line["event"] in SPIKES and (spike := spike_of(line)) is not None]
+        found = [event for event in reversed(run.lines.events) if isinstance(event, SpikeEvent)]
         rows = [
             [
                 f"{row.step:,}",
@@ -401,10 +396,10 @@ def spike_tables(runs: Sequence[RunRecord], limit: int) -> list[Table]:
                 _figure(row.loss),
             ]
             for spike in found
-            for row in spike.rows
+            for row in spike.rows or []
         ]
         if rows:
-            total = sum(spike.rows_total for spike in found)
+            total = sum(spike.rows_total or 0 for spike in found)
             shown = f"{min(limit, len(rows)):,} of {total:,} rows, those with the highest losses of the newest spike first"
             caption = f"{run.label}: {shown}" if len(runs) > 1 else shown
             tables.append(Table(["step", "file", "row", "tokens", "rank", "micro-batch", "loss of the micro-batch"], rows[:limit], caption))
@@ -418,18 +413,17 @@ def _time(seconds: float | None) -> str:
         return UNKNOWN
 
 
-def _labelled(key: str, value: Any) -> str:
+def _labelled(key: str, value: JsonValue) -> str:
     return f"{key}: {_detail(value)}".replace(": \n", ":\n")
 
 
-def _detail(value: Any) -> str:
+def _detail(value: JsonValue) -> str:
     """Return a field of an event as text: numbers rounded, mappings as `key: value`, lists of texts or mappings a line each."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_detail(inner)}" for key, inner in cast(dict[str, Any], value).items())
+        return ", ".join(f"{key}: {_detail(inner)}" for key, inner in value.items())
     if isinstance(value, list):
-        items = cast(list[Any], value)
-        has_lines = any(isinstance(item, dict | str) for item in items)
-        return "".join(f"\n  {_detail(item)}" for item in items) if has_lines else ", ".join(map(_detail, items))
+        has_lines = any(isinstance(item, dict | str) for item in value)
+        return "".join(f"\n  {_detail(item)}" for item in value) if has_lines else ", ".join(map(_detail, value))
     if isinstance(value, float):
         return f"{value:.4g}"
     return (
@@ -451,15 +445,14 @@ def samples_of(runs: Sequence[RunRecord], *, steps: int, characters: int) -> lis
     found: dict[str, list[tuple[int, str, str]]] = {}
     left_out: dict[str, int] = {}
     for run in runs:
-        lines = [line for line in run.lines.events if line["event"] == SAMPLES.name and isinstance(line.get("step"), int)]
-        kept = {0, len(lines) - 1, *spread_indices(len(lines), steps - 2)} if len(lines) > steps else range(len(lines))
-        for at, line in enumerate(lines):
-            for sample in cast(list[dict[str, Any]], line.get("samples") or []):
-                prompt = str(sample.get("prompt", ""))
+        events = [event for event in run.lines.events if isinstance(event, SamplesGenerated)]
+        kept = {0, len(events) - 1, *spread_indices(len(events), steps - 2)} if len(events) > steps else range(len(events))
+        for at, event in enumerate(events):
+            for sample in event.samples:
                 if at in kept:
-                    found.setdefault(prompt, []).append((line["step"], run.label, _cut(str(sample.get("text", "")), characters)))
+                    found.setdefault(sample.prompt, []).append((event.step, run.label, _cut(sample.text, characters)))
                 else:
-                    left_out[prompt] = left_out.get(prompt, 0) + 1
+                    left_out[sample.prompt] = left_out.get(sample.prompt, 0) + 1
     return [
         PromptSamples(
             _cut(prompt, characters),

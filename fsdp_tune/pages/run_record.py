@@ -21,8 +21,9 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.run_status import RunStatus, run_status
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import AnyEvent, TrainStarted, read_event
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.metrics_file import TRAIN_STARTED, number, read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import number, read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 Line = dict[str, Any]
@@ -78,7 +79,7 @@ class RunLines:
 
     losses: list[Line]
     evals: list[Line]
-    events: list[Line]
+    events: list[AnyEvent]
 
 
 def sorted_lines(lines: Iterable[Line]) -> RunLines:
@@ -89,11 +90,11 @@ def sorted_lines(lines: Iterable[Line]) -> RunLines:
     found = RunLines([], [], [])
     for line in lines:
         step = line.get("step")
-        if "event" in line:
-            if line["event"] == TRAIN_STARTED.name and isinstance(step, int):
-                _drop_from(found.losses, step + 1)
-                _drop_from(found.evals, step + 1)
-            found.events.append(line)
+        if (event := read_event(line)) is not None:
+            if isinstance(event, TrainStarted):
+                _drop_from(found.losses, event.step + 1)
+                _drop_from(found.evals, event.step + 1)
+            found.events.append(event)
         elif isinstance(step, int) and "loss" in line:
             if found.losses and step <= found.losses[-1]["step"]:
                 _drop_from(found.evals, step)
@@ -159,7 +160,7 @@ class RunRecord:
             "mfu": _middle(self.curve("mfu")),
             "peak_reserved_gib": _highest(self.curve("peak_reserved_gib")),
             "peak_host_gib": _highest(self.curve("peak_host_gib")),
-            "events": dict(Counter(str(line["event"]) for line in self.lines.events)),
+            "events": dict(Counter(event.name for event in self.lines.events)),
             "problem": self.status.problem,
         }
 

@@ -24,7 +24,16 @@ from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import CHECKPOINT_PROBED, COMPILE_FALLBACK, COMPILED, FIRST_STEP, SAMPLES, STOPPING, TRAIN_STARTED
+from fsdp_tune.run.events import (
+    CheckpointProbed,
+    Compiled,
+    CompileFallback,
+    FirstStep,
+    GeneratedSample,
+    SamplesGenerated,
+    Stopping,
+    TrainStarted,
+)
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json
@@ -75,7 +84,7 @@ class RunCallback(AttachedCallback):
             document.write(self._run.readback_json)
         for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
             self._say(line)
-        trainer.parts.metrics.event(TRAIN_STARTED, state.global_step, total_steps=state.max_steps)
+        trainer.parts.metrics.event(TrainStarted(state.global_step, state.max_steps))
         self._stop_request.training = True
         trainer.parts.heartbeat.mark("training")
         self._step_began = time.monotonic()
@@ -118,7 +127,7 @@ class RunCallback(AttachedCallback):
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
             # uninterrupted one. No evaluation: the sender of the signal may not wait for it.
             control.should_evaluate = False
-            trainer.parts.metrics.event(STOPPING, state.global_step, reason=self.stopped.value)
+            trainer.parts.metrics.event(Stopping(state.global_step, self.stopped.value))
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
         if last:
             control.should_save = control.should_log = True
@@ -148,11 +157,11 @@ class RunCallback(AttachedCallback):
             ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
-        trainer.parts.metrics.event(FIRST_STEP, trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
+        trainer.parts.metrics.event(FirstStep(trainer.state.global_step, startup_seconds(heartbeat)))
         if trainer.parts.recipe.checkpoint.probe:
             with heartbeat.during("probing a save", trainer.state.global_step):
                 seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
-            trainer.parts.metrics.event(CHECKPOINT_PROBED, trainer.state.global_step, seconds=seconds)
+            trainer.parts.metrics.event(CheckpointProbed(trainer.state.global_step, seconds))
             trainer.lines.leave_out(seconds)
 
     def on_log(
@@ -217,14 +226,14 @@ class CompileReport(AttachedCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for function in self._clock.take_fallbacks():
             message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
-            self.trainer.parts.metrics.event(COMPILE_FALLBACK, state.global_step, message=message)
+            self.trainer.parts.metrics.event(CompileFallback(state.global_step, message))
             self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
         seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
         if graphs == self._graphs:
             return
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
-        self.trainer.parts.metrics.event(COMPILED, state.global_step, seconds=seconds, graphs=graphs)
+        self.trainer.parts.metrics.event(Compiled(state.global_step, seconds, graphs))
         expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
         again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")
@@ -256,8 +265,8 @@ class Samples(AttachedCallback):
             answers = self._generate(args.device)
         seconds = time.monotonic() - started
         self.trainer.lines.leave_out(seconds)
-        samples = [{"prompt": self._encoder.decode(prompt), "text": text} for prompt, text in zip(self._prompts, answers, strict=True)]
-        parts.metrics.event(SAMPLES, step, seconds=seconds, samples=samples)
+        samples = [GeneratedSample(self._encoder.decode(prompt), text) for prompt, text in zip(self._prompts, answers, strict=True)]
+        parts.metrics.event(SamplesGenerated(step, seconds, samples))
 
     def _generate(self, device: torch.device) -> list[str]:
         """Return the text that follows each prompt."""

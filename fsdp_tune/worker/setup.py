@@ -32,8 +32,9 @@ from fsdp_tune.recipe.references import find_extension, from_run, without_adapte
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
+from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, RotationFailed, TrackerFailed, TrainFinished
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
-from fsdp_tune.run.metrics_file import CHECKPOINT_FAILED, CHECKPOINT_SAVED, ROTATION_FAILED, TRACKER_FAILED, TRAIN_FINISHED, MetricsFile
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import CompileReport, RunCallback, Samples
 from fsdp_tune.worker.checkpoint import state as live_state
@@ -234,7 +235,7 @@ def _set_up_trackers(trainer: FsdpTrainer, run: RunDir, recipe: Recipe, say: Cal
 
 def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:
     def report(sentence: str) -> None:
-        trainer.parts.metrics.event(TRACKER_FAILED, trainer.state.global_step, message=sentence)
+        trainer.parts.metrics.event(TrackerFailed(trainer.state.global_step, sentence))
         say(f"WARNING: {sentence}")
 
     return report
@@ -244,15 +245,13 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
     def report(saved: Saved) -> None:
         if saved.error is None:
             trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
-            trainer.parts.metrics.event(
-                CHECKPOINT_SAVED, saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
-            )
+            trainer.parts.metrics.event(CheckpointSaved(saved.step, saved.seconds, saved.stall_seconds, saved.size_bytes))
             if saved.left is not None:
-                trainer.parts.metrics.event(ROTATION_FAILED, saved.step, message=saved.left)
+                trainer.parts.metrics.event(RotationFailed(saved.step, saved.left))
                 say(f"WARNING: old checkpoints were not removed: {saved.left}")
             return
         message = saved.error.problems[0].message
-        trainer.parts.metrics.event(CHECKPOINT_FAILED, saved.step, message=message)
+        trainer.parts.metrics.event(CheckpointFailed(saved.step, message))
         say(f"WARNING: checkpoint-{saved.step} was NOT saved: {message}")
         if recipe.checkpoint.save_failure == "stop":
             raise saved.error
@@ -277,7 +276,7 @@ def close(trainer: FsdpTrainer) -> None:
     if checkpointer.is_scattered and trainer.state.global_step >= trainer.state.max_steps:
         _bring_weights(trainer)
     metrics = trainer.parts.metrics
-    metrics.event(TRAIN_FINISHED, trainer.state.global_step)
+    metrics.event(TrainFinished(trainer.state.global_step))
     metrics.close()
     all_or_none(lambda: _check_metrics(metrics, trainer.state.global_step), "writing metrics.jsonl")
 

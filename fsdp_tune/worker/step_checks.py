@@ -29,17 +29,18 @@ from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
-from fsdp_tune.run.metrics_file import (
-    GRADIENT_SPIKE,
-    LOSS_SCALE_BACKED_OFF,
-    LOSS_SPIKE,
+from fsdp_tune.run.events import (
     NAMED_ROWS,
-    STEP_SKIPPED,
-    WEIGHTS_LOOK_RANDOM,
-    ZERO_GRADIENT,
-    EventKind,
-    MetricsFile,
+    GradientSpike,
+    LossScaleBackedOff,
+    LossSpike,
+    SpikeEvent,
+    SpikeRow,
+    StepSkipped,
+    WeightsLookRandom,
+    ZeroGradient,
 )
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
@@ -147,7 +148,7 @@ class GradientGate(StepObserver):
         """Record a non-finite step, and raise unless it is skipped. Collective."""
         if self.scale is not None:
             self.scale.update(finite=False)
-            self.metrics.event(LOSS_SCALE_BACKED_OFF, step, loss_scale=self.scale.scale)
+            self.metrics.event(LossScaleBackedOff(step, self.scale.scale))
             if self.scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
                 overflowed = f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g})"
                 raise _non_finite(f"step {step}: {overflowed}; {self.locate(batches)}")
@@ -155,7 +156,7 @@ class GradientGate(StepObserver):
             message = f"step {step}: the gradient norm is {norm}; {self.locate(batches)}"
             if not self.skip_nonfinite:
                 raise _non_finite(message)
-            self.metrics.event(STEP_SKIPPED, step, reason=message)
+            self.metrics.event(StepSkipped(step, message))
         self.skipped_steps += 1
 
 
@@ -179,7 +180,7 @@ UNTRAINED_SHARE = 0.02
 """A pretrained model's first loss is far below ln(vocabulary); that of a random one is within 2 % of it."""
 KEPT_BATCHES = 1024
 """Micro-batches of a rank whose rows can be named: a scalar on the device each."""
-IN_SPIKES = (LOSS_SPIKE, GRADIENT_SPIKE)
+Unusual = type[SpikeEvent] | type[ZeroGradient] | type[WeightsLookRandom]
 
 
 @dataclass
@@ -208,24 +209,24 @@ class CurveWatch:
     _norms: RecentValues = field(default_factory=RecentValues)
     _first: bool = True
 
-    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[EventKind, str]]:
+    def watch(self, loss: float, grad_norm: float | None) -> list[tuple[Unusual, str]]:
         """Return an event and its sentence for each thing that is wrong in a line of metrics."""
-        found: list[tuple[EventKind, str]] = []
+        found: list[tuple[Unusual, str]] = []
         if self._first and self.vocabulary is not None:
             blind = math.log(self.vocabulary)
             if abs(loss - blind) < UNTRAINED_SHARE * blind:
                 sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
-                found.append((WEIGHTS_LOOK_RANDOM, f"{sentence}: were the weights loaded?"))
+                found.append((WeightsLookRandom, f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:
-            found.append((ZERO_GRADIENT, "the gradient norm is exactly zero: nothing is being trained"))
+            found.append((ZeroGradient, "the gradient norm is exactly zero: nothing is being trained"))
         losses = self._losses.spike(loss)
         norms = None if grad_norm is None else self._norms.spike(grad_norm, SPIKE_RATIO)
         if losses is not None:
             also = "" if norms is None else f"; the gradient norm is {grad_norm:.4f}, and {norms}"
-            found.append((LOSS_SPIKE, f"the loss is {loss:.4f}; {losses}{also}"))
+            found.append((LossSpike, f"the loss is {loss:.4f}; {losses}{also}"))
         elif norms is not None:
-            found.append((GRADIENT_SPIKE, f"the gradient norm is {grad_norm:.4f}; {norms}"))
+            found.append((GradientSpike, f"the gradient norm is {grad_norm:.4f}; {norms}"))
         return found
 
 
@@ -255,8 +256,8 @@ class RecentBatches:
     def clear(self) -> None:
         self._batches.clear()
 
-    def rows_of(self, step: int | None) -> dict[str, Any]:
-        """Return the fields `rows` and `rows_total` of an event: the rows of a step, or of all steps since the last line, on all ranks.
+    def rows_of(self, step: int | None) -> tuple[list[SpikeRow], int]:
+        """Return the named rows of a step, or of all steps since the last line, on all ranks, and the number of all rows.
 
         The micro-batches with the highest losses come first. Collective.
         """
@@ -272,19 +273,19 @@ class RecentBatches:
         means, total = self._means(gather(own))
         order = {key: at for at, (key, _) in enumerate(means[:NAMED_ROWS])}
         place = self.topology.data_rank(rank)
-        named: list[tuple[int, dict[str, Any]]] = []
+        named: list[tuple[int, SpikeRow]] = []
         for each, rows in zip(mine, examples, strict=True):
             at = order.get((place, each.step, each.number))
             if at is not None:
-                named += [(at, row | {"loss": means[at][1]}) for row in rows[:NAMED_ROWS]]
+                named += [(at, dataclasses.replace(row, loss=means[at][1])) for row in rows[:NAMED_ROWS]]
         every = sorted((row for rows in gather(named) for row in rows), key=lambda each: each[0])
-        return {"rows": [row for _, row in every[:NAMED_ROWS]], "rows_total": total}
+        return [row for _, row in every[:NAMED_ROWS]], total
 
-    def _examples(self, trained: TrainedBatch, rank: int) -> Iterator[dict[str, Any]]:
+    def _examples(self, trained: TrainedBatch, rank: int) -> Iterator[SpikeRow]:
+        """Yield the rows of a micro-batch, without its loss."""
         for sequence, examples in zip(trained.batch.row_ids, self.rows.examples_of(trained.batch), strict=True):
             for (file, row), tokens in examples:
-                place = {"step": trained.step, "rank": rank, "micro_batch": trained.number, "sequence": sequence}
-                yield {"file": file, "row": row, "tokens": tokens, **place}
+                yield SpikeRow(file, row, tokens, trained.step, rank, trained.number, sequence, loss=None)
 
     def _means(self, every: list[list[tuple[int, int, float, int, int]]]) -> tuple[list[tuple[tuple[int, int, int], float | None]], int]:
         """Return the mean token loss of each micro-batch with rows, by (data rank, step, number), the highest first, and all rows."""

@@ -29,7 +29,8 @@ from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import EARLY_STOPPED, GRADIENT_SPIKE, PRECISION_WARNING, MetricsFile
+from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.checkpoint.save import Checkpointer
@@ -48,7 +49,7 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import Lines, device_peak_flops, model_size
 from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
-from fsdp_tune.worker.step_checks import IN_SPIKES, CurveWatch, GradientGate, RecentBatches
+from fsdp_tune.worker.step_checks import CurveWatch, GradientGate, RecentBatches
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 
@@ -261,7 +262,7 @@ class FsdpTrainer(Trainer):
             warnings = warnings_of(self.parts.recipe, report)
             ReadBack.complete(self.parts.run.readback_json, ran_in=report, warnings=warnings)
             for warning in warnings:
-                self.parts.metrics.event(PRECISION_WARNING, self.state.global_step, message=warning)
+                self.parts.metrics.event(PrecisionWarning(self.state.global_step, warning))
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
         return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
@@ -313,7 +314,7 @@ class FsdpTrainer(Trainer):
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
         best, at = self.state.best_metric, self.state.best_global_step
         message = f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is {best:.6g} of step {at}"
-        self.parts.metrics.event(EARLY_STOPPED, step, message=message)
+        self.parts.metrics.event(EarlyStopped(step, message))
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         logged = LoggedStep(step, grad_norm, learning_rate)
@@ -321,8 +322,10 @@ class FsdpTrainer(Trainer):
         self.state.num_input_tokens_seen = self.lines.tokens
         self.log(line)
         for kind, message in self._watch.watch(line["loss"], line["grad_norm"]):
-            rows = self._recent.rows_of(step if kind is GRADIENT_SPIKE else None) if kind in IN_SPIKES else {}
-            self.parts.metrics.event(kind, step, message=message, **rows)
+            if issubclass(kind, SpikeEvent):
+                self.parts.metrics.event(kind(step, message, *self._recent.rows_of(step if kind is GradientSpike else None)))
+            else:
+                self.parts.metrics.event(kind(step, message))
         self._recent.clear()
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:

@@ -35,6 +35,64 @@ def test_every_family_with_a_quirk_is_a_model_type() -> None:
     assert families._FAMILIES.keys() - CONFIG_MAPPING_NAMES.keys() == set()
 
 
+MEAN_SOMETHING_ELSE = {
+    "cli/train_view.py": {"opt"},  # the optimizer
+    "data/format/templates.py": {"qwen3", "mistral", "gemma3", "phi3"},  # chat templates, whose names users write
+    "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
+    "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
+    "planner/trace/traced_step.py": {"clip"},
+    "planner/trace_format.py": {"clip"},
+}
+"""Module → texts that are also model types."""
+
+
+def literals(path: Path) -> set[str]:
+    return {
+        each.value
+        for each in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    }
+
+
+def test_no_other_module_names_a_model_type(repository: Path) -> None:
+    package = repository / "fsdp_tune"
+    own = Path(families.__file__)
+    found = {str(path.relative_to(package)): literals(path) & CONFIG_MAPPING_NAMES.keys() for path in package.rglob("*.py") if path != own}
+    assert {name: types for name, types in found.items() if types} == MEAN_SOMETHING_ELSE
+
+
+def test_no_other_module_names_the_modules_of_experts(repository: Path) -> None:
+    package = repository / "fsdp_tune"
+    parts = (".experts.", ".router.", "mscale", "s_aux")
+    found = {
+        (path.name, text)
+        for path in package.rglob("*.py")
+        for text in literals(path)
+        if any(part in text for part in parts) and " " not in text and path != Path(families.__file__)
+    }
+    assert found - {("sections.py", "mscale"), ("sections.py", "mscale_all_dim")} == set(), "these two are keys of a recipe (YaRN)"
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("layers.0.mlp.experts.12.w1.weight", (True, 12, False, False)),
+        ("layers.0.mlp.experts.gate_up_proj", (True, None, False, False)),
+        ("layers.0.self_attention.experts.router.layer.weight", (True, None, True, False)),
+        ("layers.0.mlp.shared_experts.up_proj.weight", (False, None, False, True)),
+        ("layers.0.mlp.input_linear.weight", (False, None, False, False)),
+    ],
+)
+def test_names_of_experts(name: str, facts: tuple[bool, int | None, bool, bool]) -> None:
+    found = (
+        families.is_in_experts(name),
+        families.number_of_expert(name),
+        families.is_router_in_experts(name),
+        families.is_shared_expert(name),
+    )
+    assert found == facts
+
+
 def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_family() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=3, n_embd=48, n_head=6)
     for source in (config, config.to_dict()):

@@ -247,7 +247,7 @@ def test_machines_without_a_shared_directory_continue_on_one_by_the_mirror(two: 
     two.wire.cut()
     time.sleep(15)
     two.wire.mend()
-    two.wait_for(lambda: any((mirror / "run").glob("checkpoint-*/manifest.json")))
+    two.wait_for(lambda: any((mirror / "run").glob("checkpoint-*[0-9]/manifest.json")))
     second.process.kill()
     second.process.wait()
     shutil.rmtree(two.own_run(1).path)

@@ -133,7 +133,15 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
 
 
-DIES_ONCE = [["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "died", "die", int(signal.SIGKILL)]]
+def started(step: int) -> list[Any]:
+    return ["log", {"event": "train_started", "step": step, "total_steps": 50}]
+
+
+DIES_ONCE = [
+    ["beat", "training", 2],
+    started(0),
+    ["once", "died", "die", int(signal.SIGKILL)],
+]
 
 
 def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt: Any, run: RunDir) -> None:
@@ -154,7 +162,12 @@ def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt
 
 
 def test_hang_is_restarted(attempt: Any) -> None:
-    hangs_once = [["stacks"], ["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "slept", "sleep", 60]]
+    hangs_once = [
+        ["stacks"],
+        ["beat", "training", 2],
+        started(0),
+        ["once", "slept", "sleep", 60],
+    ]
     end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
     assert end.exit_code == 0
     assert any(isinstance(event, Message) and "no progress" in event.text and "restarting" in event.text for event in events)
@@ -190,7 +203,11 @@ def continued(run: RunDir, folder: Path) -> Path:
 
 def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_continues(attempt: Any, run: RunDir, tmp_path: Path) -> None:
     start = continued(run, tmp_path / "earlier")
-    parts = [["beat", "training", 42], ["log", {"event": "train_started", "step": 40}], ["once", "died", "die", int(signal.SIGKILL)]]
+    parts = [
+        ["beat", "training", 42],
+        started(40),
+        ["once", "died", "die", int(signal.SIGKILL)],
+    ]
     end, events = attempt({"0": [*parts, ["outcome", FINISHED]]})
     assert end.exit_code == 0
     (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
@@ -209,7 +226,11 @@ def test_run_whose_start_is_gone_is_not_restarted_at_step_0(attempt: Any, run: R
     assert not any(isinstance(event, Message) and "restarting from" in event.text for event in events)
 
 
-DIES_AT_12 = [["beat", "training", 12], ["log", {"event": "train_started", "step": 0}], ["once", "died", "die", int(signal.SIGKILL)]]
+DIES_AT_12 = [
+    ["beat", "training", 12],
+    started(0),
+    ["once", "died", "die", int(signal.SIGKILL)],
+]
 
 
 def test_restart_reports_the_damaged_checkpoint_that_it_passes_over(attempt: Any, run: RunDir) -> None:

@@ -121,7 +121,7 @@ def test_compile_time_is_an_event_outside_step_time() -> None:
     left_out: list[float] = []
     said: list[str] = []
     report = CompileReport(said.append)
-    metrics = SimpleNamespace(event=lambda kind, step, **details: events.append({"event": kind.name, "step": step, **details}))
+    metrics = SimpleNamespace(event=lambda event: events.append({"event": event.name, "step": event.step, **event.details()}))
     report.trainer = SimpleNamespace(
         parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama"), loaded=SimpleNamespace(layers=[("0", torch.nn.Linear(1, 1))])),
         lines=SimpleNamespace(leave_out=left_out.append),
@@ -169,7 +169,7 @@ def test_recompile_limit_follows_from_layer_kinds() -> None:
 def test_fallback_to_uncompiled_code_is_reported() -> None:
     report, said = CompileReport(lambda line: said.append(line)), list[str]()
     events: list[str] = []
-    metrics = SimpleNamespace(event=lambda kind, step, **details: events.append(kind.name))
+    metrics = SimpleNamespace(event=lambda event: events.append(event.name))
     report.trainer = SimpleNamespace(  # type: ignore[assignment]
         parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama"), loaded=SimpleNamespace(layers=[])),
         lines=SimpleNamespace(leave_out=lambda seconds: None),

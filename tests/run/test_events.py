@@ -1,46 +1,35 @@
-"""The table of events: what is written is in it, with its fields, and the terminal has a line for it."""
+"""The events: each is written, read again and shown; lines of earlier versions are still read."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.run import metrics_file
-from fsdp_tune.run.metrics_file import EVENTS, describe
-
-OF_CURVES = {"LOSS_SPIKE", "GRADIENT_SPIKE", "ZERO_GRADIENT", "WEIGHTS_LOOK_RANDOM"}
-"""Passed to the call that writes them as the variable `kind`."""
-
-
-def calls(repository: Path) -> Iterator[tuple[str, set[str], bool]]:
-    """(name in the table, fields, whether it passes more by `**`) of every call that writes an event."""
-    for path in (repository / "fsdp_tune").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = getattr(node, "func", None)
-            is_call = isinstance(node, ast.Call)
-            if is_call and (getattr(called, "attr", "") in ("event", "_event") or getattr(called, "id", "") == "append_event"):
-                kind = node.args[getattr(called, "id", "") == "append_event"]
-                name = ast.unparse(kind)
-                if name != "kind" and not name.isupper():
-                    continue  # another method of this name
-                yield name, {each.arg for each in node.keywords if each.arg}, any(each.arg is None for each in node.keywords)
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import (
+    EVENTS,
+    NAMED_ROWS,
+    FirstStep,
+    LossSpike,
+    MetricsEvent,
+    OtherEvent,
+    RankSlowed,
+    RecipeChanged,
+    events_schema,
+    read_event,
+)
+from fsdp_tune.run.metrics_file import append_event, read_metrics
 
 
-def test_every_written_event_is_in_the_table_with_its_fields(repository: Path) -> None:
-    written = list(calls(repository))
-    for name, fields, has_more in written:
-        if name == "kind":
-            assert has_more or fields == {"message"}
-            continue
-        declared = set(getattr(metrics_file, name).fields)
-        assert fields < declared if has_more else fields == declared, name
-    source = (repository / "fsdp_tune" / "worker" / "step_checks.py").read_text(encoding="utf-8")
-    assert all(f"found.append(({name}, " in source for name in OF_CURVES)
-    assert {name.lower() for name, *_ in written} - {"kind"} | {name.lower() for name in OF_CURVES} == EVENTS.keys()
+def test_every_event_is_written_somewhere(repository: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (repository / "fsdp_tune").rglob("*.py") if path.name != "events.py"]
+    used = {name for text in texts for name in re.findall(r"\b([A-Z]\w+)(?=\(|, f?\")", text)}
+    assert {kind.__name__ for kind in EVENTS.values()} - used == set()
 
 
 def line_of(name: str, **fields: Any) -> dict[str, Any]:
@@ -101,7 +90,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "zero_gradient": ({"message": "zero"}, ["step 7: zero gradient: zero"]),
     "weights_look_random": ({"message": "blind"}, ["step 7: weights look random: blind"]),
     "precision_warning": ({"message": "fp32"}, ["step 7: precision warning: fp32"]),
-    "loss_scale_backed_off": ({"loss_scale": 512}, ["step 7: loss scale backed off (loss_scale 512)"]),
+    "loss_scale_backed_off": ({"loss_scale": 512.0}, ["step 7: loss scale backed off (loss_scale 512.0)"]),
     "step_skipped": ({"reason": "nan"}, ["step 7: step skipped (reason nan)"]),
     "tracker_failed": ({"message": "wandb hangs"}, ["warning: step 7: wandb hangs"]),
     "stopping": ({"reason": "interrupted"}, ["step 7: stopping (interrupted)"]),
@@ -112,18 +101,77 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
     "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
     "machines_changed": ({"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"}, []),
-    "recipe_changed": ({"changes": []}, []),
+    "recipe_changed": ({"changes": [{"key": "training.max_steps", "old": 1, "new": None, "class": "trajectory"}]}, []),
 }
 """Event → its fields, and what the terminal prints."""
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_terminal_shows_event(name: str) -> None:
-    fields, lines = SHOWN[name]
-    kind = EVENTS[name]
-    assert set(fields) == set(kind.fields)
-    assert (kind.show(line_of(name, **fields)) if kind.show is not None else []) == lines
+def test_event_is_read_shown_and_written_as_it_was(name: str) -> None:
+    written, lines = SHOWN[name]
+    event = read_event(line_of(name, **written))
+    assert isinstance(event, EVENTS[name])
+    assert (event.shown() if event.is_shown else []) == lines
+    assert json.dumps(event.line(1.0)) == json.dumps(line_of(name, **written)), "the same fields in the same order"
 
 
-def test_event_of_another_version_is_described() -> None:
-    assert describe(line_of("gpu_on_fire", message="hot", degrees=99)) == ["step 7: gpu on fire: hot (degrees 99)"]
+def test_file_has_event_step_and_time_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    append_event(run, FirstStep(1, {"training": 2.0}))
+    (line,) = read_metrics(run)
+    assert list(line) == ["event", "step", "time", "phase_seconds"]
+    assert line["time"] > 1e9
+
+
+def test_first_step_counts_from_the_command_if_its_time_is_known() -> None:
+    assert FirstStep(1, {"training": 2.0}).shown(1.5) == ["first step 3.5 s after the start (checking 1.5, training 2.0)"]
+
+
+def test_line_of_an_earlier_version_is_read() -> None:
+    old = read_event(line_of("slow_rank", rank=1, ratio=2.0, behind_seconds=0.5, message="slow"))
+    assert old == RankSlowed(7, 1, part=None, share=None, behind_seconds=0.5, message="slow", time=1.0)
+    spike = read_event({"event": "loss_spike", "step": 7, "message": "high"})
+    assert spike == LossSpike(7, "high", rows=None, rows_total=None)
+    assert isinstance(spike, LossSpike)
+    assert spike.shown() == ["step 7: loss spike: high"]
+
+
+def test_changed_key_is_written_and_read_as_class() -> None:
+    line = line_of("recipe_changed", **SHOWN["recipe_changed"][0])
+    event = read_event(line)
+    assert isinstance(event, RecipeChanged)
+    assert event.changes[0].class_ == "trajectory"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (line_of("gpu_on_fire", message="hot", degrees=99), ["step 7: gpu on fire: hot (degrees 99)"]),
+        (line_of("train_started", total_steps="many"), ["step 7: train started (total_steps many)"]),
+        ({"event": "stopping"}, ["step None: stopping"]),
+        ({"event": None, "step": True}, ["step None: None"]),
+    ],
+)
+def test_event_of_another_version_is_described(line: dict[str, Any], shown: list[str]) -> None:
+    event = read_event(line)
+    assert isinstance(event, OtherEvent)
+    assert event.shown() == shown
+    known = EVENTS.get(event.name, MetricsEvent)
+    assert event.level == getattr(known, "level", "news")
+
+
+def test_line_of_a_step_is_no_event() -> None:
+    assert read_event({"step": 7, "loss": 1.0}) is None
+
+
+def test_schema_has_the_fields_of_every_event() -> None:
+    schema = events_schema()
+    assert len(schema["anyOf"]) == len(EVENTS)
+    for name, kind in EVENTS.items():
+        made = schema["$defs"][kind.__name__]
+        assert list(made["properties"]) == ["event", *(each.name for each in fields(kind))]
+        assert made["properties"]["event"] == {"const": name}
+
+
+def test_reference_names_the_limit_of_rows() -> None:
+    assert f"at most {NAMED_ROWS}," in " ".join((LossSpike.__doc__ or "").split())

@@ -25,7 +25,7 @@ class Bench:
         fused = {"fused": True} if kind is AdamW else {}
         self.optimizer = kind(self.model.parameters(), lr=0.1, weight_decay=0.1, **fused)  # type: ignore[call-arg]
         self.events: list[tuple[str, int]] = []
-        metrics: Any = SimpleNamespace(event=lambda kind, step, **_: self.events.append((kind.name, step)))
+        metrics: Any = SimpleNamespace(event=lambda event: self.events.append((event.name, event.step)))
         self.gate = GradientGate(self.model, scale, skip, metrics, lambda batches: f"looked at {batches}")
         self.count = 0
 

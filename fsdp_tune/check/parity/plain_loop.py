@@ -31,6 +31,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
+from fsdp_tune.core.families import BALANCE_WEIGHTS
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.data.batches import epoch_order
@@ -251,8 +252,7 @@ def _losses(
         loss = (1 - label_smoothing) * loss - label_smoothing * log_probabilities[before].mean(dim=-1).sum()
     if balance is None:
         return loss, 0.0
-    coefficient = getattr(model, "router_aux_loss_coef", None)
-    return loss, balance * (model.aux_loss_coef if coefficient is None else coefficient)
+    return loss, balance * next(value for name in BALANCE_WEIGHTS if (value := getattr(model, name, None)) is not None)
 
 
 @torch.no_grad()

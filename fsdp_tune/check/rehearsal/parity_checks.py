@@ -19,6 +19,7 @@ from fsdp_tune.check.rehearsal.scale_down import ROWS, ScaledRecipe
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.recipe.world import readers
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import LossScaleBackedOff, read_event
 from fsdp_tune.run.metrics_file import read_metrics
 
 STEPS = 12
@@ -179,7 +180,7 @@ def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
     """Check that a low-precision run deviates from fp32 at most `factor` times as far as one device in bf16 that skips the same steps."""
     written = read_metrics(run)
     lines = [line for line in written if "loss" in line]
-    skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
+    skipped = sorted(event.step for line in written if isinstance(event := read_event(line), LossScaleBackedOff))
     request = {"run": str(run.path), "skipped": skipped}
     true, alone = (run_torch_script("plain_loop", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
     for result in (true, alone):

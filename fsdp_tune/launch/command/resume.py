@@ -38,6 +38,7 @@ from fsdp_tune.run.directory import (
     missing_files,
     refuse_when_held,
 )
+from fsdp_tune.run.events import ChangedKey
 from fsdp_tune.run.launch_files import read_heartbeat, read_outcome, train_command
 from fsdp_tune.run.manifest import Progress
 
@@ -447,8 +448,8 @@ class Change:
     def __str__(self) -> str:
         return f"`{self.key}`: {_shown(self.old)} → {_shown(self.new)}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"key": self.key, "old": self.old, "new": self.new, "class": self.kind.value}
+    def answer(self) -> ChangedKey:
+        return ChangedKey(self.key, self.old, self.new, self.kind.value)
 
 
 GLOBAL_BATCH = "training.global_batch_size"

@@ -21,8 +21,9 @@ from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, locked
+from fsdp_tune.run.events import RecipeChanged
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear
-from fsdp_tune.run.metrics_file import RECIPE_CHANGED, append_event
+from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.records import Document, Environment
 
 
@@ -104,7 +105,7 @@ def _update(run: RunDir, files: RunFiles) -> None:
     clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not consider this run finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
-        append_event(run, RECIPE_CHANGED, files.start.step, changes=[change.as_dict() for change in changes])
+        append_event(run, RecipeChanged(files.start.step, [change.answer() for change in changes]))
 
 
 def _write_files(run: RunDir, files: RunFiles) -> None:

@@ -40,8 +40,9 @@ from fsdp_tune.launch.mirror.remote_run import (
 )
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
+from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
-from fsdp_tune.run.metrics_file import MIRROR_FAILED, MIRRORED, EventKind, append_event
+from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
@@ -207,7 +208,7 @@ class Sender:
         self._done[name] = identity
         self._refused.pop(name, None)
         if size_bytes:
-            self._event(MIRRORED, step or 0, folder=name, seconds=time.monotonic() - started, size_bytes=size_bytes)
+            self._event(Mirrored(step or 0, name, time.monotonic() - started, size_bytes))
 
     def _send_model(self, name: str, folder: Path) -> int:
         files = {file: digest_file(folder / file, self._hashed) for file in list_files(folder)}
@@ -345,7 +346,7 @@ class Sender:
         text = mask_text(str(error))
         is_damage = isinstance(error, ContentError)
         if self._state.failed_since is None or is_damage:
-            self._event(MIRROR_FAILED, self._state.newest_step or 0, message=text if is_damage else f"{self._remote.url}: {text}")
+            self._event(MirrorFailed(self._state.newest_step or 0, text if is_damage else f"{self._remote.url}: {text}"))
         if self._state.failed_since is None:
             self._note(failed_since=time.time())
         self._note(error=text, is_refused=isinstance(error, UrlError) and error.refusal is not None)
@@ -382,9 +383,9 @@ class Sender:
             with suppress(OSError):
                 self._state.write(state_path(self._run, self._machine))
 
-    def _event(self, kind: EventKind, step: int, **details: Any) -> None:
+    def _event(self, event: MetricsEvent) -> None:
         with suppress(OSError):
-            append_event(self._run, kind, step, **details)
+            append_event(self._run, event)
 
 
 def _run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:

@@ -12,8 +12,9 @@ from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.run.events import CheckpointSaved, read_event
 from fsdp_tune.run.manifest import digest
-from fsdp_tune.run.metrics_file import CHECKPOINT_SAVED, json_objects, number
+from fsdp_tune.run.metrics_file import json_objects, number
 
 LEAST_LEAD_SECONDS = 120
 """Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of seconds."""
@@ -176,7 +177,7 @@ def _whole(value: object) -> int | None:
 
 def measured_lead(lines: Sequence[Mapping[str, Any]]) -> Lead | None:
     """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
-    saves = _last([number(line.get("seconds")) for line in lines if line.get("event") == CHECKPOINT_SAVED.name])
+    saves = [event.seconds for line in lines if isinstance(event := read_event(line), CheckpointSaved)][-MEASURED_LINES:]
     if not saves:
         return None
     step = max(_last([number(line.get("step_seconds")) for line in lines]), default=0.0)

@@ -33,8 +33,9 @@ from fsdp_tune.run.directory import (
     latest_checkpoint,
     missing_files,
 )
+from fsdp_tune.run.events import CheckpointRejected, MachinesChanged, Restarted
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
-from fsdp_tune.run.metrics_file import CHECKPOINT_REJECTED, MACHINES_CHANGED, RESTARTED, append_event
+from fsdp_tune.run.metrics_file import append_event
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
@@ -180,8 +181,8 @@ class Attempts:
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
         message += f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
         message += "the global batch is the same"
-        facts = {"machines": list(self._members), "ranks": resized.ranks, "gradient_accumulation_steps": resized.accumulation}
-        append_event(self._plan.run, MACHINES_CHANGED, resized.step, **facts, message=message)
+        changed = MachinesChanged(resized.step, list(self._members), resized.ranks, resized.accumulation, message)
+        append_event(self._plan.run, changed)
         yield Message(message)
 
     def _follow(self) -> Generator[Event]:
@@ -256,7 +257,7 @@ class Attempts:
                 continue
             replaced = usable is not None and usable.path == each.path
             message = f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
-            append_event(self._plan.run, CHECKPOINT_REJECTED, step, checkpoint=each.path.name, message=message)
+            append_event(self._plan.run, CheckpointRejected(step, each.path.name, message))
             messages.append(message)
         return messages
 
@@ -278,16 +279,7 @@ class Attempts:
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0
-        append_event(
-            run,
-            RESTARTED,
-            start_step,
-            restart=restart.number,
-            max_restarts=total,
-            failed_after_step=failure.step,
-            code=failure.problem.code,
-            message=failure.problem.message,
-        )
+        append_event(run, Restarted(start_step, restart.number, total, failure.step, failure.problem.code, failure.problem.message))
         source = "step 0 (there is no complete checkpoint yet)"
         if checkpoint is not None:
             source = checkpoint.path.name if checkpoint.path.parent == run.path else str(checkpoint.path)

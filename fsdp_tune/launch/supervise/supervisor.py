@@ -42,8 +42,9 @@ from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, 
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import TrainStarted, read_event
 from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear
-from fsdp_tune.run.metrics_file import TRAIN_STARTED, Follower
+from fsdp_tune.run.metrics_file import Follower
 
 EARLY_POLL_SECONDS = 0.02
 
@@ -250,8 +251,8 @@ class Supervisor:
     def _logged(self, metrics: Follower) -> Iterator[Event]:
         self._metrics_read_at = time.monotonic()
         for line in metrics.read():
-            if line.get("event") == TRAIN_STARTED.name:
-                self.has_trained, self._total_steps = True, line.get("total_steps")
+            if isinstance(event := read_event(line), TrainStarted):
+                self.has_trained, self._total_steps = True, event.total_steps
             self._step_seconds = line.get("step_seconds", self._step_seconds)
             self._last_logged_step = max(self._last_logged_step, _step_of(line))
             yield Logged(line)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, is_embedding, is_head, tie_setting
+from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, are_stacked_experts, is_embedding, is_head, tie_setting
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
@@ -146,7 +146,7 @@ def derive_config(names: PeftNames, shapes: Mapping[str, tuple[int, ...]]) -> st
 
     None for experts, of which the names of the factors do not tell the parameter.
     """
-    if any("base_layer" in module.split(".") or module.endswith("experts") for module in names.factors):
+    if any("base_layer" in module.split(".") or are_stacked_experts(module) for module in names.factors):
         return None
     keys = {module: parts.get("lora_A") or parts.get("lora_embedding_A") for module, parts in names.factors.items()}
     ranks = {module: shapes[key][0] for module, key in keys.items() if key is not None and shapes[key]}

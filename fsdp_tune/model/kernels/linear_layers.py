@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
-from fsdp_tune.core.families import is_router
+from fsdp_tune.core.families import is_in_experts, is_router
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
@@ -117,7 +117,7 @@ def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) 
         return f"it is a {type(module).__name__}, which may compute something else"
     if is_router(model.config, module.out_features):
         return "it is a router, whose few outputs need precision"
-    if ".experts." in name:
+    if is_in_experts(name):
         return "it is an expert, which gets any number of tokens, and kernels need multiples of 16"
     if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
         return f"its sizes are not multiples of {FP8_MULTIPLE}"

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_tune.core.errors import Problem, Where, usage_error
-from fsdp_tune.core.families import max_positions
+from fsdp_tune.core.families import ORIGINAL_POSITIONS, ROW_SCALES, max_positions
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import RopeScaling
 
@@ -83,16 +83,15 @@ def _depends_on_batch(rope_type: str) -> bool:
 def _fix(module: Any, layer_type: str | None, rope_type: str, max_length: int) -> int:
     """Fix the frequencies of one type of layers. Return the length up to which the original frequencies apply."""
     parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
-    key = "original_max_position_embeddings"
-    original = int(parameters[key] if rope_type == "longrope" else module.config.max_position_embeddings)
+    original = int(parameters[ORIGINAL_POSITIONS] if rope_type == "longrope" else module.config.max_position_embeddings)
     name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
     buffer = getattr(module, name)
     frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, buffer.device, seq_len=max_length, layer_type=layer_type)
     setattr(module, name, frequencies.to(buffer.dtype))
-    if "long_mscale" in parameters:  # Phi-3.5-MoE also scales by the longest row, in its own forward
-        scale = parameters["long_mscale" if max_length > original else "short_mscale"]
+    if ROW_SCALES[True] in parameters:
+        scale = parameters[ROW_SCALES[max_length > original]]
         module.config = copy.deepcopy(module.config)
-        module.config.rope_parameters |= {"short_mscale": scale, "long_mscale": scale}
+        module.config.rope_parameters |= dict.fromkeys(ROW_SCALES, scale)
     return original
 
 
@@ -118,8 +117,8 @@ def scale_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
         return
     text.rope_parameters = new[None] if None in new else text.rope_parameters | new
     text.max_position_embeddings = original if scaling.rope_type == "dynamic" else int(scaling.factor * original)
-    if hasattr(text, "original_max_position_embeddings"):  # Phi-3: it takes precedence over the field in `rope_parameters`
-        text.original_max_position_embeddings = original
+    if hasattr(text, ORIGINAL_POSITIONS):
+        setattr(text, ORIGINAL_POSITIONS, original)
 
 
 def _parameters_by_layer_type(scaling: RopeScaling, config: PreTrainedConfig) -> dict[str | None, dict[str, Any]]:

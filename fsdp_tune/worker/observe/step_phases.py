@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import PROFILED
+from fsdp_tune.run.events import Profiled
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.step_observer import StepObserver
 
@@ -302,9 +302,9 @@ class Profile(AttachedCallback):
         with gzip.open(self._trace, "rt", encoding="utf-8") as file:
             shares = breakdown(json.load(file)["traceEvents"])
         steps = step - self._steps.first + 1
-        document = {"steps": steps, "seconds": {phase: asdict(share) for phase, share in shares.items()}}
-        write_json(_breakdown_path(self._trace), document)
-        self.trainer.parts.metrics.event(PROFILED, step, trace=str(self._trace), **document)
+        seconds = {phase: asdict(share) for phase, share in shares.items()}
+        write_json(_breakdown_path(self._trace), {"steps": steps, "seconds": seconds})
+        self.trainer.parts.metrics.event(Profiled(step, str(self._trace), steps, seconds))
         self.trainer.lines.leave_out(time.monotonic() - started)
 
 

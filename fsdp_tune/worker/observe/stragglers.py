@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_tune.run.metrics_file import RANK_RECOVERED, SLOW_RANK, MetricsFile
+from fsdp_tune.run.events import RankRecovered, RankSlowed
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import StepShares
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
@@ -172,8 +173,8 @@ class Stragglers(StepObserver):
         found = self._sustained.named
         if found is None:
             assert before is not None, "something changed"
-            self._metrics.event(RANK_RECOVERED, step, rank=before.rank, message=f"the others no longer wait for rank {before.rank}")
+            self._metrics.event(RankRecovered(step, before.rank, f"the others no longer wait for rank {before.rank}"))
             return
         behind, share = round(found.behind_seconds, 4), round(found.share, 4)
         message = f"rank {found.rank} costs {share:.0%} of each step: the others wait {behind:.3g} s for its {found.part}"
-        self._metrics.event(SLOW_RANK, step, rank=found.rank, part=found.part, share=share, behind_seconds=behind, message=message)
+        self._metrics.event(RankSlowed(step, found.rank, found.part, share, behind, message))

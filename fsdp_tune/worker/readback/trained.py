@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.families import have_experts
 from fsdp_tune.core.tensors.file_formats import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, ALL_LINEAR, adapters_of, ends_with, is_of_adapter, last_parts, name_in_base, rank_of
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
@@ -55,7 +56,7 @@ def fp8_differences(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str
     if recipe.precision.mixed_precision != "fp8":
         return [f"fp8: the recipe means none, the run has {found.linears} Linears of it"] if found.linears else []
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
-    may_be_left = recipe.fsdp.ignored_modules is not None or _has_experts(loaded.model)
+    may_be_left = recipe.fsdp.ignored_modules is not None or have_experts(name for name, _ in loaded.model.named_modules())
     differences: list[str] = []
     for name, module in loaded.model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -66,11 +67,6 @@ def fp8_differences(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str
         elif allowed and not is_fp8(module) and not may_be_left:
             differences.append(f"fp8: {name} does not compute in fp8")
     return differences + _settings(recipe, loaded, found)
-
-
-def _has_experts(model: Any) -> bool:
-    """Their routers, and experts that are Linears, stay as they are."""
-    return any("expert" in name for name, _ in model.named_modules())
 
 
 def _settings(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:

@@ -27,8 +27,8 @@ from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.model.shard.wrap import gathered_units, units_of
 from fsdp_tune.recipe.schema.training_fields import STOCHASTIC, optimizer_arguments
+from fsdp_tune.run.events import WitnessCost, Witnessed
 from fsdp_tune.run.manifest import digest
-from fsdp_tune.run.metrics_file import WITNESS_COST, WITNESSED
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
@@ -110,14 +110,12 @@ class Witness(AttachedCallback):
         with self._timed():
             sample, self._sample, self._is_due = self._sample, None, False
             self._compare_update(sample, state.global_step)
-        self.trainer.parts.metrics.event(WITNESSED, state.global_step + 1, cpu_seconds=self.cpu_seconds)
+        self.trainer.parts.metrics.event(Witnessed(state.global_step + 1, self.cpu_seconds))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._steps_begun == COST_STEPS and self._is_on:
             training = time.thread_time() - self._started_at_seconds
-            self.trainer.parts.metrics.event(
-                WITNESS_COST, state.global_step, cpu_seconds=self.cpu_seconds, training_cpu_seconds=training, steps=COST_STEPS
-            )
+            self.trainer.parts.metrics.event(WitnessCost(state.global_step, self.cpu_seconds, training, COST_STEPS))
 
     # ---- What is compared
 

@@ -17,7 +17,8 @@ from transformers import MixtralConfig
 
 from fsdp_tune.core.gpus import ModelDimensions
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import STEP_SKIPPED, TRAIN_FINISHED, MetricsFile
+from fsdp_tune.run.events import LossScaleBackedOff, TrainFinished
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import RankPool
@@ -51,7 +52,7 @@ def test_run_from_step_0_starts_with_an_empty_file(run: RunDir) -> None:
 def test_other_ranks_write_nothing(run: RunDir) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=False)
     metrics.write({"step": 1})
-    metrics.event(TRAIN_FINISHED, 1)
+    metrics.event(TrainFinished(1))
     metrics.close()
     assert not run.metrics_jsonl.exists()
 
@@ -103,10 +104,10 @@ def test_file_size_limit_is_reported_and_the_torn_line_is_cut(run: RunDir, limit
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_visible_and_lines_are_valid_json(run: RunDir, value: float) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
-    metrics.event(STEP_SKIPPED, 3, grad_norm=value)
+    metrics.event(LossScaleBackedOff(3, value))
     metrics.close()
     [line] = lines(run)
-    assert (line["event"], line["step"], line["grad_norm"]) == ("step_skipped", 3, str(value))
+    assert (line["event"], line["step"], line["loss_scale"]) == ("loss_scale_backed_off", 3, str(value))
 
 
 def sum_over_ranks() -> tuple[dict[str, float], list[float]]:

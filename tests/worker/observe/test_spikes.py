@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.run.metrics_file import LOSS_SPIKE
+from fsdp_tune.run.events import LossSpike
 from fsdp_tune.worker.step_checks import CurveWatch
 from tests.ranks import RankPool
 
@@ -25,7 +25,7 @@ def test_spikes_of_loss_and_norm_are_one_event() -> None:
     watch = CurveWatch(None)
     assert not any(names(watch, *STEADY))
     (kind, message), *others = watch.watch(4.0, 9.0)
-    assert (kind, others) == (LOSS_SPIKE, [])
+    assert (kind, others) == (LossSpike, [])
     assert message.startswith("the loss is 4.0000; the last 12 lines had 2.0100 ± 0.0082; the gradient norm is 9.0000, and ")
     assert names(CurveWatch(None), *STEADY, (2.0, 9.0))[-1] == ["gradient_spike"]
     assert names(CurveWatch(None), *STEADY, (2.0, 2.0))[-1] == [], "norms scatter"
@@ -57,7 +57,8 @@ def named(topology: Topology, batches: dict[int, list[tuple[int, int, tuple[int,
     recent = RecentBatches(rows, topology)
     for at, number, row_ids, loss, supervised in batches[dist.get_rank()]:
         recent.add(at, number, Batch({"x": torch.zeros(9)}, row_ids, 9, supervised), torch.tensor(loss))
-    return recent.rows_of(step)
+    named, total = recent.rows_of(step)
+    return {"rows": [row.as_dict() for row in named], "rows_total": total}
 
 
 @pytest.mark.ranks

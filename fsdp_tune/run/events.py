@@ -1,0 +1,524 @@
+"""The events of metrics.jsonl. Each is one class: its fields, when it is written, its level, and how the terminal shows it.
+
+Events are written and read through these classes. The reference, the JSON Schema, the terminal and the report are made from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+
+from pydantic import AliasChoices, Field, JsonValue, TypeAdapter, ValidationError
+
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.units import format_bytes, format_seconds
+
+EventLevel = Literal["routine", "news", "warning", "alarm"]
+"""`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
+
+SHOWN_PHASE_SECONDS = 0.1
+NAMED_ROWS = 200
+"""Rows that the event of a spike names at most."""
+SHOWN_SPIKE_ROWS = 3
+SAMPLE_CHARACTERS = 60
+
+
+def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> list[str]:
+    """Return `step 7: loss scale backed off: message (field value, …)`."""
+    values = ", ".join(f"{key} {value}" for key, value in details.items() if key != "message")
+    message = f": {details['message']}" if "message" in details else ""
+    return [f"step {step}: {name.replace('_', ' ')}{message}" + (f" ({values})" if values else "")]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsEvent(JsonAnswer):
+    """Base of the events. A field that may be None is None where the line of an earlier version does not have it."""
+
+    name: ClassVar[str]
+    level: ClassVar[EventLevel]
+    is_shown: ClassVar[bool]
+    """Whether the terminal prints it."""
+    marks_curves: ClassVar[bool]
+    """Whether it is a vertical line in the charts of a loss."""
+    is_of_run: ClassVar[bool]
+    """Written by the command between launches, and kept when the run starts over at step 0."""
+
+    step: int
+    time: float | None = field(default=None, kw_only=True)
+    """Wall clock, in seconds, at which the line was written; None: it has not been written yet."""
+
+    def line(self, time: float) -> dict[str, JsonValue]:
+        """Return the object that metrics.jsonl has of it."""
+        return {"event": self.name, **self.as_dict(), "time": time}
+
+    def details(self) -> dict[str, JsonValue]:
+        """Return the fields that only this event has."""
+        return {key: value for key, value in self.as_dict().items() if key not in _COMMON}
+
+    def shown(self) -> list[str]:
+        """Return the lines of the terminal."""
+        return describe(self.name, self.step, self.details())
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEvent:
+    """An event of another version: its name is not known, or its fields are not those of this version."""
+
+    name: str
+    step: int | None
+    time: float | None
+    fields: Mapping[str, JsonValue]
+
+    @property
+    def level(self) -> EventLevel:
+        return EVENTS[self.name].level if self.name in EVENTS else "news"
+
+    @property
+    def is_shown(self) -> bool:
+        return self.name not in EVENTS or EVENTS[self.name].is_shown
+
+    @property
+    def marks_curves(self) -> bool:
+        return self.name in EVENTS and EVENTS[self.name].marks_curves
+
+    def details(self) -> Mapping[str, JsonValue]:
+        return self.fields
+
+    def shown(self) -> list[str]:
+        return describe(self.name, self.step, self.fields)
+
+
+AnyEvent = MetricsEvent | OtherEvent
+Declared = TypeVar("Declared", bound=MetricsEvent)
+EVENTS: dict[str, type[MetricsEvent]] = {}
+"""Name → its class, in the order of the reference."""
+_COMMON = tuple(each.name for each in fields(MetricsEvent))
+
+
+@dataclass_transform(frozen_default=True)
+def event(
+    name: str, level: EventLevel = "news", *, is_shown: bool = True, marks_curves: bool = False, is_of_run: bool = False
+) -> Callable[[type[Declared]], type[Declared]]:
+    """Declare an event. The docstring of its class is what the reference has of it."""
+
+    def declare(kind: type[Declared]) -> type[Declared]:
+        made = dataclass(frozen=True, slots=True)(kind)
+        made.name, made.level, made.is_shown, made.marks_curves, made.is_of_run = name, level, is_shown, marks_curves, is_of_run
+        EVENTS[name] = made
+        return made
+
+    return declare
+
+
+def read_event(line: Mapping[str, object]) -> AnyEvent | None:
+    """Return the event of a line of metrics.jsonl; None if the line is not an event. Fields that are not of this version are ignored."""
+    if "event" not in line:
+        return None
+    name = str(line["event"])
+    if (kind := EVENTS.get(name)) is not None:
+        absent = {each.name.rstrip("_"): None for each in fields(kind)}
+        try:
+            return _validator(kind).validate_python(absent | dict(line))
+        except ValidationError:
+            pass
+    rest = cast(dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *_COMMON)})
+    step, time = line.get("step"), line.get("time")
+    whole = step if isinstance(step, int) and not isinstance(step, bool) else None
+    seconds = float(time) if isinstance(time, int | float) and math.isfinite(time) else None
+    return OtherEvent(name, whole, seconds, rest)
+
+
+@cache
+def _validator(kind: type[MetricsEvent]) -> TypeAdapter[MetricsEvent]:
+    return TypeAdapter(kind)
+
+
+def events_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the events that this version writes."""
+    kinds = list(EVENTS.values())
+    _, document = TypeAdapter.json_schemas([(kind, "serialization", TypeAdapter(kind)) for kind in kinds])
+    for kind in kinds:
+        made = document["$defs"][kind.__name__]
+        made["properties"] = {"event": {"const": kind.name}, **made["properties"]}
+        made["properties"]["time"] = {"type": "number", "description": "Wall clock, in seconds."}
+        made["required"] = ["event", "step", "time", *(each.name.rstrip("_") for each in fields(kind) if each.name not in _COMMON)]
+    return {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds], **document}
+
+
+def reference_rows() -> list[str]:
+    """Return the rows of the table in docs/reference/metrics.md."""
+    rows: list[str] = []
+    for kind in EVENTS.values():
+        named = ", ".join(f"`{each.name}`" for each in fields(kind) if each.name not in _COMMON)
+        when = " ".join((kind.__doc__ or "").split()).removesuffix(".")
+        rows.append(f"| `{kind.name}` | {f'{named} ' if named else ''}| {when[:1].lower()}{when[1:]} |")
+    return rows
+
+
+# ---- Parts of events
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSample(JsonAnswer):
+    """What the model generated for a prompt."""
+
+    prompt: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return the end of the prompt and the beginning of the text on one line."""
+        prompt, text = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (self.prompt, self.text))
+        shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
+        return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeRow(JsonAnswer):
+    """A row of a spike. A file of such objects, one a line, is one for `train --skip-rows`."""
+
+    file: str
+    row: int
+    """In the file, from 1: its line, where the file has lines."""
+    tokens: int
+    step: int
+    rank: int
+    micro_batch: int
+    """In the step, from 1."""
+    sequence: int
+    """Packed examples share one."""
+    loss: float | None
+    """Mean token loss of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedKey(JsonAnswer):
+    key: str
+    old: Any
+    new: Any
+    class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
+    """What the change does to the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeEvent(MetricsEvent):
+    """A spike of the loss or of the gradient norm."""
+
+    message: str
+    rows: list[SpikeRow] | None
+    rows_total: int | None
+    """Also of those that are not named."""
+
+    def shown(self) -> list[str]:
+        worst = self.worst_rows()
+        return [*describe(self.name, self.step, {"message": self.message}), *([f"  {worst}"] if worst else [])]
+
+    def worst_rows(self) -> str | None:
+        """Return the rows of the micro-batch with the highest loss in one line; None if it names none."""
+        if not self.rows:
+            return None
+        first = self.rows[0]
+        place = (first.step, first.rank, first.micro_batch)
+        worst = [row for row in self.rows if (row.step, row.rank, row.micro_batch) == place]
+        shown = ", ".join(f"{row.file}:{row.row} ({row.tokens:,} tokens)" for row in worst[:SHOWN_SPIKE_ROWS])
+        hidden = len(worst) - SHOWN_SPIKE_ROWS
+        more = f" and {hidden:,} more row{'' if hidden == 1 else 's'}" if hidden > 0 else ""
+        loss = f" with loss {first.loss:.4f}" if first.loss is not None else ""
+        total = len(self.rows) if self.rows_total is None else self.rows_total
+        return f"highest of {total:,} rows: step {first.step}, rank {first.rank}, micro-batch {first.micro_batch}{loss}: {shown}{more}"
+
+
+# ---- The events
+
+
+@event("train_started")
+class TrainStarted(MetricsEvent):
+    """The live model was read back and matches the recipe."""
+
+    total_steps: int
+
+    def shown(self) -> list[str]:
+        begun = f" from step {self.step}" if self.step else ""
+        return [f"the live model matches the recipe; training to step {self.total_steps}{begun}"]
+
+
+@event("first_step", "routine")
+class FirstStep(MetricsEvent):
+    """The first step has ended; seconds of each phase of the start."""
+
+    phase_seconds: dict[str, float]
+
+    def shown(self, seconds_before: float | None = None) -> list[str]:
+        """Return the phases of the start. `seconds_before` is the time of the command before it launched the ranks."""
+        before = {} if seconds_before is None else {"checking": seconds_before}
+        every = before | self.phase_seconds
+        named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in every.items() if seconds >= SHOWN_PHASE_SECONDS)
+        return [f"first step {sum(every.values()):.1f} s after the {'start' if before else 'launch'} ({named})"]
+
+
+@event("samples")
+class SamplesGenerated(MetricsEvent):
+    """`training.sample` has generated: for each prompt, `prompt` and `text`. The seconds are not part of `step_seconds`."""
+
+    seconds: float
+    samples: list[GeneratedSample]
+
+    def shown(self) -> list[str]:
+        return [f"step {self.step}: {sample}" for sample in self.samples]
+
+
+@event("checkpoint_probed", "routine", is_shown=False)
+class CheckpointProbed(MetricsEvent):
+    """The test save after step 1 was read back and removed."""
+
+    seconds: float
+
+
+@event("witnessed", "routine", is_shown=False)
+class Witnessed(MetricsEvent):
+    """The first update was compared on all ranks; CPU seconds of the checks so far."""
+
+    cpu_seconds: float
+
+
+@event("witness_cost", "routine", is_shown=False)
+class WitnessCost(MetricsEvent):
+    """After 100 steps: cost of these checks, and of training."""
+
+    cpu_seconds: float
+    training_cpu_seconds: float
+    steps: int
+
+
+@event("checkpoint_saved", "routine")
+class CheckpointSaved(MetricsEvent):
+    """A checkpoint is complete; `stall_seconds` is how long training stopped for it."""
+
+    seconds: float
+    stall_seconds: float
+    size_bytes: int
+
+    def shown(self) -> list[str]:
+        return [f"checkpoint-{self.step} saved: {format_bytes(self.size_bytes)} in {format_seconds(self.seconds)}"]
+
+
+@event("checkpoint_failed", "alarm")
+class CheckpointFailed(MetricsEvent):
+    """A save failed."""
+
+    message: str
+
+    def shown(self) -> list[str]:
+        return [f"warning: checkpoint-{self.step} was NOT saved: {self.message}"]
+
+
+@event("mirrored", "routine")
+class Mirrored(MetricsEvent):
+    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now."""
+
+    folder: str
+    seconds: float
+    size_bytes: int
+
+    def shown(self) -> list[str]:
+        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}"]
+
+
+@event("mirror_failed", "alarm")
+class MirrorFailed(MetricsEvent):
+    """Sending to the mirror failed, and is repeated; written once until it succeeds again."""
+
+    message: str
+
+    def shown(self) -> list[str]:
+        return [f"warning: the mirror is behind: {self.message}"]
+
+
+@event("rotation_failed", "warning")
+class RotationFailed(MetricsEvent):
+    """Old checkpoints could not be removed."""
+
+    message: str
+
+
+@event("compiled", "routine")
+class Compiled(MetricsEvent):
+    """The compiler has worked; seconds since the last such event, graphs in total."""
+
+    seconds: float
+    graphs: int
+
+
+@event("compile_fallback", "warning")
+class CompileFallback(MetricsEvent):
+    """A function was compiled too often and runs uncompiled where no graph fits."""
+
+    message: str
+
+
+@event("profiled", "routine")
+class Profiled(MetricsEvent):
+    """The profile of `--profile` was written."""
+
+    trace: str
+    steps: int
+    seconds: dict[str, dict[str, float]]
+    """Phase of the step → what of it was spent how, of all `steps`."""
+
+    def shown(self) -> list[str]:
+        """Return the milliseconds a step of rank 0: a row for each phase, and one for their sum."""
+        columns = list(next(iter(self.seconds.values())))
+        total = {column: sum(share[column] for share in self.seconds.values()) for column in columns}
+        return [
+            f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns),
+            *(
+                f"{phase:<10}" + "".join(f"{share[column] / self.steps * 1000:>13.2f} ms" for column in columns)
+                for phase, share in {**self.seconds, "step": total}.items()
+            ),
+            f"profile: {self.trace} (open it in https://ui.perfetto.dev)",
+        ]
+
+
+@event("slow_rank", "alarm")
+class RankSlowed(MetricsEvent):
+    """For a minute, the others have waited for this rank for more than 5 % of each step; `part`: for its `data`, `computing` or
+    `saving`."""
+
+    rank: int
+    part: str | None
+    share: float | None
+    """Of a step that it costs, 0 to 1."""
+    behind_seconds: float
+    message: str
+
+    def shown(self) -> list[str]:
+        return [f"warning: step {self.step}: {self.message}"]
+
+
+@event("rank_recovered")
+class RankRecovered(MetricsEvent):
+    """A rank that was slow is not any more."""
+
+    rank: int
+    message: str
+
+
+@event("loss_spike", "warning", marks_curves=True)
+class LossSpike(SpikeEvent):
+    """The loss is more than six standard deviations above the last 50 lines. `rows` are those of the steps since the last line, on all
+    ranks, at most 200, and `rows_total` is their number: for each example `file`, `row` in it (its line), `tokens`, `step`, `rank`,
+    `micro_batch` (from 1), `sequence` (packed examples share one) and `loss`, the mean token loss of its micro-batch, highest first. Of
+    a rank the last 1,024 micro-batches are known."""
+
+
+@event("gradient_spike", "warning", marks_curves=True)
+class GradientSpike(SpikeEvent):
+    """The gradient norm is more than six standard deviations above the last 50 lines, and three times their mean, and the loss is not;
+    `rows` as in `loss_spike`, of the last step alone."""
+
+
+@event("zero_gradient", "warning", marks_curves=True)
+class ZeroGradient(MetricsEvent):
+    """The gradient norm is exactly zero."""
+
+    message: str
+
+
+@event("weights_look_random", "warning")
+class WeightsLookRandom(MetricsEvent):
+    """The first loss is that of a random model, and the model should be pretrained."""
+
+    message: str
+
+
+@event("precision_warning", "warning")
+class PrecisionWarning(MetricsEvent):
+    """An operator of the first micro-batch ran in an unexpected dtype."""
+
+    message: str
+
+
+@event("loss_scale_backed_off", "warning")
+class LossScaleBackedOff(MetricsEvent):
+    """Fp16 overflowed; the new scale."""
+
+    loss_scale: float
+
+
+@event("step_skipped", "warning", marks_curves=True)
+class StepSkipped(MetricsEvent):
+    """`training.on_nonfinite: skip` left out an update."""
+
+    reason: str
+
+
+@event("tracker_failed", "alarm")
+class TrackerFailed(MetricsEvent):
+    """A tracker was disabled."""
+
+    message: str
+
+    def shown(self) -> list[str]:
+        return [f"warning: step {self.step}: {self.message}"]
+
+
+@event("stopping")
+class Stopping(MetricsEvent):
+    """A signal or `launch.max_runtime` stops the run after this step."""
+
+    reason: str
+
+    def shown(self) -> list[str]:
+        return [f"step {self.step}: stopping ({self.reason})"]
+
+
+@event("early_stopped")
+class EarlyStopped(MetricsEvent):
+    """`training.early_stopping` ends the run after this step."""
+
+    message: str
+
+
+@event("train_finished", is_shown=False)
+class TrainFinished(MetricsEvent):
+    """The last checkpoint of this start is complete."""
+
+
+@event("restarted", "warning", is_shown=False, marks_curves=True, is_of_run=True)
+class Restarted(MetricsEvent):
+    """The command starts the ranks again after a failure."""
+
+    restart: int
+    max_restarts: int
+    failed_after_step: int
+    code: str
+    message: str
+
+
+@event("checkpoint_rejected", "warning", is_shown=False, is_of_run=True)
+class CheckpointRejected(MetricsEvent):
+    """An automatic restart passes over a newer checkpoint, which is damaged or not complete."""
+
+    checkpoint: str
+    message: str
+
+
+@event("machines_changed", "warning", is_shown=False, marks_curves=True, is_of_run=True)
+class MachinesChanged(MetricsEvent):
+    """The run continues on other machines (`launch.min_machines`): their numbers, and the ranks and micro-batches of a step from here
+    on."""
+
+    machines: list[int]
+    ranks: int
+    gradient_accumulation_steps: int
+    message: str
+
+
+@event("recipe_changed", is_shown=False, marks_curves=True, is_of_run=True)
+class RecipeChanged(MetricsEvent):
+    """A resume changed keys: for each `key`, `old`, `new`, `class`."""
+
+    changes: list[ChangedKey]
