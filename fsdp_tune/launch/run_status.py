@@ -20,14 +20,9 @@ from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
-<<<<<<< HEAD
-from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import SPIKES, TRAIN_STARTED, json_objects, number
-=======
 from fsdp_tune.run.events import GradientSpike, LossSpike, SpikeEvent, SpikeRow, TrainStarted, read_event
-from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import json_objects, number
->>>>>>> main
 from fsdp_tune.run.records import Prediction
 
 TAIL_BYTES = 1 << 18
