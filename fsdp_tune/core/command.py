@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_t
 from fsdp_tune.core.errors import usage_error
 
 MergedDtype = Literal["keep", "bf16", "fp16", "fp32"]
+"""Those of `core.tensors.dtypes.OF_OPTION`, which imports numpy."""
 MergeCheck = Literal["quick", "full", "none"]
 BaseWeights = Literal["trained", "original"]
 Target = Literal["fastest", "cheapest", "largest-context"]

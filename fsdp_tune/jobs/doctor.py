@@ -30,7 +30,7 @@ from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
-from fsdp_tune.launch.health import (
+from fsdp_tune.launch.doctor_checks import (
     HealthCheck,
     HealthFiles,
     HealthNeeds,

@@ -32,7 +32,7 @@ from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.launch.health import (
+from fsdp_tune.launch.doctor_checks import (
     MISSING,
     NOT_COMPARED,
     CollectiveTime,

@@ -226,7 +226,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    plant("differing ranks accepted", "launch.health:differences", never("first"), rows="F032"),
+    plant("differing ranks accepted", "launch.doctor_checks:differences", never("first"), rows="F032"),
     plant("loader processes handle stop signals", "worker.rows.training_rows:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",

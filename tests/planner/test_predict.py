@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from fsdp_tune.core.command import MergedDtype
 from fsdp_tune.core.gpus import ModelDimensions, find_hardware, mfu
+from fsdp_tune.core.tensors.dtypes import OF_OPTION
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.memory import fit_into
+from fsdp_tune.planner.predict.memory import DTYPE_BYTES, fit_into
 from fsdp_tune.planner.predict.predict import Plan, SentGib, plan
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
@@ -161,3 +163,8 @@ def test_every_plan_reports_its_errors() -> None:
     assert alone.accuracy["step_seconds"].rows > 0
     assert alone.accuracy["step_seconds"].median_percent <= 10
     assert over.accuracy["step_seconds"].median_percent <= 20
+
+
+def test_every_dtype_of_a_merge_has_its_bytes() -> None:
+    assert {"keep", *OF_OPTION} == set(get_args(MergedDtype))
+    assert DTYPE_BYTES == {"bf16": 2, "fp16": 2, "fp32": 4}

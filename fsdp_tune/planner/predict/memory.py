@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.gpus import Hardware
+from fsdp_tune.core.tensors.dtypes import OF_OPTION
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.predict.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.planner.predict.depth import full_depth
@@ -182,7 +183,7 @@ def _timeline(events: Records, replayed: _Replayed, levels: dict[str, npt.NDArra
     )
 
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {name: dtype.item_bytes for name, dtype in OF_OPTION.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.units import GIB, MIB
-from fsdp_tune.launch.health import (
+from fsdp_tune.launch.doctor_checks import (
     CollectiveTime,
     HealthCheck,
     HealthNeeds,
