@@ -465,7 +465,7 @@ class _Gradients:
 
 def _answer(request: Any) -> Facts:
     """Return the observation of one request. What fails gets its reason: it is what cannot be compared."""
-    side = _Trl(request)
+    side, first = _Trl(request), ""
     for compute, names in side.parts():
         wanted = [name for name in names if name in request.until and name not in side.stages]
         if not wanted:
@@ -475,7 +475,7 @@ def _answer(request: Any) -> Facts:
             reason = "the tool does not show it"
         except (Exception, SystemExit) as error:  # noqa: BLE001  a failure of the tool is a result
             text = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{request.tool}: {type(error).__name__}: {text}"
+            reason = first = (first if side.trainer is None else "") or f"{request.tool}: {type(error).__name__}: {text}"
         for name in wanted:
             side.stages.setdefault(name, {"reason": reason})
     stages = {name: {"values": {}, "reason": None, "assumed": None, **facts} for name, facts in side.stages.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,7 +246,9 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
         request = {"tool": "TRL", "values": values, "until": list(stages_until(until)), **child._inputs}
-        return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TRL and transformers about their own options
+            return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
 
     monkeypatch.setattr(ToolChild, "_computed", computed)
 
@@ -264,12 +267,23 @@ def test_planted_option_of_trl_is_found_at_the_first_stage_that_shows_it(
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj"]}])
+@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}])
 def test_trl_computes_what_the_imported_recipe_computes(files: Path, changes: dict[str, Any]) -> None:
     found = compared(written(files, "trl", **changes), recipe_of(files, **changes))
     assert [stage.name for stage in found.stages if stage.status == "different"] == []
     assert [stage.name for stage in found.stages if stage.status == "not_compared"] == ["order"]
     assert found.a.tool_version is not None
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.usefixtures("trl")
+def test_reason_of_trl_is_that_of_every_stage(files: Path) -> None:
+    """TRL makes a pattern of a single target, which matches nothing."""
+    found = compared(written(files, "trl", use_peft=True, lora_target_modules=["q_proj"]), recipe_of(files))
+    assert {stage.detail for stage in found.stages} == {found.stages[0].detail}
+    assert "Target modules q_proj not found" in str(found.stages[0].detail)
+    assert not found.equal
 
 
 @needs_trl
