@@ -196,7 +196,7 @@ def test_newest_version_is_installed_unless_one_is_named() -> None:
 def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.write_text("".join(json.dumps({"key": key, "name": key, "values": {}}) + "\n" for key in "abc"))
-    side = tool_side._Side(SimpleNamespace(rows=str(rows)))
+    side = tool_side._ToolRows(SimpleNamespace(rows=str(rows)))
     side.set_examples([[1, 2, 3, 4], [1, 2], [5]], [[1, 2, 3, 4], [1, -100], [5]], str)
     assert side.stages["labels"]["values"] == {"a": [0, 1, 1, 1], "b": [0, 0], "c": [0]}
     side.set_rows([([1, 2, 5], [2, 1]), ([1, 2, 3], None), ([4], None), ([9], None)], is_wrapped=False)
