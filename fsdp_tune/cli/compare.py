@@ -90,8 +90,10 @@ def compare(
 def show_comparison(screen: Screen, found: CompareAnswer) -> None:
     """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
     for letter, side in (("A", found.a), ("B", found.b)):
-        kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, imported"
-        python = f", computed by {side.python}" if side.python is not None and found.a.python != found.b.python else ""
+        computed = "imported" if side.tool_version is None else f"computed by {side.kind} {side.tool_version}"
+        kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, {computed}"
+        is_other = found.a.python != found.b.python and found.a.tool_version is None and found.b.tool_version is None
+        python = f", computed by {side.python}" if side.python is not None and is_other else ""
         _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}{_with_overrides(side)}")
     for name, (a, b) in found.environment.items():
         _print(screen, "   ", f"{name}: {a} / {b}")

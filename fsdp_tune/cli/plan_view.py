@@ -169,7 +169,7 @@ def _scaling(scaling: Sequence[ScalingRow]) -> str:
 
 def _footer(plan: Plan) -> str:
     notes = "".join(f"<li>{escape(text)}</li>" for text in [*plan.assumptions, *(f"unknown: {text}" for text in plan.unknown)])
-    errors = "".join(f"<li>{escape(name)}: {escape(describe_error(error))}</li>" for name, error in plan.errors.items())
+    errors = "".join(f"<li>{escape(name)}: {escape(describe_error(error))}</li>" for name, error in plan.accuracy.items())
     return f"<footer><h2>Accuracy and assumptions</h2><ul>{errors}{notes}</ul></footer>"
 
 
@@ -223,7 +223,7 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
 def show_errors(screen: Terminal, plan: Plan) -> None:
     """Print the errors of such predictions, the assumptions, and what is unknown."""
 
-    for name, error in plan.errors.items():
+    for name, error in plan.accuracy.items():
         screen.message(f"error of {name}: {describe_error(error)}")
     for text in plan.assumptions:
         screen.message(f"assumed: {text}")

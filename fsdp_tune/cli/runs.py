@@ -130,7 +130,8 @@ def _memory(run: RunStatus) -> str:
 
 
 def show_status(screen: Screen, facts: RunStatus) -> None:
-    screen.message(f"{facts.run_dir}: {facts.state}" + (f" ({facts.owner})" if facts.owner else ""))
+    first = f"; metrics, events and the end of the run are in {facts.first_machine}" if facts.first_machine else ""
+    screen.message(f"{facts.run_dir}: {facts.state}" + (f" ({facts.owner})" if facts.owner else "") + first)
     step, total = facts.step, facts.total_steps
     age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
     screen.message(

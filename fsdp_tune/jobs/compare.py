@@ -10,12 +10,11 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from fsdp_tune.check.comparison.causes import (
@@ -24,11 +23,15 @@ from fsdp_tune.check.comparison.causes import (
     causing,
     different_key,
     different_paths,
+    is_among,
+    is_named,
+    set_fields,
     value_at,
     with_values,
+    yaml_value,
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
-from fsdp_tune.check.comparison.environments import ObservingChild, find_interpreter, python_with
+from fsdp_tune.check.comparison.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
 from fsdp_tune.check.comparison.openai_server import is_url
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
@@ -36,15 +39,15 @@ from fsdp_tune.check.comparison.stages import (
     HALF_TOLERANCE,
     OTHER_VERSIONS_HALF_TOLERANCE,
     OTHER_VERSIONS_TOLERANCE,
-    TITLES,
     TOLERANCE,
     ComparedStage,
     DifferentStep,
     Observation,
-    StageDifference,
+    compare_digests,
     compare_lines,
     compare_observations,
     compare_stage,
+    in_order,
 )
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
@@ -59,7 +62,7 @@ from fsdp_tune.jobs.served import Cause, CompareAnswer, LaterDifference, SideAns
 from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run
-from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
+from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file, options_of
 from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
 from fsdp_tune.recipe.schema.keys import dotted
@@ -84,6 +87,8 @@ class _Side:
     """Resolved."""
     run: RunDir | None = None
     imported: ImportedRecipe | None = None
+    options: dict[str, Any] | None = None
+    """Those of the tool that computes this side."""
 
     @property
     def written(self) -> dict[str, Any]:
@@ -122,11 +127,9 @@ def compare(
     with session():
         if is_url(str(b)) and not isinstance(a, ImportedRecipe):
             return compare_with_server(str(a), str(b), options, observer)
-        if options.requirements:
-            observer.phase(f"environment with {', '.join(options.requirements)}")
-            options = replace(options, python=python_with(options.requirements, default_cache_directory()))
         one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = _read(str(b), overrides, options, observer)
+        options = _with_interpreter(one, other, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))
         keys = [different_key(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
         keys.sort(key=lambda key: not key.changes_numbers)
@@ -140,9 +143,19 @@ def compare(
         return result.answer()
 
 
+def _with_interpreter(a: _Side, b: _Side, options: CompareOptions, observer: Observer) -> CompareOptions:
+    """Make the environment that is needed, and return the options with its interpreter."""
+    requirements = needed_requirements([side.kind for side in (a, b) if side.options is not None], options.requirements)
+    if options.python is not None or not requirements:
+        return options
+    observer.phase(f"environment with {', '.join(requirements)}")
+    return replace(options, python=python_with(requirements, default_cache_directory()))
+
+
 def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
     """Read a side. Raises: FsdpTuneError."""
     if isinstance(side, ImportedRecipe):
+        options = replace(options, tools="import")
         return _resolved(str(side.path), parse_recipe(side.text, side.path, overrides, name=side.path.stem), side, options, observer)
     name, path = side, Path(side)
     if RunDir(path).is_used:
@@ -169,7 +182,10 @@ def _resolved(name: str, loaded: LoadedRecipe, imported: ImportedRecipe | None, 
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": launch}))
     resolution = resolve_recipe(loaded, options.allowed, observer)
     observer.notices(resolution.notices)
-    return _Side(name, imported.tool if imported else "recipe", loaded, resolution.recipe, None, imported)
+    kind, values = imported.tool if imported else "recipe", None
+    if imported is not None and kind in TOOLS and options.tools == "run" and not loaded.overrides:
+        values = options_of(imported.path)
+    return _Side(name, kind, loaded, resolution.recipe, None, imported, values)
 
 
 @dataclass
@@ -192,6 +208,7 @@ class _Result:
     rows_of_step: str | None = None
     left_out: list[str] = field(default_factory=list[str])
     interpreters: tuple[str | None, str | None] = (None, None)
+    tool_versions: tuple[str | None, str | None] = (None, None)
 
     @property
     def is_of_runs(self) -> bool:
@@ -201,8 +218,8 @@ class _Result:
         one, other = read_run(a, "A"), read_run(b, "B")
         self.environment = differences([one.environment, other.environment])
         key, other_key = (each.data.key if each.data else None for each in (one, other))
-        self.before = [_digest("data", key, other_key, "data.json")]
-        self.before.append(_digest("data_order", _order_digest(one), _order_digest(other), "readback.json"))
+        self.before = [compare_digests("data", key, other_key, "data.json")]
+        self.before.append(compare_digests("data_order", _order_digest(one), _order_digest(other), "readback.json"))
         is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self.a, self.b))
         given = self.options.tolerance
         self.tolerance = given if given is not None else FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE
@@ -229,16 +246,12 @@ class _Result:
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
         if self.stages and not any(each.cause is None for each in self.causes):
             written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
-            unseen = [key.key for key in changing if not _is_named(key.key, shown) and _is_named(key.key, written)]
+            unseen = [key.key for key in changing if not is_named(key.key, shown) and is_named(key.key, written)]
             left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
         return CompareAnswer(
             equal=is_equal,
-            a=SideAnswer(
-                self.a.name, self.a.kind, self.interpreters[0], self.a.not_carried, [mask_text(each) for each in self.a.loaded.overrides]
-            ),
-            b=SideAnswer(
-                self.b.name, self.b.kind, self.interpreters[1], self.b.not_carried, [mask_text(each) for each in self.b.loaded.overrides]
-            ),
+            a=self._side_answer(0),
+            b=self._side_answer(1),
             keys=self.keys,
             environment=self.environment,
             stages=stages,
@@ -251,6 +264,11 @@ class _Result:
             tolerance=self.tolerance,
             not_compared=list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())])),
         )
+
+    def _side_answer(self, index: int) -> SideAnswer:
+        side = (self.a, self.b)[index]
+        overrides = [mask_text(each) for each in side.loaded.overrides]
+        return SideAnswer(side.name, side.kind, self.interpreters[index], side.not_carried, overrides, self.tool_versions[index])
 
     def _unshown(self, stage: str, changing: list[DifferentKey]) -> Cause:
         """Return what may be the cause, where none was shown."""
@@ -267,57 +285,82 @@ class _Result:
         return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
 
 
-def _is_named(key: str, causes: set[str]) -> bool:
-    """Return whether a key, or the section above or the key below it, is among the causes."""
-    return any(key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}[")) for each in causes)
-
-
-def _digest(name: str, a: str | None, b: str | None, file: str) -> ComparedStage:
-    title = TITLES[name]
-    if not a or not b:
-        return ComparedStage(name, title, "not_compared", f"a run has none in {file}")
-    if a == b:
-        return ComparedStage(name, title, "equal", None, None, 1)
-    return ComparedStage(name, title, "different", None, StageDifference(f"digest in {file}", a, b), 1, 1)
-
-
 def _order_digest(run: RunRecord) -> str | None:
     return run.readback.facts.data_order_digest if run.readback is not None else None
 
 
 class _Walk:
-    """The stages of two recipes, and the search for the cause of the first difference."""
+    """The stages of two sides, and the search for the cause of the first difference.
+
+    For the cause, the *changed* side is computed with values of the *kept* one. It is B, unless a tool computes B and not A.
+    """
 
     def __init__(self, result: _Result, folder: Path, stack: ExitStack, observer: Observer) -> None:
         self._result, self._observer = result, observer
-        self._options = result.options
+        self._options = options = result.options
+        self._folder, self._stack = folder, stack
+        for side in (result.a, result.b):
+            refuse_code(side.recipe, options.allowed, starts_ranks=False)
         observer.phase("computing A and B")
         resolved = set(different_paths(result.a.resolved, result.b.resolved))
-        self._paths = [path for path in different_paths(result.a.written, result.b.written) if _is_among(path, resolved)]
+        self._paths = [path for path in different_paths(result.a.written, result.b.written) if is_among(path, resolved)]
         self._tolerance = TOLERANCE
-        python = self._options.python
-        settings: dict[str, Any] = {"rows": self._options.rows, "model": self._options.model, "shows_defaults": python is not None}
+        self._is_turned = result.b.options is not None and result.a.options is None
+        self._kept, self._changed = (result.b, result.a) if self._is_turned else (result.a, result.b)
+        tools = [side for side in (result.a, result.b) if side.options is not None]
+        settings: dict[str, Any] = {"rows": options.rows, "model": options.model, "is_beside_tool": bool(tools)}
+        python = None if tools else options.python  # with a tool, its interpreter
+        settings["shows_defaults"] = python is not None
         self._here = stack.enter_context(ObservingChild(sys.executable, folder, **settings))
         self._there = self._here
         if python is not None:
             self._there = stack.enter_context(ObservingChild(find_interpreter(python), folder, **settings))
+        self._tools = {side.name: self._tool_of(side) for side in tools}
+
+    def _tool_of(self, side: _Side) -> ToolChild:
+        """Return the process in which a tool computes a side, on the rows and the model of the recipe that `import` makes."""
+        recipe, python = side.recipe, self._options.python
+        assert python is not None, "an environment was made"
+        file = self._folder / f"inputs-{len(list(self._folder.glob('inputs-*')))}.json"
+        self._here.computed(recipe, "update", file)
+        inputs = {
+            **json.loads(file.read_text(encoding="utf-8")),
+            "tokenizer": recipe.model.tokenizer or recipe.model.name_or_path,
+            "revision": recipe.model.revision,
+            "sequences": recipe.global_batch_size,
+            "micro_batch": recipe.training.per_device_train_batch_size,
+        }
+        return self._stack.enter_context(closing(ToolChild(find_interpreter(python), side.kind, inputs)))
+
+    def _observe(self, side: _Side, until: str) -> Observation:
+        if side.options is None:
+            return (self._here if side is self._result.a else self._there).observe(side.recipe, until)
+        found = self._tools[side.name].observe(side.options, until)
+        other = self._changed if side is self._kept else self._kept
+        return found if other.recipe.data.shuffle else in_order(found)
 
     def run(self) -> None:
         result, last = self._result, "update"
-        for side in (result.a, result.b):
-            refuse_code(side.recipe, self._options.allowed, starts_ranks=False)
-        a = self._here.observe(result.a.recipe, last)
-        b = self._there.observe(result.b.recipe, last)
-        result.interpreters = (sys.executable, str(self._options.python or sys.executable))
+        a, b = (self._observe(side, last) for side in (result.a, result.b))
+        own = str(self._options.python or sys.executable)
+        is_own = (result.a.options is not None, result.b.options is not None or not self._tools)
+        result.interpreters = (own if is_own[0] else sys.executable, own if is_own[1] else sys.executable)
         versions = differences([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
-        if self._there is not self._here:
-            result.environment |= versions
+        result.tool_versions = tuple(  # type: ignore[assignment]  # of two
+            each.versions.get(TOOLS[side.kind]) if side.options is not None else None for side, each in ((result.a, a), (result.b, b))
+        )
+        if self._there is not self._here or self._tools:
+            result.environment |= {name: found for name, found in versions.items() if name in a.versions and name in b.versions}
         self._tolerance = self._tolerance_of()
         result.tolerance = result.tolerance or self._tolerance
         result.stages = [self._of_own_weights(stage) for stage in compare_observations(a, b, self._tolerance)]
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
-        result.causes = list(self._causes(a, result.stages, versions))
+        result.causes = list(self._causes(b if self._is_turned else a, result.stages, versions))
+
+    def _compared(self, stage: str, kept: Observation, changed: Observation) -> ComparedStage:
+        sides = (changed, kept) if self._is_turned else (kept, changed)
+        return compare_stage(stage, *sides, self._tolerance)
 
     def _of_own_weights(self, stage: ComparedStage) -> ComparedStage:
         """Return a stage; equal random weights say nothing about two models that start from other files."""
@@ -329,37 +372,75 @@ class _Walk:
         )
         return replace(stage, status="not_compared", detail=why, difference=None)
 
-    def _causes(self, a: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
-        """Yield the first difference with its cause, then what is left with A's values of that cause in B, and so on."""
+    def _causes(self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
+        """Yield the first difference with its cause, then what is left with the kept side's values of that cause, and so on."""
         fixed: tuple[KeyPath, ...] = ()
+        dropped: tuple[KeyPath, ...] = ()
         different = {stage.name for stage in stages if stage.status == "different"}
         while (found := first_of(stages)) is not None and found.stage in different:
-            keys, cause = self._cause(found.stage, a, versions, fixed)
+            keys, cause = self._cause(found.stage, kept, versions, fixed)
+            alone: tuple[KeyPath, ...] = ()
+            if cause is None and self._kept.options is not None:
+                alone, cause = self._cause_in_tool(found.stage, fixed, dropped)
             yield LaterDifference(found, cause)
-            if not keys:
+            if not (keys or alone):
                 return
-            fixed = (*fixed, *keys)
-            recipe = self._b_with(fixed)
-            assert recipe is not None, "it was computed to find the cause"
-            stages = compare_observations(a, self._there.observe(recipe, "update"), self._tolerance)
+            fixed, dropped = (*fixed, *keys), (*dropped, *alone)
+            if alone:
+                kept = self._without(dropped, "update")
+            changed = self._changed_with(fixed, "update", self._there)
+            assert changed is not None, "it was computed to find the cause"
+            stages = compare_observations(*((changed, kept) if self._is_turned else (kept, changed)), self._tolerance)
+
+    def _without(self, options: Sequence[KeyPath], until: str) -> Observation:
+        """Compute the kept side by its tool, without some of its options."""
+        return self._observe(replace(self._kept, options=with_values(self._kept.options or {}, {}, options)), until)
+
+    def _changed_with(self, paths: Sequence[KeyPath], until: str, child: ObservingChild) -> Observation | None:
+        """Compute the changed side with values of the kept one; None for a combination that no recipe may have."""
+        if self._changed.options is not None:
+            return self._observe(replace(self._changed, options=with_values(self._changed.options, self._kept.options or {}, paths)), until)
+        recipe = self._recipe_with(paths)
+        return None if recipe is None else child.observe(recipe, until)
+
+    def _cause_in_tool(
+        self, stage: str, fixed: tuple[KeyPath, ...], dropped: tuple[KeyPath, ...]
+    ) -> tuple[tuple[KeyPath, ...], Cause | None]:
+        """Return the options of the kept side's tool without which the stage is equal, and the cause."""
+        changed, options, imported = self._changed_with(fixed, stage, self._there), self._kept.options, self._kept.imported
+        assert changed is not None
+        assert options is not None
+        assert imported is not None
+        lost = [row.path for row in imported.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)]
+        lost = [path for path in lost if path not in dropped and value_at(options, path) is not None]
+        found = causing(lost, lambda chosen: self._compared(stage, self._without((*dropped, *chosen), stage), changed).status == "equal")
+        tool, name = self._kept.kind, self._kept.name
+        if found:
+            named = ", ".join(f"`{dotted(path)}: {yaml_value(value_at(options, path))}`" for path in found)
+            return found, Cause(
+                [], {}, is_shown=True, text=f"{named} of {name}: without it {tool} gives what the other side has", hint=None
+            )
+        open_ones = [f"`{key}`: {words}" for key, words in imported.decisions if key.startswith("data.") is (stage in DATA_STAGES)]
+        text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_ones])
+        return (), Cause([], {}, is_shown=False, text=text, hint=None)
 
     def _tolerance_of(self) -> float:
         if self._options.tolerance is not None:
             return self._options.tolerance
-        if self._there is self._here:
+        if self._there is self._here and not self._tools:
             return TOLERANCE
-        is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
+        is_fp32 = bool(self._tools) or all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
         return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
 
     def _cause(
-        self, stage: str, a: Observation, versions: Versions, fixed: tuple[KeyPath, ...]
+        self, stage: str, kept: Observation, versions: Versions, fixed: tuple[KeyPath, ...]
     ) -> tuple[tuple[KeyPath, ...], Cause | None]:
         """Return the keys without which the stage is equal, and the cause: these keys, or the interpreter."""
         candidates = by_likelihood([path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES)
 
         def vanishes(chosen: Sequence[KeyPath], child: ObservingChild) -> bool:
-            recipe = self._b_with((*fixed, *chosen))
-            return recipe is not None and compare_stage(stage, a, child.observe(recipe, stage), self._tolerance).status == "equal"
+            changed = self._changed_with((*fixed, *chosen), stage, child)
+            return changed is not None and self._compared(stage, kept, changed).status == "equal"
 
         if found := causing(candidates, lambda chosen: vanishes(chosen, self._there)):
             return found, self._of_keys(found)
@@ -370,11 +451,11 @@ class _Walk:
         found = causing(candidates, lambda chosen: vanishes(chosen, self._here))
         return (), _of_versions(stage, versions, self._described(found)) if found else None
 
-    def _b_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
-        """Return B with A's values of some keys, resolved; None for a combination that no recipe may have."""
-        document = with_values(self._result.b.written, self._result.a.written, paths)
+    def _recipe_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
+        """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no recipe may have them."""
+        document = with_values(self._changed.written, self._kept.written, paths)
         try:
-            loaded = replace(self._result.b.loaded, recipe=Recipe.model_validate(document), notices=())
+            loaded = replace(self._changed.loaded, recipe=Recipe.model_validate(document), notices=())
             return resolve_recipe(loaded, self._options.allowed, Observer()).recipe
         except ValidationError:
             return None
@@ -390,12 +471,14 @@ class _Walk:
     def _of_keys(self, found: Sequence[KeyPath]) -> Cause:
         keys = self._described(found)
         named = ", ".join(f"`{key.key}`" for key in keys)
-        text = f"{named}: with A's value{'s' if len(keys) > 1 else ''} in B the difference vanishes"
-        settings = dict(self._setting(path, key.a) for path, key in zip(found, keys, strict=True))
-        options = " ".join(f"--set {shlex.quote(f'{name}={_value(value)}')}" for name, value in settings.items() if value is not None)
+        kept, changed = ("B", "A") if self._is_turned else ("A", "B")
+        text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
+        values = [key.b if self._is_turned else key.a for key in keys]
+        settings = dict(self._setting(path, value) for path, value in zip(found, values, strict=True))
+        options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
         unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
         ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
-        hint = None if MASK in options else f"{' and '.join(ways)} gives B the numbers of A at this stage"
+        hint = None if MASK in options else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
         return Cause(keys, {}, is_shown=True, text=text, hint=hint)
 
     def _setting(self, path: KeyPath, value: Any) -> tuple[str, Any]:
@@ -404,28 +487,7 @@ class _Walk:
         if at is None or value is None:
             return dotted(path), value
         whole = path[:at]
-        return dotted(whole), _set_fields(different_key(whole, value_at(self._result.a.written, whole), None).a)
-
-
-def _is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
-    """Return whether a written key, or one below or above it, differs in the resolved recipes too."""
-    return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
-
-
-def _set_fields(value: Any) -> Any:
-    """Return a value without the fields that are unset or empty, which a recipe does not write."""
-    if isinstance(value, dict):
-        fields = {name: _set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
-        return {name: each for name, each in fields.items() if each is not None and each != {}}
-    return [_set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-def _value(value: Any) -> str:
-    """Return the text that `--set` reads as this value."""
-    with suppress(yaml.YAMLError):
-        if isinstance(value, str) and yaml.safe_load(value) == value:
-            return value
-    return json.dumps(value, ensure_ascii=False)
+        return dotted(whole), set_fields(different_key(whole, value_at(self._kept.written, whole), None).a)
 
 
 def _of_versions(stage: str, versions: Versions, keys: Sequence[DifferentKey]) -> Cause:

@@ -149,6 +149,8 @@ def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int, is_
     run = RunDir(Path(recipe.output_dir))
     folder = next(each for each in (run.path, *run.path.parents) if each.is_dir())
     needed_bytes = least_checkpoint_bytes(recipe, parameters, trained_parameters)
+    if recipe.has_own_directories:
+        needed_bytes //= recipe.launch.num_machines
     most, period = most_checkpoints(recipe), recipe.training.save_steps
     if steps is not None and training_value(recipe.training, "save_strategy") == "steps":
         saves = -(-steps // max(1, math.ceil(period * steps) if period < 1 else int(period)))
@@ -220,6 +222,7 @@ def _needs(recipe: Recipe, trace: Trace | None, request: HealthRequest) -> Healt
         checkpoint_bytes=request.checkpoint_bytes,
         most_checkpoints=None if trace is None else most_checkpoints(recipe),
         collective_seconds=predicted,
+        own_directories=recipe.launch.num_machines if recipe.has_own_directories else 1,
     )
 
 

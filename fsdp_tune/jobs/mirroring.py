@@ -286,6 +286,7 @@ class Mirroring:
         words = [str(self.run.path), str(self.recipe.checkpoint.mirror), str(self.machine), str(self.recipe.launch.num_machines)]
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
         words += [self._writer.key if self._writer is not None else "none"]
+        words += ["own" if self.recipe.has_own_directories else "shared"]
         command = [sys.executable, "-m", "fsdp_tune.launch.mirror.send", *words]
         with DISK.open_private(self.run.logs / f"mirror-{self.machine:02d}.log", "ab") as log:
             self._child = children.start(command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log)

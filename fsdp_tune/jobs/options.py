@@ -218,6 +218,13 @@ class CompareOptions:
             metavar="REQUIREMENT",
         ),
     ] = ()
+    tools: Annotated[
+        Literal["run", "import"],
+        Option(
+            "run: TRL computes its configurations, in an environment made for it (`--with trl==X`: that version); import: their recipes "
+            "are compared.",
+        ),
+    ] = "run"
     tolerance: Annotated[
         float | None,
         Option(

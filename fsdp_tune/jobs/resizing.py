@@ -1,26 +1,46 @@
-"""Continue a run on fewer machines, or on more of them again: its recipe, launch and files for each number (`launch.min_machines`)."""
+"""The files of a run over several machines that depend on the machine, and on how many there are.
+
+Continue a run on fewer machines, or on more of them again: its recipe, launch and files for each number (`launch.min_machines`). Write the
+run directory of a machine with its own (`launch.shared_directory: false`) from the first machine's files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.devices import host, versions, visible_devices
+from fsdp_tune.core.errors import Problem, usage_error
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.session import resolve_recipe
+from fsdp_tune.jobs.session import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
-from fsdp_tune.launch.command.resume import check, compare
-from fsdp_tune.launch.command.run_files import write_resized
+from fsdp_tune.launch.command.resume import Start, check, compare, decide, move_aside, read_resolved
+from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
+from fsdp_tune.launch.machines.channel import CountedBar
+from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.references import Extension
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import recipe_for_machines, smaller_sizes
-from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.launch_files import ResumeRequest
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, RunDir, checkpoint_step, locked
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
+from fsdp_tune.run.manifest import Manifest
+from fsdp_tune.run.records import Environment
 
 
 @dataclass(frozen=True)
@@ -89,3 +109,105 @@ class Resizing:
     def _start_step(self) -> int:
         request = ResumeRequest.read(self.run.resume_json)
         return (checkpoint_step(Path(request.resume_from)) or 0) if request is not None and request.resume_from is not None else 0
+
+
+@dataclass
+class OwnRun:
+    """The run directory of this machine, which is not the first. It prepares the same data from its own sources."""
+
+    loaded: LoadedRecipe
+    recipe: Recipe
+    """As this machine has resolved it."""
+    plan: LaunchPlan
+    extensions: Sequence[Extension]
+    options: TrainOptions
+    observer: Observer
+    stack: ExitStack
+    """Ends with the command; it gets the lock of the directory."""
+    _data: Prepared | None = None
+
+    def prepare(self, advance: Callable[[int], None]) -> None:
+        """Check the directory, and prepare the data, counting rows. Raises: FsdpTuneError."""
+        run, options = self.plan.run, self.options
+        decide(run, self.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
+        check_cache(self.recipe)
+        if options.overwrite and run.is_used:
+            self.observer.message(f"the old run is now {move_aside(run)}")
+        if run.is_used:
+            self.observer.notices(self.stack.enter_context(locked(run)))
+        encoder = load_encoder(self.recipe)
+        with self.observer.progress("tokenising", None, "rows") as bar:
+            progress = CountedBar(bar, advance)
+            self._data = prepare_data(self.recipe, encoder, progress=progress, verify=options.verify_data, run=run.path)
+
+    def install(self, received: RunDir) -> Problem | None:
+        """Write the run directory from the files of the first machine. Returns why this machine cannot take part, or None."""
+        theirs, record = Prepared.read(received.data_json), LaunchRecord.read(received.launch_json)
+        environment = Environment.read(received.environment_json) or Environment()
+        request, data = ResumeRequest.read(received.resume_json) or ResumeRequest(), self._data
+        assert data is not None, "the data are prepared before"
+        if theirs is None or record is None:
+            return Problem("run-files-missing", "machine 0 has sent no data.json or launch.json")
+        first = read_resolved(received)
+        if (theirs.key, theirs.stamps) != (data.key, data.stamps):
+            message = f"machine {self.plan.machine_rank} ({socket.gethostname()}) prepares other data than machine 0"
+            hint = "the files of `data`, their order and the tokenizer must be the same on all machines"
+            return Problem("machines-differ", message, hint=hint)
+        run = self.plan.run
+        is_new = not run.is_used
+        own = {"output_dir": self.recipe.output_dir, "data": first.data.model_copy(update={"cache_dir": self.recipe.data.cache_dir})}
+        files = RunFiles(
+            recipe_text=received.recipe_yaml.read_text(encoding="utf-8"),
+            overrides=(),
+            recipe=first.model_copy(update=own),
+            reasons=record.reasons,
+            plan=self.plan,
+            environment=Environment(versions(), host(), recorded_devices(), [each.as_dict() for each in self.extensions]),
+            data=replace(data, skipped=theirs.skipped),
+            start=self._start(request, is_new=is_new),
+            save_model=partial(_copy_files, received.model),
+            profile=record.profile,
+            command=self.options.command,
+            first_machine={"host": str(environment.host.get("name")), "directory": first.output_dir},
+        )
+        write_run(run, files)
+        if received.plan_json.exists():
+            write_file(run.plan_json, received.plan_json.read_bytes())
+        if is_new:
+            self.observer.notices(self.stack.enter_context(locked(run)))
+        return None
+
+    def _start(self, request: ResumeRequest, *, is_new: bool) -> Start:
+        """Return the start of the first machine, in this machine's directory. Its manifest may not be here yet."""
+        start = Start(is_new=is_new, digests_checked=request.digests_checked, from_run=tuple(request.from_run))
+        step = checkpoint_step(Path(request.resume_from)) if request.resume_from is not None else None
+        if step is None:
+            return start
+        return replace(start, checkpoint=Checkpoint(self.plan.run.checkpoint(step), step, Manifest(CHECKPOINT_KIND, {})))
+
+
+def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, options: TrainOptions) -> Sequence[Held] | None:
+    """Return what other machines have of the checkpoints of a run that continues, as `decide` takes it.
+
+    Waits for the machines, unless the run has finished: then None. Raises: FsdpTuneError if one is missing.
+    """
+    if machines is None or options.resume is None or not recipe.has_own_directories:
+        return ()
+    found = decide(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
+    return None if found.is_finished else machines.held_elsewhere()
+
+
+def refuse_manual_start(recipe: Recipe) -> None:
+    """Refuse to only write a run whose files the commands send to each other. Raises: usage error."""
+    if recipe.has_own_directories:
+        message = "with `launch.shared_directory: false` the machines' commands write their run directories together"
+        raise usage_error("contradiction", message, hint="start `fsdp-tune train` on each machine, without `--no-start`")
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def recorded_devices() -> list[dict[str, Any]]:
+    """Return the visible devices of this machine for environment.json."""
+    return [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]

@@ -45,6 +45,8 @@ class SideAnswer(JsonAnswer):
     """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
     overrides: list[str] = field(default_factory=list[str])
     """`--set` of this side."""
+    tool_version: str | None = None
+    """Version of the tool that computed it, such as TRL's; null if `import` made a recipe of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)

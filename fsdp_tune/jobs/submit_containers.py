@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
@@ -142,9 +143,10 @@ def _job(
 ) -> ContainerJob:
     """Return the job. Raises: FsdpTuneError with the options that are `missing`, and every reason why the recipe cannot run there."""
     refused = code_not_allowed(recipe.recipe, options.allowed, starts_ranks=True)
-    allowed = options.allowed.options()
+    names: dict[str, Any] = {"name": options.job_name, "options": options.allowed.options()}
+    names["volume_option"] = "--pvc" if isinstance(options, KubernetesOptions) else "--volume"
     try:
-        job = container_job(recipe, mounts, directory, estimated_lead(None), name=options.job_name, options=allowed)
+        job = container_job(recipe, mounts, directory, estimated_lead(None), **names)
     except FsdpTuneError as error:
         raise FsdpTuneError(*missing, *refused, *error.problems) from error
     if missing or refused:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.devices import accelerate_default_config, host, versions, visible_devices
+from fsdp_tune.core.devices import accelerate_default_config, host, versions
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, rust_errors_as_os_errors, usage_error
+from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
@@ -27,7 +28,7 @@ from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.resizing import Resizing
+from fsdp_tune.jobs.resizing import OwnRun, Resizing, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
 from fsdp_tune.jobs.validate import inspect_model
@@ -39,13 +40,14 @@ from fsdp_tune.launch.command.resume import (
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
+    refuse_without_files,
     takes_best,
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
-from fsdp_tune.launch.machines.channel import open_channel
-from fsdp_tune.launch.machines.launches import CountedBar, Machines
-from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, identity_of
+from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
+from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.machine import OwnDirectory, identity_of
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
@@ -79,7 +81,7 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
         if threading.current_thread() is not threading.main_thread():
             raise usage_error("not-main-thread", "`train` handles signals, which only the main thread can", hint="call it from there")
         job = _job(recipe, options, observer, starts_here=True)
-        with job.machines() as machines:
+        with job.connection() as machines:
             job = replace(job, connected=machines)
             if job.plan.machine_rank > 0:
                 return job.follow()
@@ -100,6 +102,7 @@ def write_only(
     """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
     with session(recipe):
         job = _job(recipe, replace(options, machine_rank=0), observer)
+        refuse_manual_start(job.recipe)
         with given_back(job.mirror):
             start = job.decide_start()
             if start.is_finished:
@@ -121,7 +124,8 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
     """Resolve a recipe and find its command and first step; start and write nothing, and read no checkpoint's bytes."""
     with session(recipe):
         job = _job(recipe, options, observer)
-        start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False)
+        elsewhere = None if job.recipe.has_own_directories else ()
+        start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=elsewhere)
         if job.mirror is not None:
             observer.notices(job.mirror.preview(start, options.resume))
         return Preview(job.resolution, job.plan, start)
@@ -166,19 +170,24 @@ class _Job:
     def recipe(self) -> Recipe:
         return self.resolution.recipe
 
-    def machines(self) -> Machines:
-        """Return the machines of the run, in a context: those of several find each other in it."""
+    @contextmanager
+    def connection(self) -> Iterator[Machines]:
+        """Yield the machines of the run; several find each other in this context."""
+        with ExitStack() as stack:
+            own = OwnRun(self.loaded, self.recipe, self.plan, self.extensions, self.options, self.observer, stack)
+            folder = stack.enter_context(temporary_directory("channel-")) if self.recipe.has_own_directories else None
+            machines = stack.enter_context(self._machines(own, folder))
+            if folder is not None and self.plan.machine_rank > 0:
+                own.prepare(machines.advance)
+            yield machines
+
+    def _machines(self, own: OwnRun, folder: Path | None) -> Machines:
+        """`folder`: where the channel finds archives; None if all machines see the run directory."""
         plan, recipe = self.plan, self.recipe
         if plan.first_machine is None:
             return Machines(plan.run)
         ip, port = plan.first_machine.ip, plan.first_machine.control_port
-        if plan.route is None:
-            message = f"no interface leads to {ip}: gloo and NCCL choose one themselves (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-            self.observer.message(message)
-        else:
-            set_here = [name for name in INTERFACE_VARIABLES if plan.env.get(name, "").lstrip("=") != plan.route.interface]
-            named = f"; {', '.join(f'{name}={plan.env[name]}' for name in set_here)} is set" if set_here else ""
-            self.observer.message(f"the network is {plan.route}{named}")
+        self.observer.message(network_message(plan.route, ip, plan.env))
         extensions = [f"extension {each.kind} {each.name} {each.version}" for each in self.extensions]
         return Machines(
             plan.run,
@@ -186,8 +195,9 @@ class _Job:
             recipe.launch.num_machines,
             hang_seconds=parse_seconds(recipe.launch.hang_timeout),
             replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
-            channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port),
+            channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port, folder),
             identity=identity_of(recipe, plan.env, extensions),
+            directory=OwnDirectory(plan.run, folder, digests=recipe.checkpoint.verify == "digest", install=own.install) if folder else None,
         )
 
     def advance(self, n: int = 1) -> None:
@@ -218,10 +228,13 @@ class _Job:
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
         self.observer.phase("choosing the first step")
-        decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=self.advance)
+        held = held_elsewhere(self.connected, run, self.recipe, options)
+        decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=self.advance, elsewhere=held)
         start, mirror = decide(), self.mirror
         if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
             start = decide()
+        if start.checkpoint is None and not start.is_new:  # nor has the mirror what is missing
+            refuse_without_files(latest_checkpoint(run, elsewhere=held)[1])
         self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
@@ -369,7 +382,6 @@ class _Job:
         return data.order(self.recipe, data.training_store()).total_steps(epochs)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
-        devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
         extensions = [each.as_dict() for each in self.extensions]
         files = RunFiles(
             recipe_text=self.loaded.text,
@@ -377,7 +389,7 @@ class _Job:
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment=Environment(versions(), host(), devices, extensions),
+            environment=Environment(versions(), host(), recorded_devices(), extensions),
             data=inputs.data,
             start=start,
             save_model=lambda directory: self._save_model(directory, inputs),
@@ -420,7 +432,7 @@ class _Job:
         """Merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
         run = self.plan.run
         outcome = ended.first_outcome.facts if ended.first_outcome else {}
-        checkpoint, _ = latest_checkpoint(run)
+        checkpoint, _ = latest_checkpoint(run, elsewhere=None)
         result = TrainResult(run, self.recipe, ended.reason, ended.step, outcome, checkpoint)
         if ended.problem is not None:
             self.observer.run_ended(result)

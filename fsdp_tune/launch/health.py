@@ -173,6 +173,8 @@ class HealthNeeds:
     collective_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Kind → predicted time of the measured collective."""
     uses_infiniband: bool = False
+    own_directories: int = 1
+    """Machines that each write a part of a checkpoint into a directory of their own; 1: all ranks write into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,32 +307,35 @@ def _gpu_findings(facts: RankLimits) -> Iterator[str]:
 _LIMITS: Sequence[Callable[[Sequence[RankLimits], HealthNeeds], HealthCheck | None]] = (_open_files, _shared_memory, _locked_memory, _gpus)
 
 
-def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
+def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:
     unwritable = [f"{each.label} cannot write in {each.output.directory}: {each.output.error}" for each in facts if each.output.error]
     if unwritable:
         return _check("output directory", unwritable, "", "change the permission or the mount, or `--set output_dir=DIR`")
+    if needs.own_directories > 1:
+        return HealthCheck("output directory", "ok", "writable on all machines, each its own")
     hidden = [
         f"{each.label} sees the files of {each.output.visible_ranks} of {len(facts)} ranks in {each.output.directory}"
         for each in facts
         if each.output.visible_ranks < len(facts)
     ]
-    return _check(
-        "output directory", hidden, "writable and shared by all ranks", "`output_dir` must be on a file system that all machines see"
-    )
+    fix = "`output_dir` must be on a file system that all machines see; `launch.shared_directory: false` gives each machine its own"
+    return _check("output directory", hidden, "writable and shared by all ranks", fix)
 
 
-def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
-    if any(each.output.error for each in facts):
+def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
+    if any(each.output.error for each in facts) or needs.own_directories > 1:
         return None
     found = [f"{each.label} does not see that rank 0 has renamed a directory" for each in facts if not each.output.sees_rename]
     fix = "checkpoints are completed by a rename: shorten the attribute cache of the mount (NFS: `actimeo`), or use another file system"
     return _check("rename", found, "seen by all ranks", fix)
 
 
-def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     if any(each.output.error for each in facts):
         return None
     words = {"missing": "has no locks", "not shared": "does not share locks between machines"}
+    if needs.own_directories > 1:
+        del words["not shared"]
     found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
     if not found and all(each.output.lock == "untested" for each in facts):
         return HealthCheck(
@@ -345,7 +350,7 @@ def _space(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
     if not free or needs.checkpoint_bytes is None:
         return None
     least, rank = min(free, key=lambda pair: pair[0])
-    return judge_space(rank.output.directory, least, needs.checkpoint_bytes, needs.most_checkpoints)
+    return judge_space(rank.output.directory, least, needs.checkpoint_bytes // needs.own_directories, needs.most_checkpoints)
 
 
 def judge_space(directory: str, free_bytes: int, checkpoint_bytes: int, most_checkpoints: int | None) -> HealthCheck:

@@ -21,7 +21,7 @@ from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.events import GradientSpike, LossSpike, SpikeEvent, SpikeRow, TrainStarted, read_event
-from fsdp_tune.run.launch_files import Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.metrics_file import json_objects, number
 from fsdp_tune.run.records import Prediction
 
@@ -136,6 +136,8 @@ class RunStatus(JsonAnswer):
     """Of `checkpoint.mirror`."""
     starts: list[JobStart]
     """By a cluster's engine (`submit`), oldest first."""
+    first_machine: str | None = None
+    """`HOST:DIRECTORY` of the first machine, whose run directory has the metrics and events; None if this is that directory."""
 
     @property
     def is_active(self) -> bool:
@@ -168,7 +170,7 @@ def run_status(run: RunDir) -> RunStatus:
     verdict = Verdict.read(run.outcome_json)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
     problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
-    checkpoint, rejected = latest_checkpoint(run)
+    checkpoint, rejected = latest_checkpoint(run, elsewhere=None)
     owner = live_owner(run.lock)
     lines = last_lines(run.metrics_jsonl)
     logged = _training_lines(lines)
@@ -200,7 +202,14 @@ def run_status(run: RunDir) -> RunStatus:
         spike=newest_spike(run.metrics_jsonl),
         mirror=_mirror_status(run, recipe.checkpoint.mirror),
         starts=read_attempts(run.path),
+        first_machine=_first_machine(run),
     )
+
+
+def _first_machine(run: RunDir) -> str | None:
+    record = LaunchRecord.read(run.launch_json)
+    first = record.facts.get("first_machine") if record is not None else None
+    return f"{first['host']}:{first['directory']}" if first else None
 
 
 def _slow_rank(logged: list[dict[str, Any]]) -> SlowRank | None:
@@ -216,7 +225,7 @@ def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
     if url is None:
         return None
     state = MirrorState.read(state_path(run, 0)) or MirrorState(f"{url.rstrip('/')}/{run.name}")
-    local = [each.path.name for each in complete_checkpoints(run)[0] if each.step > (state.newest_step or 0)]
+    local = [each.path.name for each in complete_checkpoints(run, elsewhere=None)[0] if each.step > (state.newest_step or 0)]
     behind = [*local, *(name for name in state.waiting if name not in local and (run.path / name).is_dir())]
     failing = format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
     return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing, list(state.refused.values()))

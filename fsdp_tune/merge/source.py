@@ -184,7 +184,7 @@ def _own_checkpoint(root: Path) -> Path | None:
 
 def _accept(path: Path, found: Weights, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
     """Return the weights of a checkpoint of fsdp-tune; without a manifest it needs `--allow-incomplete` and gives a notice."""
-    verdict = inspect_checkpoint(path, digests=False)
+    verdict = inspect_checkpoint(path, digests=False, weights_only=True)
     if isinstance(verdict, Checkpoint):
         return replace(found, checkpoint=path, step=verdict.step, manifest=verdict.manifest), ()
     if not allow_incomplete:
@@ -255,7 +255,7 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
         steps, reason = list(record["steps"]), str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
-    complete, _ = complete_checkpoints(run)
+    complete, _ = complete_checkpoints(run, weights_only=True)
     if not complete or not steps or not reason.startswith(NEWEST) or complete[0].step <= max(steps):
         return ()
     message = f"it is of step {max(steps):,}, and the run has {complete[0].path.name} since"
@@ -268,7 +268,7 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
 
 
 def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
-    complete, rejected = complete_checkpoints(run)
+    complete, rejected = complete_checkpoints(run, weights_only=True)
     if choice.step is not None:
         return _one_step(run, choice, complete, rejected)
     if not complete:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
+from fsdp_tune.run.records import Document
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
@@ -27,6 +28,15 @@ MERGE_RECORD = "merge.json"
 """File of a merged model or an exported adapter with the origin of every tensor, which only a finished merge leaves."""
 SHARD_FOLDER = "pytorch_model_fsdp_0"
 """The sharded weights of a checkpoint: Accelerate's name, so that its tools find them."""
+
+
+FULL_MODEL_FILE = "model.safetensors"
+"""The weights of a checkpoint that are not sharded (FULL_STATE_DICT)."""
+
+
+def is_of_weights(name: str) -> bool:
+    """Return whether a merge reads a file of a checkpoint."""
+    return name == FULL_MODEL_FILE or name.startswith(f"{SHARD_FOLDER}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,21 @@ class Rejected:
 
     path: Path
     reason: str
+    is_elsewhere: bool = False
+    """Whether it only lacks files of other machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Document):
+    """The files of a checkpoint that are on one machine (`launch.shared_directory: false`)."""
+
+    step: int
+    manifest: str
+    """`Manifest.identity`."""
+    files: list[str]
+    """Of the size that the manifest lists, and not known to be damaged."""
+    is_verified: bool = False
+    """Whether their digests have just been compared."""
 
 
 class _Inside:
@@ -135,10 +160,14 @@ def enclosing_checkpoint(path: Path) -> Path | None:
     )
 
 
-def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None = None) -> Checkpoint | Rejected:
+def inspect_checkpoint(
+    path: Path, *, digests: bool, progress: Progress | None = None, elsewhere: Sequence[Held] | None = (), weights_only: bool = False
+) -> Checkpoint | Rejected:
     """Decide whether a directory is a complete checkpoint of a run.
 
     With `digests` every file is read, and files whose contents differ are recorded, so that later inspections reject them unread.
+    `elsewhere`: what other machines have of their part, which then need not be here; None: as much as they wrote.
+    `weights_only`: what a merge does not read of their part need not be here.
     """
     step = checkpoint_step(path)
     if not path.exists():
@@ -156,35 +185,101 @@ def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None =
     bad = damage(path, manifest, digests=digests, progress=progress)
     if digests:
         mark_damaged(path, [each.name for each in bad if each.is_of_contents])
+    there = _files_elsewhere(step, manifest, elsewhere)
+    if weights_only and manifest.machines:
+        there = there | {name for name in manifest.files if not is_of_weights(name)}
+    bad = [each for each in bad if not (each.is_absent and each.name in there)]
+    if bad and manifest.machines and all(each.is_absent for each in bad):
+        return Rejected(path, manifest.absence([each.name for each in bad]), is_elsewhere=True)
     if bad:
         return Rejected(path, str(bad[0]) if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} more)")
     return Checkpoint(path, step, manifest)
 
 
-def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """Return all complete checkpoints, newest step first, and the rejected directories with reasons."""
+def _files_elsewhere(step: int, manifest: Manifest, elsewhere: Sequence[Held] | None) -> set[str]:
+    if elsewhere is None:
+        return {name for machine in manifest.machines for name in machine.files}
+    if not elsewhere:
+        return set()
+    identity = manifest.identity
+    return {name for held in elsewhere if (held.step, held.manifest) == (step, identity) for name in held.files}
+
+
+def held_checkpoints(run: RunDir, *, digests: bool = False, progress: Progress | None = None) -> list[Held]:
+    """Return what this machine's directory has of each checkpoint, newest step first.
+
+    Digests are compared from the newest on until the files of one are as they were written.
+    """
+    found: list[Held] = []
+    for step in sorted((step for path in run.path.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None), reverse=True):
+        path, compares = run.checkpoint(step), digests and not any(each.is_verified for each in found)
+        manifest = _readable_manifest(path)
+        if manifest is None or manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
+            continue
+        bad = damage(path, manifest, digests=compares, progress=progress)
+        contents = [each.name for each in bad if each.is_of_contents]
+        if compares:
+            mark_damaged(path, contents)
+        files = sorted(manifest.files.keys() - {each.name for each in bad})
+        found.append(Held(step, manifest.identity, files, is_verified=compares and not contents))
+    return found
+
+
+def are_verified(checkpoint: Checkpoint, elsewhere: Sequence[Held]) -> bool:
+    """Return whether the other machines have just compared the digests of their parts of a checkpoint."""
+    identity = checkpoint.manifest.identity if elsewhere else ""
+    return all(each.is_verified for each in elsewhere if each.manifest == identity)
+
+
+def _readable_manifest(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except (OSError, ValueError):
+        return None
+
+
+def complete_checkpoints(
+    run: RunDir, *, digests: bool = False, elsewhere: Sequence[Held] | None = (), weights_only: bool = False
+) -> tuple[list[Checkpoint], list[Rejected]]:
+    """Return all complete checkpoints, newest step first, and the rejected directories with reasons.
+
+    `elsewhere` and `weights_only`: as for `inspect_checkpoint`.
+    """
     complete: list[Checkpoint] = []
     rejected: list[Rejected] = []
     if run.path.is_dir():
         for path in run.path.iterdir():
             if checkpoint_step(path) is not None:
-                verdict = inspect_checkpoint(path, digests=digests)
+                verdict = inspect_checkpoint(path, digests=digests, elsewhere=elsewhere, weights_only=weights_only)
                 (complete if isinstance(verdict, Checkpoint) else rejected).append(verdict)  # type: ignore[arg-type]
     return sorted(complete, key=lambda c: -c.step), sorted(rejected, key=lambda r: r.path.name)
 
 
-def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress | None = None) -> tuple[Checkpoint | None, list[Rejected]]:
+def latest_checkpoint(
+    run: RunDir, *, digests: bool = False, progress: Progress | None = None, elsewhere: Sequence[Held] | None = ()
+) -> tuple[Checkpoint | None, list[Rejected]]:
     """Return the newest complete checkpoint, by step and not by time, and the rejected directories.
 
     Digests are checked from the newest on until one is complete; `progress` is called with the number of bytes as they are hashed.
+    `elsewhere`: as for `inspect_checkpoint`.
     """
-    complete, rejected = complete_checkpoints(run)
+    complete, rejected = complete_checkpoints(run, elsewhere=elsewhere)
     for candidate in complete:
-        verdict = inspect_checkpoint(candidate.path, digests=digests, progress=progress) if digests else candidate
+        verdict = inspect_checkpoint(candidate.path, digests=digests, progress=progress, elsewhere=elsewhere) if digests else candidate
         if isinstance(verdict, Checkpoint):
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+def missing_files(rejected: Rejected) -> Problem:
+    """Return the problem of a checkpoint that lacks files of other machines."""
+    name, run = rejected.path.name, rejected.path.parent
+    return Problem(
+        "checkpoint-incomplete",
+        f"{name} cannot be used: {rejected.reason}",
+        hint=f"start that machine's command, or copy its files of {name} into {run / name}; in a new run, `checkpoint.mirror` keeps copies",
+    )
 
 
 class BestStep(NamedTuple):

@@ -47,6 +47,20 @@ class FileEntry:
     digest: str
 
 
+MACHINES_FACT = "machines"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFiles:
+    """A machine that has a part of a directory (`launch.shared_directory: false`)."""
+
+    host: str
+    directory: str
+    """The run directory there."""
+    files: list[str]
+    """Names of the files that it wrote. Several machines may have written the same small file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`files` maps POSIX paths relative to the directory. `facts` holds step, world size, mesh, versions …
@@ -63,6 +77,22 @@ class Manifest:
     def size_bytes(self) -> int:
         """Total size of all files without the manifest."""
         return sum(entry.size_bytes for entry in self.files.values())
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the manifest has: copies of one checkpoint have the same."""
+        return _digest_of(asdict(self))
+
+    @property
+    def machines(self) -> list[MachineFiles]:
+        """The machines that wrote parts of the directory, each into its own; [] if one directory was written."""
+        return [MachineFiles(str(raw["host"]), str(raw["directory"]), list(raw["files"])) for raw in self.facts.get(MACHINES_FACT, [])]
+
+    def absence(self, names: Collection[str]) -> str:
+        """Describe files of other machines that are not in the directory."""
+        owners = [each for each in self.machines if not set(names).isdisjoint(each.files)]
+        where = " and ".join(f"{each.host}:{each.directory}" for each in owners) or "another machine"
+        return f"{len(names)} of its {len(self.files)} files are not here; {where} had {'them' if len(names) > 1 else 'it'}"
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -145,6 +175,8 @@ class Damage:
     what: str
     is_of_contents: bool = False
     """Found by reading the file, not by its size."""
+    is_absent: bool = False
+    """There is no such file."""
 
     def __str__(self) -> str:
         return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
@@ -168,7 +200,7 @@ def _damage_of(
         if not is_inside(name) or _passes_a_link(root, path):
             return Damage(name, "leads out of the directory")
         if not path.is_file():
-            return Damage(name, "missing")
+            return Damage(name, "missing", is_absent=True)
         if (size_bytes := path.stat().st_size) != entry.size_bytes:
             return Damage(name, f"{size_bytes} bytes instead of {entry.size_bytes}")
         if marked.get(name) == _identity(path) or (digests and digest_file(path, progress) != entry):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import platform
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem, as_os_error
 from fsdp_tune.launch.health import differences
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.records import ReadBack
@@ -111,8 +114,17 @@ PACKAGES = ("fsdp-tune", "torch", "transformers", "accelerate", "safetensors", "
 
 
 def identity(run: RunDir) -> dict[str, str]:
-    """Return the values that must be equal on all ranks: versions, and digests of the files that ranks read."""
+    """Return the values that must be equal on all ranks: versions, and digests of the files that ranks read.
+
+    Where each machine has its own run directory, paths in it are left out.
+    """
     files = {path.name: path.read_bytes() for path in (run.recipe_json, run.data_json)}
+    with contextlib.suppress(ValueError):  # of another version, which differs
+        recipe = Recipe.model_validate_json(files[run.recipe_json.name])
+        if recipe.has_own_directories:
+            data = json.loads(files[run.data_json.name])
+            files[run.recipe_json.name] = recipe.on_all_machines.model_dump_json().encode()
+            files[run.data_json.name] = json.dumps([data["key"], data["train_rows"], data["skipped"]], sort_keys=True).encode()
     digests = {name: digest(content) for name, content in files.items()}
     versions = {name: found or "not installed" for name, found in installed_versions(PACKAGES).items()}
     return {"python": platform.python_version(), **versions, **digests}

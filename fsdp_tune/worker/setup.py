@@ -38,6 +38,7 @@ from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import CompileReport, RunCallback, Samples
 from fsdp_tune.worker.checkpoint import state as live_state
+from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles, leads_machine, scattered_checkpoint, weights_to_first_machine
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_checkpoint
 from fsdp_tune.worker.observe import trackers
@@ -59,9 +60,9 @@ def build_trainer(
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
-    resume, request = _resume(run, recipe)
-    if rank.is_first:
+    if leads_machine(is_scattered=recipe.has_own_directories):
         remove_leftovers(run)
+    resume, request, scattered = _resume(run, recipe)
     prepared = Prepared.read(run.data_json)
     assert prepared is not None, "a run directory has it before its recipe.json"
     prepared = prepared.skipping_from(resume.step if resume else 0)
@@ -94,7 +95,7 @@ def build_trainer(
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
-        live=_live(recipe, trainer),
+        live=replace(_live(recipe, trainer), scattered=scattered),
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
@@ -102,6 +103,7 @@ def build_trainer(
         report=_reporter(trainer, recipe, say),
         heartbeat=heartbeat,
         last_step=resume.step if resume else None,
+        is_scattered=recipe.has_own_directories,
     )
     return trainer, callback, resume
 
@@ -173,12 +175,15 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
     live_state.load_model(Live(loaded.wrapped, None, full=False), chosen.path)
 
 
-def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeRequest]:
+def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeRequest, ScatteredFiles | None]:
     """The launcher's choice, agreed by all ranks; hashed here unless the launcher has just done so."""
     request = ResumeRequest.read(run.resume_json) or ResumeRequest()
     digests = recipe.checkpoint.verify == "digest" and not request.digests_checked
+    if recipe.has_own_directories and request.resume_from is not None:
+        checkpoint, files = scattered_checkpoint(Path(request.resume_from), digests=digests)
+        return checkpoint, request, files
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
-    return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds), request
+    return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds), request, None
 
 
 def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
@@ -270,10 +275,20 @@ def close(trainer: FsdpTrainer) -> None:
         checkpointer.save(state.global_step, trainer_state_json(trainer), trainer.own_state(), best_step=state.best_global_step)
         if failures[-1].error is not None:
             raise failures[-1].error
+    if checkpointer.is_scattered and trainer.state.global_step >= trainer.state.max_steps:
+        _bring_weights(trainer)
     metrics = trainer.parts.metrics
     metrics.event(TrainFinished(trainer.state.global_step))
     metrics.close()
     all_or_none(lambda: _check_metrics(metrics, trainer.state.global_step), "writing metrics.jsonl")
+
+
+def _bring_weights(trainer: FsdpTrainer) -> None:
+    """Copy what a merge reads to the first machine: the weights of the last checkpoint, or of the best."""
+    steps = {trainer.state.global_step, trainer.state.best_global_step if trainer.args.load_best_model_at_end else None}
+    with trainer.checkpointer.heartbeat.during("saving"):
+        for step in sorted(step for step in steps if step is not None):
+            weights_to_first_machine(trainer.checkpointer.run.checkpoint(step))
 
 
 def _check_metrics(metrics: MetricsFile, step: int) -> None:

@@ -38,7 +38,7 @@ from tests.ranks import rank_device
 FIRST, SECOND, THIRD = 10, 20, 30
 
 
-def _live(*, full: bool = False) -> Live:
+def make_live(*, full: bool = False) -> Live:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
     model.to(rank_device())
@@ -67,7 +67,7 @@ def _local(value: Any) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _set_step(live: Live, step: int) -> None:
+def set_step(live: Live, step: int) -> None:
     """Makes every number a function of the step, of its tensor and of its place in the whole tensor."""
     with torch.no_grad():
         for index, value in enumerate(_values(live).values()):
@@ -77,9 +77,9 @@ def _set_step(live: Live, step: int) -> None:
             _local(value).copy_(whole)
 
 
-def _is_at(live: Live, step: int) -> bool:
-    wanted = _live()
-    _set_step(wanted, step)
+def is_at(live: Live, step: int) -> bool:
+    wanted = make_live()
+    set_step(wanted, step)
     pairs = zip(_values(live).values(), _values(wanted).values(), strict=True)
     return all(torch.equal(_local(one), _local(other)) for one, other in pairs)
 
@@ -99,8 +99,8 @@ def _save(
     live: Live | None = None,
     around: contextlib.AbstractContextManager[None] | None = None,
 ) -> Saved:
-    live = live or _live(full=full)
-    _set_step(live, step)
+    live = live or make_live(full=full)
+    set_step(live, step)
     saved: list[Saved] = []
     checkpointer = _checkpointer(path, live, keep=keep, asynchronous=asynchronous, saved=saved)
     torch.manual_seed(step)
@@ -141,7 +141,7 @@ def save_killed(path: Path, step: int, rank: int, fault: Fault, asynchronous: bo
 
 def save_on_broken_disks(cases: list[tuple[Path, int, Fault]], step: int) -> list[str | None]:
     """A save for each (run, rank, fault): the message of its failure, None where it was saved; then a good one of the next step."""
-    live, told = _live(), []
+    live, told = make_live(), []
     for path, rank, fault in cases:
         with injected(fault) if dist.get_rank() == rank else contextlib.nullcontext():
             error = _save(path, step, live=live).error
@@ -186,8 +186,8 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
     for path in paths:
         run = RunDir(path)
         newest = from_rank0(lambda run=run: latest_checkpoint(run, digests=True)[0], "choosing")
-        live = _live()
-        _set_step(live, 99)
+        live = make_live()
+        set_step(live, 99)
         if dist.get_rank() == 0:
             remove_leftovers(run)
         if newest is None:
@@ -200,7 +200,7 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
             resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
             drawn = torch.rand(1, device=rank_device())
             torch.manual_seed(chosen.step)
-            same = torch.equal(drawn, torch.rand(1, device=rank_device())) and _is_at(live, chosen.step)
+            same = torch.equal(drawn, torch.rand(1, device=rank_device())) and is_at(live, chosen.step)
             own = resume.restore_own(str(chosen.path))
             found.append((chosen.step, same and own["sums"][0] == float(chosen.step)))
         save(path, THIRD, keep=None)
@@ -211,8 +211,8 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
     """As `come_back`, to a checkpoint that rank `late` sees so much later; or the code of its error."""
     from fsdp_tune.core.errors import FsdpTuneError
 
-    live = _live()
-    _set_step(live, 99)
+    live = make_live()
+    set_step(live, 99)
     hiding = shown_late(checkpoint, seconds, by_name=by_name) if dist.get_rank() == late else contextlib.nullcontext()
     with hiding:
         try:
@@ -225,7 +225,7 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
         resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
         drawn, own = torch.rand(1, device=rank_device()), resume.restore_own(str(chosen.path))
     torch.manual_seed(chosen.step)
-    same = torch.equal(drawn, torch.rand(1, device=rank_device())) and _is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
+    same = torch.equal(drawn, torch.rand(1, device=rank_device())) and is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
     return "the same" if same else "something else"
 
 
@@ -245,17 +245,17 @@ def come_back_half_blind(checkpoint: Path, blind: int) -> str:
 
 def loads(path: Path, step: int) -> bool:
     """Whether every tensor of a checkpoint comes into this world as it was."""
-    live = _live()
-    _set_step(live, 99)
+    live = make_live()
+    set_step(live, 99)
     checkpoint = RunDir(path).checkpoint(step)
     state.load_model(live, checkpoint)
     state.load_optimizer(live, checkpoint)
-    return _is_at(live, step)
+    return is_at(live, step)
 
 
 def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
     """(open files, threads, resident KiB) of this rank after the first tenth of many saves, and after the last."""
-    live, seen = _live(), []
+    live, seen = make_live(), []
     saved: list[Saved] = []
     checkpointer = _checkpointer(path, live, keep=2, asynchronous=True, saved=saved)
     for number in range(1, saves + 1):

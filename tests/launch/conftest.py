@@ -11,7 +11,7 @@ import pytest
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines import machine, store
 from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
 from tests.launch.links import Play
@@ -60,7 +60,8 @@ def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "WORK_SECONDS", 0.02)
     monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
     monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
-    monkeypatch.setattr(machines, "VISIBLE_SECONDS", 0.5)
+    monkeypatch.setattr(machine, "VISIBLE_SECONDS", 0.5)
+    monkeypatch.setattr(machine, "READ_SECONDS", 0.01)
 
 
 @pytest.fixture

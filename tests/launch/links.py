@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
@@ -20,7 +21,7 @@ END = None
 class ThreadLink:
     """An exchange in a thread, instead of in a child process."""
 
-    def __init__(self, machine: int, machines: int, connect: Callable[[], store.KeyValueStore]) -> None:
+    def __init__(self, machine: int, machines: int, connect: Callable[[], store.KeyValueStore], folder: Path | None = None) -> None:
         self._to: queue.Queue[str | None] = queue.Queue()
         self._from: queue.Queue[str | None] = queue.Queue()
         self.is_cut = threading.Event()
@@ -33,7 +34,7 @@ class ThreadLink:
 
         def run() -> None:
             try:
-                store.exchange(machine, machines, checked, iter(self._to.get, END), self._from.put)
+                store.exchange(machine, machines, checked, iter(self._to.get, END), self._from.put, folder)
             finally:
                 self._from.put(END)
 
@@ -71,6 +72,10 @@ class CutStore:
         self._check()
         return self._inner.multi_get(keys)
 
+    def delete_key(self, key: str, /) -> bool:
+        self._check()
+        return self._inner.delete_key(key)
+
     def _check(self) -> None:
         if self._is_cut.is_set():
             raise RuntimeError("recvValue failed")
@@ -87,9 +92,12 @@ class Network:
         self.links: dict[int, list[ThreadLink]] = {}
         self.channels: list[Channel] = []
 
-    def channel(self, machine: int) -> Channel:
+    def channel(self, machine: int, folder: Path | None = None) -> Channel:
+        def connect() -> store.KeyValueStore:
+            return self._served if machine == 0 else store.connect_to("127.0.0.1", self.port)
+
         def start() -> ThreadLink:
-            link = ThreadLink(machine, self._count, lambda: self._served if machine == 0 else store.connect_to("127.0.0.1", self.port))
+            link = ThreadLink(machine, self._count, connect, folder)
             self.links.setdefault(machine, []).append(link)
             return link
 

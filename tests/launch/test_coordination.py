@@ -13,8 +13,10 @@ import pytest
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.launch.machines import launches as machines
+from fsdp_tune.launch.machines import machine as one_machine
 from fsdp_tune.launch.machines import store
-from fsdp_tune.launch.machines.launches import CountedBar, Machines
+from fsdp_tune.launch.machines.channel import CountedBar
+from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Identity, combined, difference, identity_of
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
@@ -175,7 +177,7 @@ def test_machine_that_does_not_see_the_run_directory_is_named(play: Play, tmp_pa
 
 
 def test_machine_waits_for_files_that_appear_late(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "VISIBLE_SECONDS", 20.0)
+    monkeypatch.setattr(one_machine, "VISIBLE_SECONDS", 20.0)
     late = RunDir(tmp_path / "late")
     late.path.mkdir()
     (late.path / "launch.json").write_text("{}")

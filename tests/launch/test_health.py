@@ -67,6 +67,17 @@ def test_healthy_machines_pass_every_check() -> None:
     assert {check.fix for check in checks} == {None}
 
 
+def test_machines_with_own_directories_see_no_files_of_each_other() -> None:
+    needs = replace(NEEDS, checkpoint_bytes=60 * GIB, most_checkpoints=3, own_directories=2)
+    unshared = {f"rank{rank}": output(rank, visible_ranks=2, sees_rename=rank < 2, lock="not shared") for rank in range(4)}
+    checks = {check.name: check for check in judged(needs, **unshared)}
+    assert [check for check in checks.values() if check.state != "ok"] == []
+    assert "rename" not in checks
+    assert "3 checkpoints need 90.00 GiB" in checks["space"].finding
+    unwritable = {check.name: check for check in judged(needs, rank3=output(3, error="Read-only file system"))}
+    assert unwritable["output directory"].state == "fail"
+
+
 def output(rank: int, **changes: object) -> RankHealth:
     return replace(healthy(rank), output=replace(OUTPUT, **changes))  # type: ignore[arg-type]
 

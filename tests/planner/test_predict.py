@@ -39,7 +39,7 @@ def test_plan_document_is_json_with_documented_fields() -> None:
     inside = {name: size for name, size in document["components"].items() if name not in ("CUDA context", "NCCL")}
     assert sum(inside.values()) == pytest.approx(document["peak_allocated_gib"])
     assert document["tokens_per_second_per_device"] == pytest.approx(128 / document["step_seconds"])
-    assert set(document["errors"]) == {"peak_allocated_gib", "peak_reserved_gib", "step_seconds"}
+    assert set(document["accuracy"]) == {"peak_allocated_gib", "peak_reserved_gib", "step_seconds"}
 
 
 def test_host_assumption_is_listed_with_host_work() -> None:
@@ -157,7 +157,7 @@ def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: 
 def test_every_plan_reports_its_errors() -> None:
     over: Plan = plan(resolved(gpus=16, machines=2), A100, step(topology=Topology(shard=16)))
     alone: Plan = plan(resolved(), A100, step())
-    assert over.errors["step_seconds"] != alone.errors["step_seconds"]
-    assert alone.errors["step_seconds"].rows > 0
-    assert alone.errors["step_seconds"].median_percent <= 10
-    assert over.errors["step_seconds"].median_percent <= 20
+    assert over.accuracy["step_seconds"] != alone.accuracy["step_seconds"]
+    assert alone.accuracy["step_seconds"].rows > 0
+    assert alone.accuracy["step_seconds"].median_percent <= 10
+    assert over.accuracy["step_seconds"].median_percent <= 20

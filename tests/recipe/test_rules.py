@@ -21,6 +21,7 @@ CONTRADICTIONS = [
     ("checkpoint:\n  mirror: memory://runs", 4, "not a URL"),
     ("checkpoint:\n  mirror: file:///runs/one/copy\noutput_dir: /runs/one", 4, "is to outlive"),
     ("launch:\n  min_machines: 3\n  num_machines: 2", 4, "line 5"),
+    ("launch:\n  min_machines: 1\n  shared_directory: false\n  num_machines: 2\n  max_restarts: 1", 4, "line 5"),
     ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", 4, "line 5"),
@@ -321,6 +322,7 @@ INACTIVE_EXAMPLES = [
     "launch: {main_process_ip: 10.0.0.1}",
     "launch: {num_machines: 2, num_processes: 8, min_machines: 1}",
     "launch: {replacement_timeout: 1m}",
+    "launch: {shared_directory: false}",
     "launch: {device: cpu, enable_cpu_affinity: true}",
     "merge: {adapter: both}",
 ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import yaml
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
@@ -139,3 +142,29 @@ def by_likelihood(paths: Sequence[Path], *, is_data_stage: bool) -> list[Path]:
     first = Affects.DATA if is_data_stage else Affects.NUMBERS
     rest = [path for path in paths if affects_of(path)]
     return sorted(rest, key=lambda path: (not affects_of(path) & first, not changes_numbers(path)))
+
+
+def is_named(key: str, causes: set[str]) -> bool:
+    """Return whether a key, or the section above or the key below it, is among the causes."""
+    return any(key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}[")) for each in causes)
+
+
+def is_among(path: Path, resolved: set[Path]) -> bool:
+    """Return whether a written key, or one below or above it, differs in the resolved recipes too."""
+    return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
+
+
+def set_fields(value: Any) -> Any:
+    """Return a value without the fields that are unset or empty, which a recipe does not write."""
+    if isinstance(value, dict):
+        fields = {name: set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
+        return {name: each for name, each in fields.items() if each is not None and each != {}}
+    return [set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def yaml_value(value: Any) -> str:
+    """Return the text that `--set` reads as this value."""
+    with suppress(yaml.YAMLError):
+        if isinstance(value, str) and yaml.safe_load(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -55,10 +56,7 @@ def python_with(requirements: Sequence[str], cache: Path) -> Path:
             return python
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            _make(folder, python, wanted)
-            # Behind what was installed, so that torch and all that the requirements do not name is that of this environment.
-            site = next((folder / "lib").glob("python*/site-packages"))
-            (site / FALLBACK).write_text(f"{home}\n", encoding="utf-8")
+            _make(folder, python, wanted, home)
             write_json(folder / COMPLETE, {"requirements": wanted})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,15 +72,20 @@ def _requirement(text: str) -> str:
         raise usage_error("compare-with", message, hint='--with "transformers==4.57.6"') from error
 
 
-def _make(folder: Path, python: Path, wanted: Sequence[str]) -> None:
-    if (uv := shutil.which("uv")) is not None:
-        commands = [[uv, "venv", "--quiet", "--python", sys.executable, str(folder)]]
-        commands.append([uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
+def _make(folder: Path, python: Path, wanted: Sequence[str], home: str) -> None:
+    uv = shutil.which("uv")
+    if uv is not None:
+        _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
     else:
-        commands = [[sys.executable, "-m", "venv", str(folder)]]
-        commands.append([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
-    for command in commands:
-        _run(command)
+        _run([sys.executable, "-m", "venv", str(folder)])
+    # Behind what is installed, so that torch and all that the requirements do not name is that of this environment. pip counts what it
+    # finds there as installed; uv does not, so it installs what the requirements need.
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / FALLBACK).write_text(f"{home}\n", encoding="utf-8")
+    if uv is not None:
+        _run([uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
+    else:
+        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", *wanted])
 
 
 def _run(command: Sequence[str]) -> None:
@@ -138,10 +141,13 @@ def _files_of(name: str) -> list[Path]:
 class ObservingChild:
     """The process that computes sides with one interpreter. It starts with the first request."""
 
-    def __init__(self, python: str, folder: Path, *, rows: int, model: str, shows_defaults: bool) -> None:
-        """`rows`: of each source. `model`: small or full. `shows_defaults`: the stage `defaults` is computed too."""
+    def __init__(
+        self, python: str, folder: Path, *, rows: int, model: str, shows_defaults: bool = False, is_beside_tool: bool = False
+    ) -> None:
+        """`rows`: of each source. `model`: small or full. `shows_defaults`: the stage `defaults` is computed too. `is_beside_tool`: a tool
+        computes the other side."""
         self._python, self._folder = python, folder
-        self.settings = {"rows": rows, "model": model, "folder": str(folder), "defaults": shows_defaults}
+        self.settings = {"rows": rows, "model": model, "folder": str(folder), "defaults": shows_defaults, "beside_tool": is_beside_tool}
         self._child: JsonChild | None = None
         self._known: dict[str, tuple[str, Observation]] = {}
         """By recipe: up to which stage it was computed. B with A's values is often A."""
@@ -162,9 +168,10 @@ class ObservingChild:
             known = self._known[key] = until, self.computed(recipe, until)
         return known[1]
 
-    def computed(self, recipe: Recipe, until: str) -> Observation:
-        """Compute a recipe, whether or not it is known. Raises: as `observe`."""
+    def computed(self, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
+        """Compute a recipe, whether or not it is known, and write to the file `inputs` what a tool needs for it. Raises: as `observe`."""
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **self.settings}
+        request |= {"inputs": str(inputs)} if inputs is not None else {}
         child = self._started()
         child.send(json.dumps(request))
         found = child.receive()
@@ -193,3 +200,56 @@ class ObservingChild:
         return failed_error(
             "compare-failed", f"the comparison ended with {self._python}: {how}", hint="`fsdp-tune env` shows the installation"
         )
+
+
+TOOLS = {"TRL": "trl"}
+"""Tools that compute their own side → their package. `check/comparison/tool_side.py` has how."""
+
+
+class ToolChild:
+    """The process that computes one side with the tool of its configuration. It starts with the first request."""
+
+    def __init__(self, python: str, tool: str, inputs: Mapping[str, Any]) -> None:
+        """`inputs`: rows, model and sizes, the same for all requests."""
+        self._python, self._tool, self._inputs = python, tool, inputs
+        self._child: JsonChild | None = None
+        self._known: dict[str, tuple[str, Observation]] = {}
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def observe(self, values: Mapping[str, Any], until: str) -> Observation:
+        """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process ended."""
+        key = json.dumps(values, sort_keys=True, default=str)
+        known = self._known.get(key)
+        if known is None or until not in stages_until(known[0]):
+            known = self._known[key] = until, self._computed(values, until)
+        return known[1]
+
+    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+        if self._child is None:
+            variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **QUIET_LIBRARIES}
+            self._child = JsonChild((self._python, "-P", str(PACKAGE / "check" / "comparison" / "tool_side.py")), variables)
+        request = {"tool": self._tool, "values": values, "until": list(stages_until(until)), **self._inputs}
+        self._child.send(json.dumps(request, default=str))
+        found = self._child.receive()
+        if found is None:
+            message = f"{self._tool} did not compute its side with {self._python}: {self._child.failure()}"
+            hint = f"`--tools import` compares the recipe that `import` makes; `--with {TOOLS[self._tool]}==VERSION` tries another version"
+            raise failed_error("compare-failed", message, hint=hint)
+        return Observation.from_json(found)
+
+
+def needed_requirements(tools: Collection[str], given: Sequence[str]) -> list[str]:
+    """Return the requirements of the environment of these tools: `given`, and the newest version of the tool if they do not name it.
+
+    Raises: usage error for two tools, or for what is no requirement.
+    """
+    packages = {TOOLS[tool] for tool in tools}
+    if len(packages) > 1:
+        hint = "`--tools import` compares the recipes that `import` makes of them; or compare each with a recipe"
+        raise usage_error("compare-with", "A and B are of two tools, whose environments exclude each other", hint=hint)
+    named = {Requirement(_requirement(each)).name.lower() for each in given}
+    return [*given, *sorted(packages - named)]

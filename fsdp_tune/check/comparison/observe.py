@@ -3,8 +3,10 @@
     python -m fsdp_tune.check.comparison.observe [LENT-3.11]
 
 LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A request is a line on stdin:
-{"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY, "defaults": false}. Its answer is a
-line on stdout: an `Observation`. Requests are accepted until stdin ends.
+{"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY, "defaults": false,
+"beside_tool": false}. Its answer is a line on stdout: an `Observation`. Requests are accepted until stdin ends. `beside_tool`: the other
+side is computed by another tool (`check/comparison/tool_side.py`), so the model gets the rows in their order, without dropout, and the
+file "inputs", if it is named, gets what the tool needs.
 
 One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is autocast. The model has the
 recipe's architecture, scaled down as in a rehearsal; the step is that of the worker (`model/step.py`, `model/optim/`).
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import platform
@@ -35,13 +38,16 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
+from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, is_drawn, settle_draws, summary
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.batches import collate, example_ids, row_order
+from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare
+from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
@@ -93,6 +99,8 @@ class Side:
         self.is_full: bool = request["model"] == "full"
         self.folder = Path(request["folder"])
         self.shows_defaults: bool = request["defaults"]
+        self.is_beside_tool: bool = request["beside_tool"]
+        self.inputs_file: str | None = request.get("inputs")
         self.wanted = list(stages_until(request["until"]))
         self.stages: Stages = {}
         self.names: dict[str, str] = {}
@@ -104,12 +112,15 @@ class Side:
         """Rows of an epoch; None if not all of them were read."""
         self.raw_config: dict[str, Any] = {}
         self.steps_of_rows: list[list[Row]] = []
+        self.start = ""  # model of the stages, once it is written
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
         if self.wanted[-1] not in DATA_STAGES:
             self._attempt(self._rate, ["rate"])
             self._attempt(self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")])
+        if self.inputs_file is not None:
+            self._attempt(self._write_inputs, [])
         if lent := lent_packages():
             self.left_out.append(f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used")
         stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
@@ -135,8 +146,7 @@ class Side:
         encoder = load_encoder(recipe)
         self.vocabulary, self.pad_id = encoder.vocabulary_size, encoder.pad_id
         prepared = prepare(recipe, encoder, check_rows=False)
-        store = RowStore(prepared.train)
-        self._examples(store)
+        self._examples(store := RowStore(prepared.train))
         ids = {token for values in self.stages["tokens"].values.values() for token in values}
         self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
         keys = self._keys(store)
@@ -145,12 +155,13 @@ class Side:
         size = self.recipe.global_batch_size
         self.stages["batch"] = StageFacts({"sequences": size})
         of_rows = row_order(recipe, store.lengths)
+        in_order = recipe.model_copy(update={"data": recipe.data.model_copy(update={"shuffle": False})})
+        walked = row_order(in_order, store.lengths) if self.is_beside_tool else of_rows
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
-            chosen = of_rows.batch_after(step - 1).tolist()
-            found = [store[index] for index in chosen]
-            order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in chosen]
+            order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in of_rows.batch_after(step - 1).tolist()]
+            found = [store[index] for index in walked.batch_after(step - 1).tolist()]
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
             self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
@@ -183,6 +194,22 @@ class Side:
             for source in data["train"]:
                 source["repeats"] = None
         return Recipe.model_validate(raw)
+
+    def _write_inputs(self) -> None:
+        """Write what another tool needs to compute the same side: the rows as they are read, the model, and how much of both is used."""
+        lines: list[str] = []
+        recipe = self._sampled()
+        for opened in open_inputs(recipe, load_encoder(recipe), train_only=True):
+            read = ((file, row) for file, row in opened.source.read() if not isinstance(row, BadRow))
+            for file, (number, values) in itertools.islice(read, opened.entry.max_rows):
+                name = f"example {len(lines)} ({_where((opened.source.names[file], number))})"
+                lines.append(json.dumps({"key": f"{opened.first_file + file}:{number}:1", "name": name, "values": values}, default=str))
+        rows = f"{self.inputs_file}.rows"
+        Path(rows).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        inputs = {"rows": rows, "model": self.start, "epoch_steps": None if self.row_count is not None else NOMINAL_STEPS_OF_EPOCH}
+        sizes = {"ordered_steps": ORDERED_STEPS, "trained_steps": STEPS, "model_rows": MODEL_ROWS, "model_tokens": MODEL_TOKENS}
+        sizes |= {"after_first_target": AFTER_FIRST_TARGET, "logit_columns": LOGIT_COLUMNS, "exact_steps": EXACT_STEPS}
+        Path(str(self.inputs_file)).write_text(json.dumps(inputs | sizes), encoding="utf-8")
 
     def _examples(self, store: RowStore) -> None:
         tokens: dict[str, list[int]] = {}
@@ -235,16 +262,21 @@ class Side:
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
         parameters = dict(model.named_parameters())
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        fields = {f"config.json: {name}": value for name, value in self.raw_config.items()}
+        fields = dropouts(model) if self.is_beside_tool else {f"config.json: {name}": value for name, value in self.raw_config.items()}
         self.stages["model"] = StageFacts({**fields, **shapes})
         self.stages["dtypes"] = StageFacts(
             {name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}" for name, p in parameters.items()}
+            | ({AUTOCAST: recipe.precision.mixed_precision} if self.is_beside_tool else {})
         )
-        self.stages["weights"] = StageFacts({name: _summary(parameter.detach()) for name, parameter in parameters.items()})
+        self.stages["weights"] = StageFacts(
+            {name: summary(p.detach()) for name, p in parameters.items() if not (self.is_beside_tool and is_drawn(name))}
+        )
         if not self.is_full:
-            self.left_out.append(
-                "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
-            )
+            self.left_out.append(SMALL_MODEL)
+        if self.is_beside_tool:
+            settle_draws(model)
+            fp32 = {"model": recipe.model.model_copy(update={"dtype": "fp32"})}
+            recipe = recipe.model_copy(update=fp32 | {"precision": recipe.precision.model_copy(update={"mixed_precision": "no"})})
         steps = [self._cut(rows) for rows in self.steps_of_rows] or [self._invented(model)] * STEPS
         self._forward(recipe, model, steps[0])
         self._train(recipe, model, steps[:STEPS])
@@ -260,6 +292,8 @@ class Side:
         if recipe.precision.mixed_precision == "fp8":
             raw["precision"]["mixed_precision"] = "bf16"
             self.left_out.append("fp8, which is computed in bf16 here")
+        if self.is_beside_tool:
+            raw["quantization"] = None  # which TRL needs a GPU for
         if needs_cuda(recipe.model.attn_implementation):
             raw["model"]["attn_implementation"] = "auto"
         start = recipe.model.name_or_path
@@ -267,6 +301,7 @@ class Side:
         if self.is_full:
             if run is not None:
                 raise ValueError(f"the weights of {start} are in a sharded checkpoint: name its merged model")
+            self.start = str(start)
             return Recipe.model_validate(raw)
         self.raw_config = _raw_config(recipe) | recipe.model.config_overrides
         small = scale_down_config(_with_default_sizes(self.raw_config))
@@ -275,7 +310,8 @@ class Side:
         if recipe.model.from_config is not None:
             raw["model"]["from_config"] = small
         else:
-            raw["model"] |= {"name_or_path": str(self._written(small)), "revision": "main"}
+            self.start = str(self._written(small))
+            raw["model"] |= {"name_or_path": self.start, "revision": "main"}
         return Recipe.model_validate(raw)
 
     def _written(self, small: dict[str, Any]) -> Path:
@@ -299,8 +335,8 @@ class Side:
         """Return the beginning of each row, with a trained token if it has one."""
         cut: list[Row] = []
         for row in rows:
-            trained = np.flatnonzero(row.labels != IGNORE_INDEX)
-            length = max(MODEL_TOKENS, int(trained[0]) + AFTER_FIRST_TARGET if len(trained) else 0)
+            trained: list[int] = np.flatnonzero(row.labels != IGNORE_INDEX).tolist()
+            length = cut_length(len(row.input_ids), trained, MODEL_TOKENS, AFTER_FIRST_TARGET)
             if length < len(row.input_ids):
                 ends = np.minimum(np.cumsum(row.lengths), length)
                 lengths = tuple(int(each) for each in np.diff(ends, prepend=0) if each > 0)
@@ -362,7 +398,7 @@ class Side:
             norm = total_norm(parameters)
             if number == 1:  # that of step 2 depends on the first update
                 losses = {"step 1": loss}
-                summaries = {name: _summary(parameter.grad) for name, parameter in trained.items() if parameter.grad is not None}
+                summaries = {name: summary(parameter.grad) for name, parameter in trained.items() if parameter.grad is not None}
                 gradients = {"all parameters": float(norm), **summaries}
                 clipping["factor of step 1"] = float(clip_factor(norm, max_norm)) if max_norm else 1.0
             if max_norm:
@@ -371,7 +407,7 @@ class Side:
             optimizer.zero_grad()
         self.stages |= {"loss": StageFacts(losses), "gradients": StageFacts(gradients), "clipping": StageFacts(clipping)}
         self.stages["update"] = StageFacts(
-            {name: _summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
+            {name: summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
         )
 
     def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
@@ -393,12 +429,6 @@ class Side:
 
 def _where(origin: tuple[str, int]) -> str:
     return f"{Path(origin[0]).name}:{origin[1]}"
-
-
-def _summary(tensor: torch.Tensor) -> list[float]:
-    """Return the norm of a tensor and its product with a fixed vector, in fp64: other values change at least one of them."""
-    flat = tensor.double().reshape(-1)
-    return [float(flat.norm()), float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0))]
 
 
 def _raw_config(recipe: Recipe) -> dict[str, Any]:

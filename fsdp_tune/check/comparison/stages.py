@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Self
 
@@ -99,6 +99,12 @@ class ComparedStage(JsonAnswer):
     places: int = 0
     """Places that were compared: rows, parameters, steps."""
     different_places: int = 0
+
+
+def in_order(side: Observation) -> Observation:
+    """Return an observation whose order of the rows counts, also where the tool shuffles: the other side does not."""
+    order = side.stages.get("order")
+    return side if order is None else replace(side, stages={**side.stages, "order": replace(order, assumed=None)})
 
 
 Compared = tuple[int, int, StageDifference | None, float]
@@ -359,6 +365,16 @@ def compare_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
         if len(own) > len(shared)
     ]
     return ComparedLines(_stage(first, first_bits, len(shared), different, tolerance), first, first_bits, tuple(left_out))
+
+
+def compare_digests(name: str, a: str | None, b: str | None, file: str) -> ComparedStage:
+    """Compare a digest of two runs, which they have in a file."""
+    title = TITLES[name]
+    if not a or not b:
+        return ComparedStage(name, title, "not_compared", f"a run has none in {file}")
+    if a == b:
+        return ComparedStage(name, title, "equal", None, None, 1)
+    return ComparedStage(name, title, "different", None, StageDifference(f"digest in {file}", a, b), 1, 1)
 
 
 def _spans(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.launch.process_tree import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
@@ -24,7 +24,10 @@ from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import (
     Checkpoint,
+    Held,
+    Rejected,
     RunDir,
+    are_verified,
     checkpoint_step,
     complete_checkpoints,
     enclosing_checkpoint,
@@ -32,6 +35,7 @@ from fsdp_tune.run.directory import (
     inspect_checkpoint,
     latest_checkpoint,
     locked,
+    missing_files,
     refuse_when_held,
 )
 from fsdp_tune.run.events import ChangedKey
@@ -79,11 +83,19 @@ class Start:
 
 
 def decide(
-    run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, digests: bool = True, progress: Progress | None = None
+    run: RunDir,
+    recipe: Recipe,
+    resume: str | None,
+    *,
+    overwrite: bool,
+    digests: bool = True,
+    progress: Progress | None = None,
+    elsewhere: Sequence[Held] | None = (),
 ) -> Start:
     """Decide where a run starts; reads only. `resume` None: a new run.
 
     `digests` False skips reading checkpoints, for an immediate answer. `progress` is called with the number of bytes read.
+    `elsewhere`: what other machines have of their part of checkpoints; None: as much as they wrote.
     Raises: usage error (exit 2) with alternatives, if the directory must not be used like this.
     """
     if run.path.is_symlink() and not run.path.exists():
@@ -101,9 +113,9 @@ def decide(
     if resume is None:
         start = _fresh(run, overwrite=overwrite)
     elif resume == AUTO:
-        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest", progress=progress)
+        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest", progress=progress, elsewhere=elsewhere)
     else:
-        start = _explicit(run, recipe, Path(resume))
+        start = _explicit(run, recipe, Path(resume), elsewhere)
     if not start.is_finished:
         _refuse_read_only(run)
     max_steps = training_value(recipe.training, "max_steps")
@@ -201,14 +213,16 @@ def _refuse_foreign(run: RunDir) -> None:
         )
 
 
-def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None) -> Start:
+def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None) -> Start:
     if not run.is_used:
         _refuse_foreign(run)
         return Start()
     old = read_resolved(run)
     changes = compare(old, recipe)
     trajectory = check(changes)
-    checkpoint, rejected = latest_checkpoint(run, digests=digests, progress=progress)
+    checkpoint, rejected = latest_checkpoint(run, digests=digests, progress=progress, elsewhere=elsewhere)
+    if checkpoint is None and recipe.checkpoint.mirror is None:  # which may have the files
+        refuse_without_files(rejected)
     notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
     if checkpoint is None:
         notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training starts at step 0"))
@@ -220,14 +234,29 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
         and not any(change.key in LENGTH_KEYS for change in changes),
         trajectory_changes=trajectory,
         notices=notices,
-        digests_checked=digests,
+        digests_checked=digests and checkpoint is not None and are_verified(checkpoint, elsewhere or ()),
         data_key=read_data_key(run),
     )
 
 
-def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
+def refuse_without_files(rejected: Sequence[Rejected]) -> None:
+    """Refuse to start over since files of other machines are missing. Raises: FailedError with the newest checkpoint, and what it lacks."""
+    lacking = [each for each in rejected if each.is_elsewhere]
+    if lacking:
+        raise FailedError(missing_files(max(lacking, key=lambda each: checkpoint_step(each.path) or 0)))
+
+
+def _explicit(run: RunDir, recipe: Recipe, path: Path, elsewhere: Sequence[Held] | None) -> Start:
     path = path.resolve()
-    verdict = inspect_checkpoint(path, digests=False)
+    if recipe.has_own_directories and not _same(run.path, path.parent):
+        raise usage_error(
+            "checkpoint-unusable",
+            f"--resume {path}: it is not in {run.path}, and each machine has its part in its own run directory",
+            ways_out=("--resume auto continues the run of `output_dir`", "copy it there on each machine"),
+        )
+    verdict = inspect_checkpoint(path, digests=False, elsewhere=elsewhere)
+    if isinstance(verdict, Rejected):
+        refuse_without_files([verdict])
     if not isinstance(verdict, Checkpoint):
         there = RunDir(path if RunDir(path).is_used else path.parent)
         newest, _ = latest_checkpoint(there)
@@ -280,10 +309,9 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
     if checkpoint is None:
         return (f"`{command}` starts again at step 0 in {run.path}",)
     replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
-    return (
-        f"`{command}` continues from {checkpoint.path.name}",
-        f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}",
-    )
+    merging = f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}"
+    can_merge = isinstance(inspect_checkpoint(checkpoint.path, digests=False, weights_only=True), Checkpoint)
+    return f"`{command}` continues from {checkpoint.path.name}", *([merging] if can_merge else [])
 
 
 def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:

@@ -45,6 +45,8 @@ class RunFiles:
     profile: ProfiledSteps | None = None
     command: Sequence[str] = ()
     """Arguments of `fsdp-tune` as they were typed."""
+    first_machine: Mapping[str, str] | None = None
+    """`host` and `directory` of the first machine, on another one with a run directory of its own."""
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
@@ -113,7 +115,8 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     files.environment.write(run.environment_json)
     files.data.write(run.data_json)
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
-    LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, files.plan.to_json()).write(run.launch_json)
+    facts = files.plan.to_json() | ({"first_machine": dict(files.first_machine)} if files.first_machine is not None else {})
+    LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts).write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     ResumeRequest(resume_from, files.start.digests_checked, list(files.start.from_run)).write(run.resume_json)

@@ -15,11 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from pydantic import TypeAdapter
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.command import Bar
+from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, Route
 from fsdp_tune.launch.machines.store import SERVED_SECONDS, Exchanged, JsonObject
 
 CLOSE_SECONDS = SERVED_SECONDS + 5.0
@@ -47,8 +50,9 @@ class Link(Protocol):
 class ChildLink:
     """The exchange in a child process."""
 
-    def __init__(self, machine: int, machines: int, address: str, port: int) -> None:
+    def __init__(self, machine: int, machines: int, address: str, port: int, folder: Path | None) -> None:
         words = [sys.executable, "-m", "fsdp_tune.launch.machines.store", str(machine), str(machines), address, str(port)]
+        words += [str(folder)] if folder is not None else []
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         self._child = children.start(words, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
@@ -214,6 +218,26 @@ class Channel:
         return None if self._sent_to == (self._link, self._document) else (self._link, self._document)
 
 
-def open_channel(machine: int, machines: int, address: str, port: int) -> Channel:
-    """Open the channel of a machine. The first machine serves the store on this port of its address."""
-    return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port)))
+def open_channel(machine: int, machines: int, address: str, port: int, folder: Path | None = None) -> Channel:
+    """Open the channel of a machine. The first machine serves the store on this port of its address. `folder`: of archives."""
+    return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port, folder)))
+
+
+def network_message(route: Route | None, first: str, env: Mapping[str, str]) -> str:
+    """Return the message of the network that gloo and NCCL use. `first`: address of the first machine; `env`: of the ranks."""
+    if route is None:
+        return f"no interface leads to {first}: gloo and NCCL choose one themselves ({', '.join(INTERFACE_VARIABLES)})"
+    set_here = [name for name in INTERFACE_VARIABLES if env.get(name, "").lstrip("=") != route.interface]
+    named = f"; {', '.join(f'{name}={env[name]}' for name in set_here)} is set" if set_here else ""
+    return f"the network is {route}{named}"
+
+
+class CountedBar:
+    """A progress bar that also counts work for the other machines."""
+
+    def __init__(self, bar: Bar, count: Callable[[int], None]) -> None:
+        self._bar, self._count = bar, count
+
+    def advance(self, n: int = 1) -> None:
+        self._bar.advance(n)
+        self._count(n)

@@ -19,30 +19,29 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsdp_tune.core.atomic import json_safe, write_json
-from fsdp_tune.core.command import Bar
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, Problem
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.machine import (
     NOT_STARTED,
+    READ_SECONDS,
     Fewer,
     Identity,
     MachineReport,
+    OwnDirectory,
     Relayed,
+    SharedDirectory,
     Standby,
     before_launch,
     combined,
     difference,
-    digests_of_files,
     relay,
     started_again,
     verdict_of,
 )
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import Held, RunDir
 from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict, train_command
 
-READ_SECONDS = 0.2
-"""Time between two looks at the documents, which are in memory."""
 POLL_SECONDS = 1.0
 """The same while ranks run."""
 WORK_SECONDS = 1.0
@@ -56,8 +55,6 @@ GATHER_SECONDS = 90.0
 """Limit for the other machines to end their ranks after the first."""
 SHARE_SECONDS = 60.0
 """Limit for the other machines to publish where their ranks are."""
-VISIBLE_SECONDS = 90.0
-"""Limit for files of the first machine to appear in a shared directory: NFS caches the absence of a name for up to a minute."""
 LOST_SECONDS = 300.0
 """A machine from which nothing has come for this long is lost; if `launch.hang_timeout` is shorter, after that and `LOST_MARGIN_SECONDS`,
 since ranks that wait for it are then reported first."""
@@ -83,8 +80,10 @@ class Machines:
         replacement_seconds: float = 0.0,
         channel: Channel | None = None,
         identity: Identity | None = None,
+        directory: OwnDirectory | None = None,
     ) -> None:
-        """`channel` and `identity`: None on a single machine."""
+        """`channel` and `identity`: None on a single machine. `directory`: None if all machines see the same."""
+        self._directory = directory or SharedDirectory(run)
         self._run, self._machine, self._count = run, machine, count
         self._hang_seconds, self._replacement_seconds = hang_seconds, replacement_seconds
         self.members = tuple(range(count))
@@ -161,7 +160,7 @@ class Machines:
         if self._open_channel is None:
             return None
         started = time.monotonic()
-        facts: dict[str, Any] = {"members": self.members, "files": digests_of_files(self._run), "relayed": Relayed()}
+        facts: dict[str, Any] = {"members": self.members, "files": self._directory.offer(), "relayed": Relayed()}
         self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
             self.advance()  # the others wait for it
@@ -184,6 +183,34 @@ class Machines:
         write_json(self._run.machines_json, {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None})
         self._publish(state="running")
         return None
+
+    def held_elsewhere(self, limit_seconds: float | None = None) -> list[Held]:
+        """Return, on the first machine, what the others have of each checkpoint; [] if all see the same directory.
+
+        Waits until all have reported it, or up to a limit; None: as for a launch, after which a missing machine is an error.
+        """
+        if self._open_channel is None or isinstance(self._directory, SharedDirectory):
+            return []
+        started, others = time.monotonic(), [machine for machine in self.expected() if machine != self._machine]
+        while True:
+            self.advance()
+            self._refuse_fatal()
+            found = {machine: held for machine in others if (held := self._held_by(machine)) is not None}
+            waited = time.monotonic() - started
+            if len(found) == len(others) or (limit_seconds is not None and waited > limit_seconds):
+                return [each for held in found.values() for each in held]
+            if limit_seconds is None:
+                ended = self._ended_before()
+                if ended is None and waited > self._hang_seconds:
+                    ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(list(found), waited))
+                if ended is not None:
+                    problem = ended.problem or Problem("machine-failed", "another machine was stopped by a signal")
+                    raise FsdpTuneError(problem, exit_code=ended.exit_code)
+            time.sleep(READ_SECONDS)
+
+    def _held_by(self, machine: int) -> tuple[Held, ...] | None:
+        report = self._read(machine)
+        return report.held if report is not None and report.life == self._report.life and self._is_there(machine) else None
 
     def _ended_before(self) -> Verdict | None:
         """Return how the run ends before a launch if a machine has failed or was stopped."""
@@ -243,13 +270,13 @@ class Machines:
         while self._progress_seconds() < JOIN_SECONDS:
             first = self._read(0)
             if first is not None and self._report.life != first.life:  # also that of a command started after the one it had found
-                self._publish(life=first.life)
+                self._publish(life=first.life, held=self._directory.held(self.advance))
             if first is not None and first.state == "final":
                 return before_launch(first.verdict)
             if first is not None and (problem := self._problem_with(first)) is not None:
                 return self._failed(problem)
             if first is not None and first.files is not None:
-                return self._failed(problem) if (problem := self._wait_for_files()) is not None else None
+                return self._failed(problem) if (problem := self._take_files()) is not None else None
             time.sleep(READ_SECONDS)
         why = f": {fault}" if (fault := self._channel.last.fault) else ", nor counted work for it"
         message = f"the first machine has not started this run within {format_seconds(JOIN_SECONDS)}{why}"
@@ -269,20 +296,9 @@ class Machines:
             return None
         return difference(self._machine, self._identity, first.identity, self._channel.clock_seconds(0))
 
-    def _wait_for_files(self) -> Problem | None:
-        """Wait until the files that ranks read are those of the first machine."""
-        deadline = time.monotonic() + VISIBLE_SECONDS
-        while True:
-            first, mine = self._read(0), digests_of_files(self._run)
-            if first is None or first.files is None or first.files == mine:
-                return None
-            if time.monotonic() > deadline:
-                break
-            time.sleep(READ_SECONDS)
-        name = next(name for name in (*first.files, *mine) if first.files.get(name) != mine.get(name))
-        how = "is not there" if name not in mine else "is another one"
-        message = f"machine {self._machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
-        return Problem("run-directory-not-shared", message, hint="`output_dir` must be one directory that all machines see")
+    def _take_files(self) -> Problem | None:
+        """Wait until this machine has the files that ranks read."""
+        return self._directory.take(self._machine, lambda: first.files if (first := self._read(0)) is not None else None)
 
     def next_launch(self) -> int | Verdict | Standby | None:
         """Wait for the next launch of the first machine and confirm it.
@@ -306,11 +322,11 @@ class Machines:
             if self._progress_seconds() > DECISION_SECONDS:
                 return None
             if first.state == "gathering" and first.launch > self._report.launch:
-                if (problem := self._wait_for_files()) is not None:
+                if (problem := self._take_files()) is not None:
                     self._publish(launch=first.launch)
                     return self._failed(problem)
                 confirmed = first.launch
-                self._publish(launch=first.launch, state="ready", ended=None, rank_states=(), is_quiet=False)
+                self._publish(launch=first.launch, state="ready", ended=None, held=None, rank_states=(), is_quiet=False)
             if first.state == "running" and first.launch == confirmed:
                 self._begin(first.launch, first.members)
                 self._standby = None
@@ -336,6 +352,8 @@ class Machines:
     def end(self, ended: Verdict) -> None:
         """Publish how this launch ended here."""
         self._publish(state="ended", ended=ended.as_dict())
+        if self._machine > 0:  # after that: it may take long, and the first machine waits
+            self._publish(held=self._directory.held(self.advance, compares=ended.problem is not None))
 
     def is_poll_due(self) -> bool:
         """Return whether to read the other machines: at most once a second, never on a single machine."""
@@ -479,14 +497,3 @@ class Machines:
         with suppress(ValueError, KeyError, TypeError):
             return MachineReport.from_dict(raw) if raw else None
         return None
-
-
-class CountedBar:
-    """A progress bar that also counts work for the other machines."""
-
-    def __init__(self, bar: Bar, count: Callable[[int], None]) -> None:
-        self._bar, self._count = bar, count
-
-    def advance(self, n: int = 1) -> None:
-        self._bar.advance(n)
-        self._count(n)

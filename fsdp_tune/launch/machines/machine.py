@@ -7,9 +7,13 @@ Both may be a network that the machines do not share. The route to the first mac
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import shutil
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,16 +21,19 @@ from typing import Any, Literal
 
 import psutil
 
+from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.devices import installed_versions, interconnect, versions, visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.machines.store import ARCHIVE, ARCHIVE_BYTES
 from fsdp_tune.recipe.rules.launch import is_plain_setting
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import Held, RunDir, held_checkpoints
 from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict
+from fsdp_tune.run.manifest import digest, is_inside, list_files
 from fsdp_tune.run.records import Document
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -113,7 +120,10 @@ _VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 _OWN_VARIABLES = (*INTERFACE_VARIABLES, "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_HOSTID")
 _TRANSPORTS = ("NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
 """Variables that choose what NCCL uses. Where one is set, the ports that are there need not be equal."""
-_KEYS_OF_LAUNCH = ("launch.num_machines", "launch.num_processes", "launch.device", "launch.hang_timeout", "launch.max_runtime")
+_KEYS_OF_LAUNCH = (
+    *("launch.num_machines", "launch.num_processes", "launch.device", "launch.hang_timeout", "launch.max_runtime"),
+    "launch.shared_directory",
+)
 _SHOWN = 3
 
 
@@ -286,7 +296,9 @@ class MachineReport(Document):
     is_quiet: bool = False
     """Whether its ranks have made no progress for a while."""
     files: dict[str, str] | None = None
-    """On the first machine: digests of the files that ranks read."""
+    """On the first machine: digests of the files that ranks read, or the archive with them (`OwnDirectory.offer`)."""
+    held: tuple[Held, ...] | None = None
+    """What this machine has of each checkpoint, if each has its own run directory; None until it is known, and while ranks run."""
     relayed: Relayed = field(default_factory=Relayed)
 
     @property
@@ -337,13 +349,118 @@ def relay(reports: Mapping[int, MachineReport], machines: int, *, are_quiet: boo
     )
 
 
-def digests_of_files(run: RunDir) -> dict[str, str]:
-    """Return digests of the files of a run that its ranks read at the start, of those that are there."""
-    found: dict[str, str] = {}
-    for path in (run.recipe_json, run.data_json, run.launch_json, run.resume_json):
-        with suppress(OSError):
-            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return found
+READ_SECONDS = 0.2
+"""Time between two looks at the documents, which are in memory."""
+VISIBLE_SECONDS = 90.0
+"""Limit for files of the first machine to appear in a shared directory: NFS caches the absence of a name for up to a minute."""
+ARCHIVE_SECONDS = 600.0
+"""Limit for the archive with them to arrive on a machine with a directory of its own."""
+Offered = Callable[[], "dict[str, str] | None"]
+"""Returns what the first machine offers at present."""
+
+
+class SharedDirectory:
+    """The run directory of machines that see the same one."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def offer(self) -> dict[str, str]:
+        """Return digests of the files of a run that its ranks read at the start, of those that are there."""
+        found: dict[str, str] = {}
+        for path in (self._run.recipe_json, self._run.data_json, self._run.launch_json, self._run.resume_json):
+            with suppress(OSError):
+                found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return found
+
+    def take(self, machine: int, offered: Offered) -> Problem | None:
+        """Wait until the files that ranks read are those of the first machine."""
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while True:
+            theirs, mine = offered(), self.offer()
+            if theirs is None or theirs == mine:
+                return None
+            if time.monotonic() > deadline:
+                break
+            time.sleep(READ_SECONDS)
+        name = next(name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name))
+        how = "is not there" if name not in mine else "is another one"
+        message = f"machine {machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
+        hint = "`output_dir` must be one directory that all machines see; `launch.shared_directory: false` gives each machine its own"
+        return Problem("run-directory-not-shared", message, hint=hint)
+
+    def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:  # noqa: ARG002
+        """Return None: what is here is not of this machine alone. The arguments are those of `OwnDirectory`."""
+        return None
+
+
+class OwnDirectory:
+    """The run directory of this machine, if each has its own (`launch.shared_directory: false`).
+
+    The first machine sends the small files that decide the run through the channel, as an archive.
+    """
+
+    def __init__(self, run: RunDir, folder: Path, *, digests: bool, install: Callable[[RunDir], Problem | None] | None = None) -> None:
+        """`folder`: where the channel finds or leaves archives. `digests`: compare those of checkpoints. `install`: write this machine's
+        files from those of the first, on a machine other than that."""
+        self._run, self._folder, self._digests, self._install = run, folder, digests, install
+        self._installed: str | None = None
+        """Name of the archive from which the files here are."""
+
+    def offer(self) -> dict[str, str]:
+        """Make an archive of the files of the run for the other machines. Returns how the channel names it."""
+        names = ["recipe.yaml", "recipe.json", "data.json", "launch.json", "resume.json", "plan.json", "environment.json"]
+        names += [f"model/{name}" for name in list_files(self._run.model)]
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in names:
+                if (self._run.path / name).exists():
+                    archive.writestr(zipfile.ZipInfo(name), (self._run.path / name).read_bytes(), zipfile.ZIP_DEFLATED)
+        raw = buffer.getvalue()
+        name = digest(raw, size=16)
+        write_file(self._folder / name, raw, private=True)
+        return {ARCHIVE: name, ARCHIVE_BYTES: str(len(raw))}
+
+    def take(self, machine: int, offered: Offered) -> Problem | None:
+        """Wait for the archive of the first machine, and write this machine's files from it."""
+        deadline = time.monotonic() + ARCHIVE_SECONDS
+        while time.monotonic() < deadline:
+            theirs = offered()
+            if theirs is None:
+                return None
+            name = str(theirs.get(ARCHIVE))
+            if name == self._installed:
+                return None
+            if ARCHIVE in theirs and (self._folder / name).exists():
+                problem = self._unpack(self._folder / name)
+                self._installed = name if problem is None else None
+                return problem
+            time.sleep(READ_SECONDS)
+        message = f"machine {machine} has not received the files of the run within {format_seconds(ARCHIVE_SECONDS)}"
+        return Problem("run-files-missing", message, hint="see the network between the machines")
+
+    def _unpack(self, path: Path) -> Problem | None:
+        assert self._install is not None, "only the first machine installs nothing"
+        raw = path.read_bytes()
+        received = RunDir(self._folder / "received")
+        shutil.rmtree(received.path, ignore_errors=True)
+        try:
+            if digest(raw, size=16) != path.name:
+                raise ValueError("its digest differs")
+            with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+                for name in archive.namelist():
+                    if not is_inside(name) or not name.removeprefix("model/"):
+                        raise ValueError(f"it has a file {name[:80]!r}")
+                    target = received.path / name
+                    DISK.mkdir(target.parent)
+                    write_file(target, archive.read(name), private=True)
+        except (ValueError, zipfile.BadZipFile) as error:
+            return Problem("run-files-missing", f"the files of the run that machine 0 has sent are damaged: {error}")
+        return self._install(received)
+
+    def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:
+        """Return what this machine has of each checkpoint. `compares`: digests, if the recipe wants that."""
+        return tuple(held_checkpoints(self._run, digests=self._digests and compares, progress=progress))
 
 
 def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:

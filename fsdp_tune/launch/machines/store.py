@@ -1,6 +1,6 @@
 """The child of a command that exchanges documents with the other machines of the run through torch's TCPStore.
 
-    python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT
+    python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT [FOLDER]
 
 The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON object; the end of stdin ends
 the exchange. Each line on stdout is an `Exchanged` as JSON. A module of its own, since it imports torch.
@@ -10,14 +10,20 @@ reads the beats of all others in one operation, the others only that of the firs
 What is in the store is only the present state of the machines, and each of them writes its own again after a lost connection. So the store
 may be served again by another child at any time, and nothing in it outlives the command of the first machine.
 
+A document of the first machine may name an archive. Its child puts the file of that name in FOLDER into the store, in chunks, and the
+others write it into their FOLDER when they have all of them.
+
 The store has no authentication: any process that reaches the port can read and replace the documents. They are JSON of bounded size.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,7 +31,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, cast
+
+from fsdp_tune.core.atomic import DISK
 
 PERIOD_SECONDS = 0.5
 OPERATION_SECONDS = 10.0
@@ -40,6 +49,13 @@ LARGEST_BYTES = 4 << 20
 TOKEN = "token"
 """Field of a document that differs between commands."""
 
+ARCHIVE, ARCHIVE_BYTES = "archive", "archive_bytes"
+"""In the field `files` of the first machine's document: the name of a file, and its size."""
+CHUNK_BYTES = 1 << 20
+CHUNKS_AT_ONCE = 8
+"""Chunks that are read between two beats."""
+LARGEST_ARCHIVE_BYTES = 1 << 30
+
 JsonObject = dict[str, Any]
 
 
@@ -49,6 +65,7 @@ class KeyValueStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +111,10 @@ class _Peer:
 class StoreExchange:
     """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
 
-    def __init__(self, machine: int, machines: int, connect: Callable[[], KeyValueStore]) -> None:
+    def __init__(self, machine: int, machines: int, connect: Callable[[], KeyValueStore], folder: Path | None = None) -> None:
+        """`folder`: of archives; None if there are none."""
         self._machine, self._connect = machine, connect
+        self._archives = Archives(folder) if folder is not None else None
         self._peers = {peer: _Peer() for peer in (range(1, machines) if machine == 0 else [0])}
         self._store: KeyValueStore | None = None
         self._beats = 0
@@ -113,6 +132,8 @@ class StoreExchange:
                 self._published, self._wrote_beat = -1, False
             twin = self._publish(self._store, document, version)
             documents = self._read(self._store)
+            if self._machine > 0 and self._archives is not None:
+                self._archives.fetch(self._store, documents.get(0))
         except (StoreFault, RuntimeError, OSError) as error:  # torch's errors of a store are RuntimeErrors
             self._store = None
             now = time.monotonic()
@@ -126,6 +147,8 @@ class StoreExchange:
         """Write the document if it is new, and a beat. Return the token of another command that writes under the same number."""
         key, token = f"beat/{self._machine}", str(document.get(TOKEN))
         if version != self._published:
+            if self._machine == 0 and self._archives is not None:
+                self._archives.serve(store, document)
             store.set(f"document/{self._machine}", json.dumps(document))
             self._published = version
         twin: str | None = None
@@ -171,6 +194,56 @@ class StoreExchange:
         return all(peer.seen >= version for peer in there)
 
 
+class Archives:
+    """Files that the first machine gives to the others."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._name, self._size_bytes, self._done = "", 0, 0
+
+    def serve(self, store: KeyValueStore, document: JsonObject) -> None:
+        """Put the archive that a document names into the store, in place of the one before."""
+        name, size_bytes = _archive_of(document)
+        if name in ("", self._name):
+            return
+        for number in range(_chunks(self._size_bytes)):
+            store.delete_key(f"archive/{self._name}/{number}")
+        raw = (self._folder / name).read_bytes()
+        for number in range(_chunks(size_bytes)):
+            store.set(f"archive/{name}/{number}", base64.b64encode(raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]).decode())
+        self._name, self._size_bytes = name, size_bytes
+
+    def fetch(self, store: KeyValueStore, document: JsonObject | None) -> None:
+        """Read some more chunks of the archive that the last document names. `document`: a new one, or None."""
+        if document is not None:
+            name, size_bytes = _archive_of(document)
+            if name != self._name:
+                self._name, self._size_bytes, self._done = name, size_bytes, 0
+        part = self._folder / f"{self._name}.part"
+        for _ in range(CHUNKS_AT_ONCE):
+            if not self._name or self._done == _chunks(self._size_bytes):
+                return
+            chunk = base64.b64decode(store.get(f"archive/{self._name}/{self._done}"))
+            with DISK.open_private(part, "ab" if self._done else "wb") as file:
+                DISK.write(file, chunk)
+            self._done += 1
+            if self._done == _chunks(self._size_bytes):
+                DISK.replace(part, self._folder / self._name)
+
+
+def _archive_of(document: JsonObject) -> tuple[str, int]:
+    """Return name and size of the archive that a document names; "" if it names none."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        name, size_bytes = str(document["files"][ARCHIVE]), int(document["files"][ARCHIVE_BYTES])
+        if re.fullmatch("[0-9a-f]{32}", name) and 0 < size_bytes <= LARGEST_ARCHIVE_BYTES:
+            return name, size_bytes
+    return "", 0
+
+
+def _chunks(size_bytes: int) -> int:
+    return -(-size_bytes // CHUNK_BYTES)
+
+
 class _Inbox:
     """The last line of stdin, read by a thread."""
 
@@ -199,10 +272,15 @@ class _Inbox:
 
 
 def exchange(
-    machine: int, machines: int, connect: Callable[[], KeyValueStore], lines: Iterable[str], write: Callable[[str], object]
+    machine: int,
+    machines: int,
+    connect: Callable[[], KeyValueStore],
+    lines: Iterable[str],
+    write: Callable[[str], object],
+    folder: Path | None = None,
 ) -> None:
     """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one."""
-    inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect)
+    inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect, folder)
     deadline: float | None = None
     while True:
         ended = inbox.has_ended  # before reading the document: the last one is published
@@ -292,6 +370,7 @@ def connect_to(address: str, port: int) -> KeyValueStore:
 
 def main(arguments: Sequence[str]) -> int:
     machine, machines, address, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    folder = Path(arguments[4]) if len(arguments) > 4 else None
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a lost connection is reported as a fault, without torch's stack traces
 
     def write(line: str) -> None:
@@ -299,7 +378,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
 
     if machine > 0:
-        exchange(machine, machines, lambda: connect_to(address, port), sys.stdin, write)
+        exchange(machine, machines, lambda: connect_to(address, port), sys.stdin, write, folder)
         os._exit(0)  # the command waits, and torch takes seconds to be torn down
     try:
         listener, notice = listening_socket(address, port)
@@ -316,7 +395,7 @@ def main(arguments: Sequence[str]) -> int:
             os._exit(1)  # not by an exception: a thread still reads stdin
         return own.pop()
 
-    exchange(machine, machines, reconnect, sys.stdin, write)
+    exchange(machine, machines, reconnect, sys.stdin, write, folder)
     os._exit(0)
 
 

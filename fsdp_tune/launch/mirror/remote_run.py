@@ -17,7 +17,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -344,6 +344,7 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
     final = run.checkpoint(found.step)
     if run.is_used:
         stage = run.path / f".{final.name}{STAGE_MARK}mirror"
+        _link_files(final, found.manifest, stage)
         _fill(remote, found.name, found.manifest, stage, advance)
         publish(stage, final, replace=final.exists())
         return final
@@ -364,6 +365,15 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
         DISK.rename(stage / final.name, inside / final.name)
     shutil.rmtree(stage, ignore_errors=True)
     return final
+
+
+def _link_files(folder: Path, manifest: Manifest, stage: Path) -> None:
+    """Use what this machine has of a checkpoint, whose digests are compared like those of files that an interrupted download left."""
+    for name in manifest.files:
+        if (folder / name).is_file() and not (folder / name).is_symlink() and not (stage / name).exists():
+            DISK.mkdir((stage / name).parent)
+            with suppress(OSError):  # a file system without links
+                DISK.link(folder / name, stage / name)
 
 
 @contextmanager

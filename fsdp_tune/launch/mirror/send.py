@@ -1,11 +1,12 @@
 """Send the complete checkpoints and models of a run to its mirror, in a process of its own.
 
-    python -m fsdp_tune.launch.mirror.send RUN URL MACHINE MACHINES KEEP START CLAIM
+    python -m fsdp_tune.launch.mirror.send RUN URL MACHINE MACHINES KEEP START CLAIM DIRECTORY
 
 follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
 One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
 have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
-CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried.
+CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried. DIRECTORY is `own` if each machine has its
+own run directory, else `shared`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ POLL_SECONDS = 1.0
 REMOTE_POLL_SECONDS = 10.0
 """Between two looks of another machine at what the first one misses."""
 OTHERS_SECONDS = 600.0
-"""Limit for the other machines to send the files that the first one misses."""
+"""Limit for the other machines to send more of the files that the first one misses."""
+NEWER_SECONDS = 60.0
+"""The same if a newer checkpoint is complete: the machine that has them may be lost."""
 RETRY_SECONDS = (5.0, 15.0, 30.0, 60.0)
 """Pauses after a folder could not be sent; the last one repeats."""
 PINS = ".mirror"
@@ -269,12 +272,14 @@ class Sender:
 
     def _wait_for_others(self, name: str, manifest: Manifest, missing: list[str]) -> None:
         self._remote.directory.write(f"{name}/{MISSING_NAME}", json.dumps(missing).encode())
-        deadline = time.monotonic() + OTHERS_SECONDS
+        seen, seen_at = -1, time.monotonic()
         while True:
             listing = self._remote.directory.list(name)
             if all(is_there(listing, f"{name}/{file}", manifest.files[file]) for file in missing):
                 return
-            if time.monotonic() > deadline:
+            if (there := len(listing)) != seen:
+                seen, seen_at = there, time.monotonic()
+            if time.monotonic() - seen_at > (OTHERS_SECONDS if self.waiting()[:1] == [name] else NEWER_SECONDS):
                 raise UrlError(f"{len(missing)} files of {name} are on no machine that sends to the mirror, such as {missing[0]}")
             time.sleep(POLL_SECONDS)
 
@@ -295,6 +300,14 @@ class Sender:
             )
             is_found = is_found or bool(left)
         return is_found
+
+    def has_newest(self) -> bool:
+        """Return whether the mirror has the newest checkpoint of which this machine has a part."""
+        for name in self.waiting():
+            with suppress(OSError, ValueError):
+                manifest = read_manifest(self._run.path / name)
+                return manifest is None or self._remote.is_complete(name, manifest)
+        return True
 
     def _require(self, folder: str, pending: Manifest) -> None:
         """Raises: UrlError if the first machine does not wait for these files any more."""
@@ -419,21 +432,32 @@ def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None
             wait(POLL_SECONDS)
 
 
-def follow_first_machine(sender: Sender, run: RunDir, is_ending: Callable[[], bool], wait: Callable[[float], object]) -> None:
-    """Send what the first machine misses, until `is_ending`. Ends at once on a disk that the first machine shares."""
-    while not is_ending():
-        if state_path(run, 0).exists():
+def follow_first_machine(
+    sender: Sender, run: RunDir, is_ending: Callable[[], bool], wait: Callable[[float], object], *, has_own_directory: bool = False
+) -> None:
+    """Send what the first machine misses, until `is_ending`; from an own directory, until the mirror has its newest checkpoint.
+
+    Ends at once on a disk that the first machine shares. The caller ends a process that makes no progress.
+    """
+    while True:
+        is_last = is_ending()
+        if not has_own_directory and (is_last or state_path(run, 0).exists()):
             return
         try:
             sender.send_missing()
             sender.succeeded()
+            if is_last and sender.has_newest():
+                return
         except (UrlError, OSError, ContentError, ValueError) as error:
             sender.failed(error)
-        wait(REMOTE_POLL_SECONDS)
+        if is_last:
+            time.sleep(POLL_SECONDS)
+        else:
+            wait(POLL_SECONDS if has_own_directory else REMOTE_POLL_SECONDS)
 
 
 def main(arguments: list[str]) -> int:
-    path, url, machine, machines, keep, start, claim = arguments
+    path, url, machine, machines, keep, start, claim, directory = arguments
     run, ending = RunDir(Path(path)), threading.Event()
     with suppress(OSError):
         os.nice(10)
@@ -453,7 +477,7 @@ def main(arguments: list[str]) -> int:
         claim=None if claim == "none" else claim,
     )
     if int(machine) > 0:
-        follow_first_machine(sender, run, ending.is_set, ending.wait)
+        follow_first_machine(sender, run, ending.is_set, ending.wait, has_own_directory=directory == "own")
         return 0
     try:
         return 0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1

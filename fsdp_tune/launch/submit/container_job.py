@@ -159,17 +159,25 @@ def job_name(name: str) -> str:
 
 
 def container_job(
-    loaded: LoadedRecipe, mounts: Sequence[Mount], directory: str, lead: Lead, *, name: str | None = None, options: Sequence[str] = ()
+    loaded: LoadedRecipe,
+    mounts: Sequence[Mount],
+    directory: str,
+    lead: Lead,
+    *,
+    name: str | None = None,
+    options: Sequence[str] = (),
+    volume_option: str = "--volume",
 ) -> ContainerJob:
     """Return the job of a recipe.
 
     `directory`: of the recipe in the containers. `name`: of the job, if it is not the run's. `options`: further ones of `train`.
+    `volume_option`: the one of the engine's command that mounts a volume.
     Raises: FsdpTuneError with every reason why the recipe cannot run in containers.
     """
     recipe = loaded.recipe
     output = output_in_container(recipe)
     ranks, machines = recipe.launch.num_processes, recipe.launch.num_machines
-    problems = [*_output(output, mounts), *_paths(recipe, mounts), *_address(recipe), *_size(recipe)]
+    problems = [*_output(output, mounts, volume_option), *_paths(recipe, mounts), *_address(recipe), *_size(recipe)]
     if problems or ranks == "auto":
         raise FsdpTuneError(*problems)
     overrides = [word for override in loaded.overrides for word in ("--set", override)]
@@ -227,14 +235,14 @@ def output_in_container(recipe: Recipe) -> PurePosixPath:
     return PurePosixPath(OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir))
 
 
-def _output(output: PurePosixPath, mounts: Sequence[Mount]) -> Iterator[Problem]:
+def _output(output: PurePosixPath, mounts: Sequence[Mount], volume_option: str) -> Iterator[Problem]:
     if ".." in output.parts or not any(mount.holds(output) for mount in mounts):
         message = f"`output_dir` is `{output}`, which is on no volume: every restart would begin without checkpoints"
         where = f"{mounts[0].path}/runs/{{name}}" if mounts else "/checkpoints/runs/{name}"
         hint = (
             f"`--set output_dir='{where}'`"
             if mounts
-            else f"name a volume that all machines share (`--pvc` or `--volume NAME:/checkpoints`), and `--set output_dir='{where}'`"
+            else f"name a volume that all machines share (`{volume_option} NAME:/checkpoints`), and `--set output_dir='{where}'`"
         )
         yield Problem("not-on-a-volume", message, Where(key="output_dir"), hint)
 

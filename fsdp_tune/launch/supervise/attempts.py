@@ -23,7 +23,16 @@ from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import Checkpoint, Rejected, checkpoint_step, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import (
+    Checkpoint,
+    Held,
+    Rejected,
+    are_verified,
+    checkpoint_step,
+    inspect_checkpoint,
+    latest_checkpoint,
+    missing_files,
+)
 from fsdp_tune.run.events import CheckpointRejected, MachinesChanged, Restarted
 from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
 from fsdp_tune.run.metrics_file import append_event
@@ -87,6 +96,8 @@ class Attempts:
         self._machines = machines or Machines(plan.run)
         self._sizes = sizes
         self._numbers = itertools.count()
+        self._held: Sequence[Held] = ()
+        """What other machines had of each checkpoint at the last decision, if each has its own run directory."""
         self._members = self._machines.members
         """The machines for which the files of the run are written, and `_plan` is made."""
 
@@ -209,7 +220,9 @@ class Attempts:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         progress = self._machines.advance
-        checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress)
+        wait_seconds = parse_seconds(self._recipe.launch.replacement_timeout) if self._sizes is not None else self._hang_seconds
+        held = self._held = self._machines.held_elsewhere(wait_seconds)
+        checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress, elsewhere=held)
         start = self._start_elsewhere() if checkpoint is None else None
         found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
         usable = checkpoint or (found if isinstance(found, Checkpoint) else None)
@@ -217,6 +230,8 @@ class Attempts:
         if isinstance(found, Rejected) and usable is None:
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
+        if usable is None and (lacking := [each for each in rejected if each.is_elsewhere]):
+            return missing_files(lacking[-1]), None
         checkpoint_step = usable.step if usable else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained, self._members))
         decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
@@ -257,9 +272,9 @@ class Attempts:
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
-        digests_checked = self._recipe.checkpoint.verify == "digest"
         request = ResumeRequest()
         if checkpoint is not None:
+            digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(checkpoint, self._held)
             request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)))
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts

@@ -240,6 +240,8 @@ class Supervisor:
         return [number for number, _ in self._signals]
 
     def _moved(self, watch: RankWatch) -> Iterator[Event]:
+        if not self._run.metrics_jsonl.exists():  # another machine's own directory has the line of the start
+            self.has_trained = self.has_trained or watch.last_step > 0
         beat = watch.first_beat
         position = Position(beat.step, beat.phase, beat.done, beat.planned) if beat is not None else None
         if position is not None and position != self._position:

@@ -229,7 +229,8 @@ class Plan:
     rate: str
     """Learning rate at the start, at its peak, and at the end."""
     tokens_per_step: int
-    errors: dict[str, FigureError]
+    accuracy: dict[str, FigureError]
+    """Error of a figure on published runs, by its name."""
     unknown: list[str]
     assumptions: list[str]
     recipe_changes: dict[str, Any]
@@ -251,7 +252,7 @@ class Plan:
         """Return the plan as JSON, without alternatives of alternatives and without timeline."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
         found = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
-        found["errors"] = {name: error.as_dict() for name, error in self.errors.items()}
+        found["accuracy"] = {name: error.as_dict() for name, error in self.accuracy.items()}
         found["scaling"] = [row.as_dict() for row in self.scaling]
         for name in ("alternatives", "other_trainings"):
             found[name] = [_short(other) for other in getattr(self, name)]
@@ -266,7 +267,7 @@ class Plan:
             "host_gib_per_machine": HostGib(**found["host_gib_per_machine"]),
             "disk_gib": DiskGib(**found["disk_gib"]),
             "run": RunTotals(**found["run"]),
-            "errors": {name: FigureError(**error) for name, error in found["errors"].items()},
+            "accuracy": {name: FigureError(**error) for name, error in found["accuracy"].items()},
         }
         return cls(**{name: value for name, value in found.items() if name not in _OF_THE_SEARCH} | parts)
 
@@ -338,7 +339,7 @@ def plan(
         batch=batch_arithmetic(recipe),
         rate=rate_line(recipe, total_steps(recipe, rows)).removeprefix("rate: "),
         tokens_per_step=row_tokens * recipe.data_size,
-        errors=accuracy(recipe.launch.num_machines),
+        accuracy=accuracy(recipe.launch.num_machines),
         unknown=unknown,
         assumptions=_assumptions(recipe, trace, hardware, efficiency, segments),
         recipe_changes=recipe_changes or {},

@@ -120,7 +120,7 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
     (best, tool), (second, _) = hits[:2]
     if best >= _LEAST and best > second:
         return tool
-    return TRL if best <= 1 and {"model_name_or_path", "dataset_name"} <= values.keys() else None
+    return TRL if best <= 1 and "model_name_or_path" in values and values.keys() & {"dataset_name", "datasets"} else None
 
 
 def _is_soup(values: Mapping[str, Any]) -> bool:

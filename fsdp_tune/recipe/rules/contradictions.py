@@ -378,6 +378,7 @@ INACTIVE = (
     ),
     Inactive(("launch.main_process_ip",), lambda recipe: recipe.launch.num_machines == 1, "there is one machine"),
     Inactive(("launch.min_machines",), lambda recipe: recipe.launch.num_machines == 1, "there is one machine"),
+    Inactive(("launch.shared_directory",), lambda recipe: recipe.launch.num_machines == 1, "there is one machine"),
     Inactive(("launch.min_machines",), lambda recipe: recipe.launch.max_restarts == 0, "`launch.max_restarts` is 0"),
     Inactive(("launch.replacement_timeout",), lambda recipe: recipe.launch.min_machines is None, "there is no `launch.min_machines`"),
     Inactive(("launch.enable_cpu_affinity",), lambda recipe: recipe.launch.device not in {"auto", "cuda"}, "only CUDA ranks are bound"),

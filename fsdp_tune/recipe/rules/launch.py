@@ -162,7 +162,19 @@ def at_most_all_machines(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", ("launch.min_machines", "launch.num_machines"), message, f"write at most {machines}")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets, mirror_url, at_most_all_machines)
+def parts_of_lost_machines(recipe: Recipe) -> Iterator[Finding]:
+    launch = recipe.launch
+    is_smaller = launch.min_machines is not None and launch.min_machines < launch.num_machines and launch.max_restarts > 0
+    if is_smaller and recipe.has_own_directories and recipe.checkpoint.mirror is None:
+        message = "with `launch.shared_directory: false` a lost machine has a part of every checkpoint, so no run continues without it"
+        hint = "set `checkpoint.mirror`, which keeps all parts, or leave `launch.min_machines` out"
+        yield Finding("contradiction", ("launch.min_machines", "launch.shared_directory"), message, hint)
+
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = (
+    *(environment_variables, values_without_secrets, mirror_url, at_most_all_machines),
+    parts_of_lost_machines,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,6 +275,18 @@ class Recipe(Section):
         return self.world_size // self.launch.num_machines
 
     @property
+    def has_own_directories(self) -> bool:
+        """Whether each of several machines has a run directory of its own."""
+        return self.launch.num_machines > 1 and not self.launch.shared_directory
+
+    @property
+    def on_all_machines(self) -> Recipe:
+        """The recipe without the directories that each machine may name otherwise."""
+        if not self.has_own_directories:
+            return self
+        return self.model_copy(update={"output_dir": "", "data": self.data.model_copy(update={"cache_dir": None})})
+
+    @property
     def data_size(self) -> int:
         """Number of groups of ranks that read different rows; available before the mesh is resolved."""
         return self.world_size // self.parallelism.of_row.world_size

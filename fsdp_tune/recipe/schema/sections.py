@@ -423,6 +423,8 @@ class Launch(Section):
     """auto = a free port; 29500 for several machines, which must agree on one."""
     env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
     """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
+    shared_directory: Annotated[bool, Effect(NOTHING, FREE)] = True
+    """Whether all machines see one `output_dir`; false = each has its own, with its ranks' part of every checkpoint."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
     """Restarts after a failure."""
     min_machines: Annotated[Whole | None, Effect(NOTHING, FREE)] = None

@@ -3,6 +3,10 @@
 Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the manifest and renames.
 Until the rename there is no `checkpoint-N`. Old checkpoints and the leftovers of crashed saves are deleted.
 
+With `launch.shared_directory: false` each machine has such a directory, and its first rank does what rank 0 does else: all write the same
+manifest, and rename when all have written it. A machine that was killed between has its files under the hidden name, and the others'
+checkpoint, of which no machine has these files, is not complete.
+
 Training waits only for the copy to host memory, which a save in the background writes. The copy goes into one arena, which is allocated
 at the first save and reused by later ones: fresh memory costs a page fault every 4 KiB, and pageable memory a second copy by the driver.
 On a GPU the arena is page-locked by `cudaHostRegister`, since torch's allocator of pinned memory would round a block of 17 GiB up to 32.
@@ -13,11 +17,12 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +40,20 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.wrap import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
+from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
+from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
+from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, shared_small_files
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 
-def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
+def rotate(run: RunDir, keep: int | None, *, protected: set[int], counted: set[int] | None = None) -> list[Path]:
     """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no directory without a manifest.
+
+    `counted`: steps of the checkpoints that all machines have; None: those of this directory.
 
     A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read to check it.
 
@@ -56,7 +64,7 @@ def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
         return []
     for hidden in run.path.glob(f".checkpoint-*.old{STAGE_MARK}*"):
         DISK.rmtree(hidden)
-    complete, _ = complete_checkpoints(run)
+    complete = [each for each in complete_checkpoints(run, elsewhere=None)[0] if counted is None or each.step in counted]
     gone: list[Path] = []
     for old in complete[max(keep, 1) :]:
         if old.step in protected:
@@ -222,6 +230,8 @@ class Checkpointer:
     report: Callable[[Saved], None]
     heartbeat: HeartbeatWriter
     last_step: int | None = None
+    is_scattered: bool = False
+    """Whether each machine has its own run directory."""
     written_seconds: float = 0.0
     """Time that this rank has spent writing its own files of sharded checkpoints."""
     longest_seconds: float = 0.0
@@ -236,6 +246,10 @@ class Checkpointer:
     def __post_init__(self) -> None:
         # Saves in the background must not share a group with the collectives of the step.
         self._group = untimed_group()
+
+    def _lead(self, act: Callable[[], object], what: str) -> None:
+        """Act on the rank that works in this run directory for the others; a failure is raised on every rank."""
+        all_or_none(lambda: act() if leads_machine(is_scattered=self.is_scattered) else None, what, self._group)
 
     def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
         """Save `step` after the previous save has ended. Failures are passed to `report`. `best_step` is protected from rotation."""
@@ -325,8 +339,8 @@ class Checkpointer:
         try:
             manifest = self._fill_stage(snapshot, stage)
             self._size_bytes = manifest.size_bytes if manifest else 0
-            bad = from_rank0(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
-            if bad:
+            bad = all_or_none(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
+            if bad := [each for part in gather(bad, self._group) for each in part]:
                 raise failed_error(
                     "probe-read-back",
                     f"the test checkpoint cannot be read back: {bad[0]}",
@@ -334,7 +348,7 @@ class Checkpointer:
                 )
         finally:
             dist.barrier(group=self._group)
-            if dist.get_rank() == 0:
+            if leads_machine(is_scattered=self.is_scattered):
                 shutil.rmtree(stage, ignore_errors=True)
         seconds = time.monotonic() - started
         self.longest_seconds = max(self.longest_seconds, seconds)
@@ -344,49 +358,81 @@ class Checkpointer:
         stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
         try:
             manifest = self._fill_stage(snapshot, stage)
-            from_rank0(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}", self._group)
+            self._lead(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}")
         except BaseException:
-            if dist.get_rank() == 0:
+            if leads_machine(is_scattered=self.is_scattered):
                 shutil.rmtree(stage, ignore_errors=True)
             raise
-        return manifest.size_bytes if manifest else 0
+        size_bytes = manifest.size_bytes if manifest else 0
+        return sum(gather(size_bytes, self._group)) if self.is_scattered else size_bytes
 
     def _rotate(self, snapshot: Snapshot) -> str | None:
         """Remove old checkpoints. Return the error message if that fails, else None."""
         protected = {snapshot.step, snapshot.best_step or -1}
         try:
-            from_rank0(lambda: rotate(self.run, self.keep, protected=protected), "removing old checkpoints", self._group)
+            counted = self._complete_everywhere()
+            self._lead(lambda: rotate(self.run, self.keep, protected=protected, counted=counted), "removing old checkpoints")
         except FsdpTuneError as error:
             return error.problems[0].message
         except OSError as error:
             return str(error)
         return None
 
+    def _complete_everywhere(self) -> set[int] | None:
+        """Return the steps of the checkpoints that all machines have; None if they share the directory."""
+        if not self.is_scattered:
+            return None
+        steps = {each.step for each in complete_checkpoints(self.run, elsewhere=None)[0]} if leads_machine(is_scattered=True) else None
+        return set[int].intersection(*(each for each in gather(steps, self._group) if each is not None))
+
     def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
-        """Write all files of a checkpoint, then the manifest on rank 0. Return the manifest on rank 0, None elsewhere."""
-        from_rank0(lambda: _empty_stage(stage), "making the stage directory", self._group)
+        """Write all files of a checkpoint, then the manifest. Return what of it is in this directory on the rank that leads, else None."""
+        self._lead(lambda: _empty_stage(stage), "making the stage directory")
         entries = all_or_none(lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group)
         parts = gather(entries, self._group)
         manifest = Manifest(CHECKPOINT_KIND, {name: entry for part in parts for name, entry in part.items()}, snapshot.facts)
+        here = manifest.files
+        if self.is_scattered:
+            manifest, here = self._scattered(manifest, parts, stage)
 
         def finish() -> None:
             with DISK.open(stage / MANIFEST_NAME) as file:
                 DISK.write(file, manifest.to_json().encode())
                 DISK.fsync(file)
-            for directory in {stage, *((stage / name).parent for name in manifest.files)}:
+            for directory in {stage, *((stage / name).parent for name in here)}:
                 DISK.fsync_dir(directory)
 
-        from_rank0(finish, "writing the manifest", self._group)
-        return manifest if dist.get_rank() == 0 else None
+        self._lead(finish, "writing the manifest")
+        return replace(manifest, files=here) if leads_machine(is_scattered=self.is_scattered) else None
+
+    def _scattered(self, manifest: Manifest, parts: list[dict[str, FileEntry]], stage: Path) -> tuple[Manifest, dict[str, FileEntry]]:
+        """Give each machine a copy of the small files of rank 0. Return the manifest with what each machine has, and this one's files."""
+        small = shared_small_files(parts[0])
+        copies = from_rank0(lambda: {name: (stage / name).read_bytes() for name in small}, "reading the small files", self._group)
+        facts = from_rank0(lambda: manifest.facts, "reading the facts", self._group)
+
+        def copy() -> None:
+            for name, raw in copies.items() if dist.get_rank() > 0 else ():
+                _write_bytes(stage / name, raw)
+
+        self._lead(copy, "copying the small files")
+        machines: list[MachineFiles] = []
+        mine = 0
+        for rank, found in enumerate(gather((leads_machine(is_scattered=True), socket.gethostname(), str(self.run.path)), self._group)):
+            is_leader, host, directory = found
+            if is_leader:
+                machines.append(MachineFiles(host, directory, list(small)))
+            machines[-1].files.extend(name for name in parts[rank] if name not in small)
+            mine = len(machines) - 1 if rank == dist.get_rank() else mine
+        whole = replace(manifest, facts={**facts, MACHINES_FACT: [asdict(each) for each in machines]})
+        return whole, {name: manifest.files[name] for name in machines[mine].files}
 
     def _write_files(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
         rank = dist.get_rank()
         entries: dict[str, FileEntry] = {}
         if self.live.full:
             if rank == 0:
-                entries[live_state.FULL_MODEL_FILE] = write_safetensors(
-                    stage / live_state.FULL_MODEL_FILE, snapshot.model, {"format": "pt"}
-                )
+                entries[FULL_MODEL_FILE] = write_safetensors(stage / FULL_MODEL_FILE, snapshot.model, {"format": "pt"})
                 moments = live_state.flat(snapshot.optimizer)
                 entries[live_state.FULL_OPTIMIZER_FILE] = write_safetensors(
                     stage / live_state.FULL_OPTIMIZER_FILE, moments, {"format": "pt"}
@@ -395,7 +441,7 @@ class Checkpointer:
             entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
             entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
         started = time.perf_counter()
-        name = live_state.rank_file(rank)
+        name = rank_file(rank)
         entries[name] = write_torch(stage / name, snapshot.rank)
         if rank == 0:
             raw = snapshot.trainer.encode()

@@ -34,9 +34,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_tune.core.errors import BLOCKS_CUT, failed_error
 from fsdp_tune.model.shard.local import copy_part, plain, plain_name, refresh_scales
-from fsdp_tune.run.directory import SHARD_FOLDER, Checkpoint, inspect_checkpoint
+from fsdp_tune.run.directory import FULL_MODEL_FILE, SHARD_FOLDER, Checkpoint, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
 from fsdp_tune.worker.agreement import from_rank0, gather
+from fsdp_tune.worker.checkpoint.exchange import RANK_FILES, WAYS_OUT, ScatteredFiles, rank_file
 from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, RestrictedReader
 
 if TYPE_CHECKING:
@@ -44,16 +45,7 @@ if TYPE_CHECKING:
 
 
 OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
-FULL_MODEL_FILE = "model.safetensors"
 FULL_OPTIMIZER_FILE = "optimizer.safetensors"
-
-
-RANK_FILES = "rng_state_*.pth"
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of a rank's own file: generators, sums since the last line, loss scale."""
-    return f"rng_state_{rank}.pth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +57,8 @@ class Live:
     """None if only the model is used."""
     full: bool
     """FULL_STATE_DICT: rank 0 writes full tensors."""
+    scattered: ScatteredFiles | None = None
+    """Where the files of the checkpoint to load are, if each machine has a part of them."""
     trained_only: bool = False
     """Whether frozen parameters and buffers are left out: those of an adapter's base, which is loaded from its own files."""
 
@@ -134,7 +128,7 @@ def _read_model(live: Live, directory: Path) -> None:
     else:
         frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
         _check_names(state, directory / SHARD_FOLDER, frozen)
-        dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
+        dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
     set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
 
 
@@ -188,7 +182,7 @@ def load_optimizer(live: Live, directory: Path) -> None:
                 copy_part(state["state"][parameter][kind], file.get_tensor(name))
     else:
         state["state"] = _of_parameters(state["state"], _parameters_with_state(state["state"], directory))
-        _load_sharded(state["state"], directory)
+        _load_sharded(state["state"], directory, live.scattered)
     set_optimizer_state_dict(live.wrapped, live.optimizer, state, options=StateDictOptions(strict=False))
     for group, values in zip(live.optimizer.param_groups, hyper, strict=True):
         group.update(values)
@@ -210,11 +204,11 @@ def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) ->
     return found
 
 
-def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
+def _load_sharded(state: dict[str, dict[str, Any]], directory: Path, scattered: ScatteredFiles | None) -> None:
     if not state:
         return
     try:
-        reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY)
+        reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY, scattered)
         dcp.load({"optimizer": {"state": state}}, storage_reader=reader, planner=BlocksOnHost())
     except CheckpointException as error:  # a BaseException, and the same on every rank
         if not any(BLOCKS_CUT in str(cause) for cause, _ in error.failures.values()):
@@ -288,7 +282,7 @@ def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 
         _wait_until_visible(Path(path), [MANIFEST_NAME], wait_seconds)
         verdict = inspect_checkpoint(Path(path), digests=False)
         if not isinstance(verdict, Checkpoint):
-            raise failed_error("checkpoint-unusable", f"{path}: {verdict.reason}", ways_out=_WAYS_OUT)
+            raise failed_error("checkpoint-unusable", f"{path}: {verdict.reason}", ways_out=WAYS_OUT)
         return verdict
 
     chosen = from_rank0(choose, "choosing the checkpoint")
@@ -300,11 +294,8 @@ def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 
     if bad:
         if dist.get_rank() == 0:
             mark_damaged(chosen.path, [each.name for each in bad if each.is_of_contents])
-        raise failed_error("checkpoint-damaged", f"{chosen.path}: {bad[0]}", ways_out=_WAYS_OUT)
+        raise failed_error("checkpoint-damaged", f"{chosen.path}: {bad[0]}", ways_out=WAYS_OUT)
     return chosen
-
-
-_WAYS_OUT = ("--resume auto uses the newest complete checkpoint", "--resume PATH uses another one")
 
 
 def _wait_until_visible(folder: Path, names: list[str], limit_seconds: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.futures import Future
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
@@ -35,6 +36,7 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.torch_internals import STORAGE_INFO
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.run.manifest import Digester, FileEntry
+from fsdp_tune.worker.checkpoint.exchange import ByteRange, ScatteredFiles
 
 
 class HashingStream(io.RawIOBase):
@@ -127,12 +129,40 @@ def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem
     return writer, files
 
 
+class _HereOrFetched(FileSystem):
+    """Reads a file of the checkpoint, or what was fetched of it if the checkpoint has no such file on this machine."""
+
+    def __init__(self, fetched: Path) -> None:
+        super().__init__()
+        self._fetched = fetched
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        here = Path(path)
+        with open(here if here.exists() else self._fetched / here.name, mode) as stream:
+            yield cast(io.IOBase, stream)
+
+
 class RestrictedReader(FileSystemReader):
     """DCP's reader for checkpoints of tensors, which cannot run code.
 
     DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), even if the live state has a
     tensor of that name, so such entries are refused, as is a `.metadata` with other classes.
     """
+
+    def __init__(self, path: Path, scattered: ScatteredFiles | None = None) -> None:
+        """`scattered`: where the files are, if each machine has a part of them. Reading is then collective."""
+        super().__init__(path)
+        self._scattered = scattered
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._scattered is None:
+            return super().read_data(plan, planner)
+        found = [self.storage_data[item.storage_index] for item in plan.items]
+        ranges = [ByteRange(str(each.relative_path), each.offset, each.length) for each in found]
+        with self._scattered.ranges_of(Path(self.path).name, ranges) as fetched:
+            self.fs = _HereOrFetched(fetched)
+            return super().read_data(plan, planner)
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         path = Path(self.path) / METADATA_NAME

@@ -131,7 +131,7 @@ class Witness(AttachedCallback):
                 facts,
                 rows=[row for batch in trainer.batches for row in batch.row_ids],
                 found=[*_of_gathered(gathered_units(self._units)), *self._unknown_to_optimizer()],
-                recipe=digest(trainer.parts.recipe.model_dump_json()),
+                recipe=digest(trainer.parts.recipe.on_all_machines.model_dump_json()),
                 parameter_names=self._digest_of_names(),
                 copies=self._copies(all_buffers=True),
             )

@@ -273,6 +273,8 @@ def _compute_dtype(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"precision.mixed_precision": "fp16"}, Fate.CONVERTED)
     elif is_on(value) or name not in ("false", "no", "0"):
         ledger.ask(path, "write `precision: {mixed_precision: bf16}`, fp16, or no", ("precision", "mixed_precision"))
+    elif path == ("bf16",) and not is_on(ledger.value("fp16") or False):
+        ledger.write(path, {"precision.mixed_precision": "no"}, Fate.CONVERTED, "computed in the dtype of the weights")
     else:
         ledger.drop(path, "off: the dtype of the computation is `precision.mixed_precision`")
 

@@ -252,6 +252,14 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
     return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
 
 
+def options_of(path: FilePath) -> dict[str, Any]:
+    """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
+    values = {name: value for name, value in read_foreign(path).values.items() if name not in (LAUNCHER, ENVIRONMENT)}
+    named = values.get("config")
+    place = _existing(path.parent, named) if isinstance(named, str) else None
+    return values if place is None else read_mapping(place) | {name: value for name, value in values.items() if name != "config"}
+
+
 _METHODS = (
     (LLAMA_FACTORY, "stage", flat_options.LLAMA_FACTORY_STAGES, flat_options.LLAMA_FACTORY_UNSUPPORTED),
     (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),

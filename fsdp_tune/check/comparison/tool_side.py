@@ -1,0 +1,497 @@
+"""Run the trainer of another tool on a small model and a few rows, and observe the stages of a comparison. Imports nothing of fsdp_tune.
+
+    python tool_side.py
+
+Started by its path with the interpreter of the tool's environment. A request is a line on stdin, a JSON object that `ToolChild` of
+`check/comparison/environments.py` makes: `values` are the options of the configuration, `rows` is a file of lines {"key", "name",
+"values"} with the rows as they were read, `sequences` counts the rows of a step on all ranks. Its answer is a line on stdout, the fields
+of an `Observation`. Requests are accepted until stdin ends.
+
+TRL: `trl.SFTTrainer` is built as `trl sft` builds it, from the options that TRL's own parser reads. It is built without truncation and
+packing for the tokens, and again as the file has it for everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import groupby, islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+IGNORE_INDEX = -100
+PACKAGES = ("trl", "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "numpy", "safetensors")
+RANDOM = "the rows are in the order of torch's generator, and those of a recipe in that of a hash: other orders of the same rows"
+SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
+AUTOCAST = "autocast of the forward"
+"""A place in the stage `dtypes`."""
+ROUNDING = "how half precision rounds: beside a tool, both sides compute in fp32, and the dtypes are compared by name"
+DRAWN = (
+    "first values of adapters and the masks of dropout, which each tool draws itself: both sides ran with the same values, without dropout"
+)
+Facts = dict[str, Any]
+
+
+# ---- What both sides of a comparison compute in the same way
+
+
+def summary(tensor: Any) -> list[float]:
+    """Return the norm of a tensor and its product with a fixed vector, in fp64: other values change at least one of them."""
+    torch = importlib.import_module("torch")
+    flat = tensor.double().reshape(-1)
+    return [float(flat.norm()), float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0))]
+
+
+def dropouts(model: Any) -> dict[str, float]:
+    """Return the shares that a model drops in training, by module."""
+    nn = importlib.import_module("torch.nn")
+    found = {name: float(module.p) for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    shares = {name: getattr(module, "attention_dropout", None) for name, module in model.named_modules()}
+    found |= {name: share for name, share in shares.items() if share and isinstance(share, float)}
+    return {f"dropout of {plain_name(name)}": share for name, share in found.items()}
+
+
+def settle_draws(model: Any) -> None:
+    """Switch dropout off, give adapters fixed first values, and upcast to fp32: nothing after other draws, or after other last bits of
+    half precision in Adam's first steps, could be compared."""
+    torch = importlib.import_module("torch")
+    model.float()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif getattr(module, "attention_dropout", None):
+            module.attention_dropout = 0.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_drawn(name):
+                wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * 0.9 + 0.3) * 0.02
+                parameter.copy_(wave.reshape(parameter.shape))
+
+
+def is_drawn(name: str) -> bool:
+    return ".lora_A." in name or ".lora_embedding_A." in name
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without what PEFT's model puts before it."""
+    return name.removeprefix("base_model.model.")
+
+
+def step_rows(step: int, count: int, size: int) -> list[int]:
+    """Return the rows of a step, counted from 0, of an epoch in the order of its rows; the last step of an epoch may have fewer."""
+    at = step % max(1, math.ceil(count / size)) * size
+    return list(range(at, min(at + size, count)))
+
+
+def cut_length(length: int, trained: Sequence[int], most: int, after_first: int) -> int:
+    """Return how many tokens of a row run through the model: at most so many, or some after the first trained one."""
+    return min(length, max(most, trained[0] + after_first if trained else 0))
+
+
+# ---- TRL
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class _Side:
+    """The stages that do not depend on the tool, and the rows that it is given."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.stages: dict[str, Facts] = {}
+        self.texts: dict[str, str] = {}
+        self.left_out: list[str] = []
+        lines = [json.loads(line) for line in Path(request.rows).read_text(encoding="utf-8").splitlines()]
+        self.keys: list[str] = [line["key"] for line in lines]
+        self.raw: list[dict[str, Any]] = [line["values"] for line in lines]
+        self.names: dict[str, str] = {line["key"]: line["name"] for line in lines}
+        self.tokens: dict[str, list[int]] = {}
+
+    def leave_out(self, what: str) -> None:
+        if what not in self.left_out:
+            self.left_out.append(what)
+
+    def set_examples(self, tokens: Sequence[list[int]], labels: Sequence[list[int]], decode: Callable[[list[int]], str]) -> None:
+        self.tokens = dict(zip(self.keys, tokens, strict=True))
+        flags = {key: [0, *(int(label != IGNORE_INDEX) for label in each[1:])] for key, each in zip(self.keys, labels, strict=True)}
+        self.texts = {str(token): decode([token]) for token in sorted({token for each in tokens for token in each})}
+        self.stages |= {"tokens": {"values": self.tokens}, "labels": {"values": flags}}
+
+    def set_rows(self, rows: Sequence[tuple[list[int], Sequence[int] | None]], *, is_wrapped: bool) -> None:
+        """`rows`: tokens, and the lengths of their examples if the tool lists them."""
+        used: dict[str, int] = {}
+        stream = iter([(key, index) for key, ids in self.tokens.items() for index in range(len(ids))])
+        found: dict[str, list[list[Any]]] = {}
+        for number, (ids, lengths) in enumerate(rows):
+            if is_wrapped:
+                parts = [list(part) for _, part in groupby(islice(stream, len(ids)), key=lambda token: token[0])]
+                found[f"row {number}"] = [[*part[0], len(part)] for part in parts]
+                continue
+            pieces, at = [], 0
+            for length in lengths or [len(ids)]:
+                pieces.append(self._located(ids[at : at + length], used))
+                at += length
+            found[f"row {number}"] = pieces
+            self.names[f"row-id {number}"] = f"row {number} ({self.names.get(pieces[0][0], 'unknown')})"
+        self.stages["rows"] = {"values": found}
+
+    def _located(self, piece: list[int], used: dict[str, int]) -> list[Any]:
+        """Return [example, first token, tokens] of a piece: of the first example that has these tokens, and has not given them yet."""
+        free = [(key, ids) for key, ids in self.tokens.items() if used.get(key, 0) < len(ids)]
+        free.sort(key=lambda each: each[1] != piece)  # a complete example first
+        for key, ids in free:
+            start = used.get(key, 0)
+            for at in dict.fromkeys((start, len(ids) - len(piece))):
+                if at >= start and ids[at : at + len(piece)] == piece:
+                    used[key] = at + len(piece)
+                    return [key, at, len(piece)]
+        return ["tokens of no example", 0, len(piece)]
+
+
+OFF = (
+    *("do_eval", "push_to_hub", "use_liger_kernel", "use_liger", "gradient_checkpointing", "activation_offloading", "torch_compile"),
+    *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
+)
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(OFF, False),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_num_workers": 0,
+}
+"""Options that change no number on the CPU, or that end a run there. The order of the rows is observed apart."""
+MACHINE = (
+    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "tf32", "local_rank", "ddp_backend"),
+    *("dataset_num_proc", "eval_steps", "save_steps", "logging_steps", "resume_from_checkpoint", "output_dir", "run_name"),
+    *("gradient_checkpointing_kwargs", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "dataloader_prefetch_factor"),
+    *("dataloader_persistent_workers", "hub_model_id", "hub_token", "hub_strategy", "metric_for_best_model", "greater_is_better"),
+)
+"""Options of machines and of what is logged or saved, which are left out."""
+KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type")
+ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
+
+
+class _Trl(_Side):
+    def __init__(self, request: Any) -> None:
+        super().__init__(request)
+        self.trl: Any = importlib.import_module("trl")
+        self.torch: Any = importlib.import_module("torch")
+        self.data: list[Facts] = []
+        self.folder = tempfile.mkdtemp(dir=Path(request.rows).parent)
+        self.trainer: Any = None
+        self.losses: list[float] = []
+
+    def parts(self) -> list[tuple[Callable[[], None], Sequence[str]]]:
+        return [
+            (self._examples, ("tokens", "labels")),
+            (self._rows, ("rows", "batch", "items", "order")),
+            (self._model, ("model", "dtypes", "weights")),
+            (self._rate, ("rate",)),
+            (self._forward, ("logits", "row_losses")),
+            (self._train, ("loss", "gradients", "clipping", "update")),
+        ]
+
+    # ---- Options
+
+    def _parsed(self, **changes: Any) -> tuple[Any, Any]:
+        """Return SFTConfig and ModelConfig, as TRL's parser reads the file with these changes."""
+        trl = self.trl
+        classes = [
+            getattr(trl, name) for name in ("ScriptArguments", "SFTConfig", "ModelConfig", "DatasetMixtureConfig") if hasattr(trl, name)
+        ]
+        known = {field.name for each in classes for field in fields(each)}
+        if kernels := [name for name in KERNELS if self.request.values.get(name)]:
+            self.leave_out(f"what needs a GPU in TRL: `{'`, `'.join(kernels)}`")
+        values = {name: value for name, value in self.request.values.items() if name not in (*MACHINE, *KERNELS)}
+        values |= {name: value for name, value in {**SETTINGS, **changes}.items() if name in known}
+        values["output_dir"] = self.folder
+        path = Path(self.folder, "config.yaml")
+        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+        for word in (str(each) for each in found[-1]):
+            if word.startswith("--"):
+                self.leave_out(f"`{word.removeprefix('--')}`, which this TRL ignores")
+        by_class = {type(each).__name__: each for each in found[:-1]}
+        return by_class["SFTConfig"], by_class["ModelConfig"]
+
+    def _built(self, **changes: Any) -> Any:
+        """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the given rows."""
+        datasets: Any = importlib.import_module("datasets")
+        transformers: Any = importlib.import_module("transformers")
+        args, model_args = self._parsed(**changes)
+        given = getattr(model_args, "dtype", None) or getattr(model_args, "torch_dtype", None)
+        name = "dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"
+        options = {name: given, **(args.model_init_kwargs or {})}
+        options.pop("attn_implementation", None)
+        args.model_init_kwargs = {key: value for key, value in options.items() if value is not None}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, revision=self.request.revision or "main")
+        remarks = self
+
+        class Observed(self.trl.SFTTrainer):  # type: ignore[misc, name-defined]
+            def training_step(self, *positional: Any, **named: Any) -> Any:
+                loss = super().training_step(*positional, **named)
+                remarks.losses.append(float(loss))
+                return loss
+
+        return Observed(
+            model=self.request.model,
+            args=args,
+            train_dataset=datasets.Dataset.from_list(self.raw),
+            processing_class=tokenizer,
+            peft_config=self.trl.get_peft_config(model_args),
+        )
+
+    # ---- Data
+
+    def _examples(self) -> None:
+        longest = {"max_length": None, "packing": False, "padding_free": False, "max_seq_length": 1 << 20}
+        trainer = self._built(**longest)
+        rows = [_columns(row) for row in trainer.train_dataset]
+        if len(rows) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} rows became {len(rows)} examples")
+        batches = [trainer.data_collator([row]) for row in rows]
+        labels = [batch["labels"][0, : len(row["input_ids"])].tolist() for batch, row in zip(batches, rows, strict=True)]
+        tokenizer = trainer.processing_class
+        self.set_examples([list(row["input_ids"]) for row in rows], labels, tokenizer.decode)
+
+    def _rows(self) -> None:
+        request = self.request
+        count = min(request.sequences, request.model_rows)
+        size = min(request.micro_batch, count)
+        args, _ = self._parsed()
+        self.autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        settings = {"bf16": False, "fp16": False, "per_device_train_batch_size": size}
+        self.trainer = trainer = self._built(**settings, gradient_accumulation_steps=math.ceil(count / size))
+        self.data[:] = [_columns(row) for row in trainer.train_dataset]
+        is_wrapped = bool(trainer.args.packing) and "seq_lengths" not in self.data[0]
+        self.set_rows([(list(row["input_ids"]), row.get("seq_lengths")) for row in self.data], is_wrapped=is_wrapped)
+        self.stages["batch"] = {"values": {"sequences": request.sequences}}
+        items: Facts = {}
+        for step in range(request.ordered_steps):
+            chosen = step_rows(step, len(self.data), request.sequences)
+            batches = [self._collated(chosen[at : at + request.micro_batch]) for at in range(0, len(chosen), request.micro_batch)]
+            items[f"step {step + 1}"] = self._items(batches)
+        self.stages["items"] = {"values": items}
+        self.stages["order"] = self._order()
+
+    def _collated(self, indices: Sequence[int], rows: Sequence[Facts] | None = None) -> Facts:
+        return self.trainer.data_collator([dict((rows or self.data)[index]) for index in indices])
+
+    def _items(self, batches: Sequence[Facts]) -> Any:
+        """Return the number by which the Trainer divides the loss of a step; its own words if it does not."""
+        given = [iter(batches), len(batches)]
+        if "device" in inspect.signature(self.trainer.get_batch_samples).parameters:
+            given.append(self.torch.device("cpu"))
+        found = self.trainer.get_batch_samples(*given)[1]
+        return "a mean of each micro-batch" if found is None else int(found)
+
+    def _order(self) -> Facts:
+        """Return the first rows of the Trainer's own sampler."""
+        trainer, kept = self.trainer, self.trainer.data_collator
+        rows = [tuple(row["input_ids"]) for row in self.data]
+        index_of = {ids: number for number, ids in reversed(list(enumerate(rows)))}
+        read: list[int] = []
+        try:
+            trainer.data_collator = lambda examples: {"rows": [index_of[tuple(example["input_ids"])] for example in examples]}
+            for batch in trainer.get_train_dataloader():
+                read += batch["rows"]
+        finally:
+            trainer.data_collator = kept
+        pieces, size = self.stages["rows"]["values"], self.request.sequences
+        first = [pieces[f"row {number}"][0][0] for number in read]
+        steps = {f"step {step + 1}": [first[at] for at in step_rows(step, len(read), size)] for step in range(self.request.ordered_steps)}
+        shuffles = read != [index_of[ids] for ids in rows] or self.request.values.get("shuffle_dataset")
+        return {"values": steps, "assumed": RANDOM if shuffles else None}
+
+    # ---- Model
+
+    def _model(self) -> None:
+        model: Any = self.trainer.model
+        parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        self.stages["model"] = {"values": dropouts(model) | {name: list(p.shape) for name, p in parameters.items()}}
+        self.stages["dtypes"] = {
+            "values": {
+                name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}"
+                for name, p in parameters.items()
+            }
+            | {AUTOCAST: self.autocast}
+        }
+        self.stages["weights"] = {"values": {name: summary(p.detach()) for name, p in parameters.items() if not is_drawn(name)}}
+        if dropouts(model) or any(is_drawn(name) for name in parameters):
+            self.leave_out(DRAWN)
+        settle_draws(model)
+        self.left_out += [SMALL_MODEL, ROUNDING]
+
+    def _cut(self) -> list[Facts]:
+        """Return the beginning of each row, with a trained token if it has one."""
+        cut: list[Facts] = []
+        for number, row in enumerate(self.data):
+            labels = self._collated([number])["labels"][0].tolist()
+            trained = [index for index, label in enumerate(labels) if label != IGNORE_INDEX]
+            length = cut_length(len(row["input_ids"]), trained, self.request.model_tokens, self.request.after_first_target)
+            shorter = {name: value[:length] for name, value in row.items() if name != "seq_lengths"}
+            if "seq_lengths" in row:
+                ends = [min(sum(row["seq_lengths"][: at + 1]), length) for at in range(len(row["seq_lengths"]))]
+                shorter["seq_lengths"] = [end - start for start, end in zip([0, *ends], ends, strict=False) if end > start]
+            cut.append(shorter)
+        return cut
+
+    def _forward(self) -> None:
+        """Run each row alone, without dropout."""
+        torch, model = self.torch, self.trainer.model
+        model.eval()
+        rows = self._cut()
+        logits_of: Facts = {}
+        losses: Facts = {}
+        for number in step_rows(0, len(rows), self.request.sequences)[: self.request.model_rows]:
+            inputs = self._collated([number], rows)
+            labels = inputs.pop("labels")
+            with torch.no_grad():
+                logits = model(**inputs, use_cache=False).logits.float()
+            used = logits[0, : len(rows[number]["input_ids"])]
+            columns = torch.linspace(0, used.shape[-1] - 1, min(self.request.logit_columns, used.shape[-1])).long()
+            logits_of[f"row-id {number}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
+            with torch.no_grad():
+                loss = self.trainer.compute_loss(model, {**inputs, "labels": labels}, num_items_in_batch=torch.tensor(1))
+            losses[f"row-id {number}"] = float(loss)
+        self.stages["logits"], self.stages["row_losses"] = {"values": logits_of}, {"values": losses}
+
+    def _train(self) -> None:
+        """Let the Trainer run its first steps at the peak learning rate, and observe it."""
+        transformers: Any = importlib.import_module("transformers")
+        trainer, request = self.trainer, self.request
+        rows, args = self._cut(), trainer.args
+        self.losses.clear()
+        count, size = min(request.sequences, request.model_rows), args.per_device_train_batch_size
+        batches: list[Facts] = []
+        for step in range(request.trained_steps):
+            chosen = step_rows(step, len(rows), request.sequences)[: request.model_rows]
+            batches += [self._collated(chosen[at : at + size], rows) for at in range(0, len(chosen), size)]
+        args.max_steps, args.lr_scheduler_type, args.warmup_steps = request.trained_steps, transformers.SchedulerType.CONSTANT, 0
+        args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
+        whole = {"batch_size": None, "shuffle": False}  # batches that are made already
+        trainer.get_train_dataloader = lambda: self.torch.utils.data.DataLoader(batches, **whole)
+        watch = _Gradients(trainer, transformers.TrainerCallback)
+        trained = {plain_name(name): p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().double().clone() for name, p in trained.items()}
+        trainer.lr_scheduler = trainer.optimizer = None
+        trainer.train()
+        micro_batches = math.ceil(min(count, len(rows)) / size)
+        self.stages["loss"] = {"values": {"step 1": sum(self.losses[:micro_batches])}}
+        self.stages["gradients"], self.stages["clipping"] = watch.stages(float(args.max_grad_norm or 0.0))
+        self.stages["update"] = {"values": {name: summary(p.detach().double() - before[name]) for name, p in trained.items()}}
+
+    def _rate(self) -> None:
+        """Return the learning rate of each step, by the Trainer's own scheduler."""
+        args, torch, request = self.trainer.args, self.torch, self.request
+        steps, assumed = int(args.max_steps), None
+        if steps <= 0:
+            of_epoch = request.epoch_steps or math.ceil(len(self.data) / request.sequences)
+            if request.epoch_steps is not None:
+                assumed = f"the learning rate is that of epochs of {of_epoch:,} steps"
+            steps = math.ceil(float(args.num_train_epochs) * of_epoch)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        self.trainer.lr_scheduler = None
+        scheduler = self.trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
+        if hasattr(scheduler, "best"):
+            raise ValueError(f"`{args.lr_scheduler_type}` depends on losses")
+        shown, values = set(range(steps)), dict[str, Any]()
+        if steps > request.exact_steps:
+            shown = {*range(1000), *(step * steps // request.exact_steps for step in range(request.exact_steps))}
+            values["steps of the run"] = steps
+        for step in range(max(shown) + 1):
+            if step in shown:
+                values[f"step {step + 1}"] = float(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        self.trainer.lr_scheduler = None
+        self.stages["rate"] = {"values": values, "assumed": assumed}
+
+
+def _columns(row: Facts) -> Facts:
+    return {name: value for name, value in row.items() if name in ROW_COLUMNS and value is not None}
+
+
+class _Gradients:
+    """The gradients of the first step, before and after clipping."""
+
+    def __init__(self, trainer: Any, callback: type[Any]) -> None:
+        self._model = trainer.model
+        self._before: dict[str, list[float]] = {}
+        self._norms: list[float] = []
+        clip, watch = trainer.accelerator.clip_grad_norm_, self
+
+        def observed(*positional: Any, **named: Any) -> Any:
+            watch.observe()
+            return clip(*positional, **named)
+
+        class Observer(callback):
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                watch.observe()
+                watch.observe()  # the second one where nothing was clipped
+
+        trainer.accelerator.clip_grad_norm_ = observed
+        trainer.add_callback(Observer())
+
+    def observe(self) -> None:
+        if len(self._norms) < 2:
+            found = {plain_name(name): p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            self._norms.append(math.sqrt(sum(float(each.double().norm()) ** 2 for each in found.values())))
+            self._before = self._before or {name: summary(each) for name, each in found.items()}
+
+    def stages(self, max_norm: float) -> tuple[Facts, Facts]:
+        before, after = self._norms
+        factor = after / before if before else 1.0
+        return {"values": {"all parameters": before, **self._before}}, {"values": {"max_grad_norm": max_norm, "factor of step 1": factor}}
+
+
+def _answer(request: Any) -> Facts:
+    """Return the observation of one request. What fails gets its reason: it is what cannot be compared."""
+    side = _Trl(request)
+    for compute, names in side.parts():
+        wanted = [name for name in names if name in request.until and name not in side.stages]
+        if not wanted:
+            continue
+        try:
+            compute()
+            reason = "the tool does not show it"
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a failure of the tool is a result
+            text = (str(error).strip().splitlines() or [""])[0]
+            reason = f"{request.tool}: {type(error).__name__}: {text}"
+        for name in wanted:
+            side.stages.setdefault(name, {"reason": reason})
+    stages = {name: {"values": {}, "reason": None, "assumed": None, **facts} for name, facts in side.stages.items()}
+    return {"stages": stages, "names": side.names, "texts": side.texts, "versions": versions(), "left_out": side.left_out}
+
+
+def main() -> None:
+    os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true"})
+    importlib.import_module("torch").set_num_threads(1)  # another number adds in another order
+    answers = sys.stdout
+    for line in sys.stdin:
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold answers only
+            answer = _answer(SimpleNamespace(**json.loads(line)))
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

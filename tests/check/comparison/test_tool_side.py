@@ -1,0 +1,280 @@
+"""TRL computes its own side: a planted difference is found at the first stage that shows it. Fast tests have a stand-in in its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fsdp_tune
+from fsdp_tune.check.comparison import tool_side
+from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, needed_requirements
+from fsdp_tune.check.comparison.observe import Side
+from fsdp_tune.check.comparison.stages import Observation, StageFacts, stages_until
+from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.jobs.served import CompareAnswer
+from fsdp_tune.recipe.schema.recipe import Recipe
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "dtype": "float32"}
+TRL: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "datasets": [{"path": "json", "data_files": "chat.jsonl"}],
+    "assistant_only_loss": True,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "max_steps": 30,
+    "max_length": 256,
+    "bf16": False,
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's directory with a tokenizer, and rows."""
+    folder = tmp_path_factory.mktemp("tool")
+    alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|stop|>"]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder / "base")
+    config = LLAMA | {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "architectures": ["LlamaForCausalLM"]}
+    (folder / "base" / "config.json").write_text(json.dumps(config))
+    turns = [
+        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
+        for n in range(24)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns)))
+    pairs = [{"prompt": turn[0]["content"] + " ", "completion": turn[1]["content"]} for turn in turns]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(files)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def here(child: Any, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
+    """In place of the process that computes recipes."""
+    request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, "inputs": inputs, **child.settings}
+    return Side(request).observe()
+
+
+def written(files: Path, name: str, **changes: Any) -> str:
+    values = {key: value for key, value in {**TRL, **changes}.items() if value is not None}
+    (files / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    return f"{name}.yaml"
+
+
+def recipe_of(files: Path, **changes: Any) -> str:
+    fsdp_tune.import_recipe(written(files, "plain", **changes), output="recipe.yaml", num_gpus=1, force=True)
+    return "recipe.yaml"
+
+
+def first(found: CompareAnswer) -> str | None:
+    return found.first.stage if found.first is not None else None
+
+
+def keys(found: CompareAnswer) -> list[str]:
+    return [key.key for key in found.cause.keys] if found.cause is not None else []
+
+
+# ---- With a stand-in
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    """In place of TRL: the recipe that `import` makes, with a loss that noise doubles where `neftune_noise_alpha` is set."""
+    monkeypatch.setattr(ObservingChild, "computed", here)
+
+    def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
+        (files / "stand-in.yaml").write_text(yaml.safe_dump(dict(values)))
+        fsdp_tune.import_recipe("stand-in.yaml", output="stand-in-recipe.yaml", num_gpus=1, force=True)
+        from fsdp_tune.jobs.observer import Observer
+        from fsdp_tune.jobs.session import resolve_recipe
+        from fsdp_tune.recipe.read.loader import load_recipe
+
+        recipe = resolve_recipe(load_recipe("stand-in-recipe.yaml"), CompareOptions().allowed, Observer()).recipe
+        settings = {"rows": 32, "model": "small", "folder": str(files), "defaults": False, "beside_tool": True}
+        found = Side({"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **settings}).observe()
+        stages = dict(found.stages)
+        if (order := stages.get("order")) is not None:
+            stages["order"] = StageFacts(order.values, assumed=tool_side.RANDOM)
+        if "neftune_noise_alpha" in values and "loss" in stages:
+            stages["loss"] = StageFacts({"step 1": 2.0 * stages["loss"].values["step 1"]})
+        return Observation(stages, found.names, found.texts, {**found.versions, "trl": "1.0"}, found.left_out)
+
+    monkeypatch.setattr(ToolChild, "_computed", computed)
+
+
+def compared(a: str, b: str, **options: Any) -> CompareAnswer:
+    return fsdp_tune.compare(a, b, CompareOptions(python=Path(sys.executable), num_gpus=1, **options))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_configuration_and_its_recipe_are_equal_but_for_the_order(files: Path) -> None:
+    found = compared(written(files, "trl"), recipe_of(files))
+    assert found.equal
+    assert (found.a.tool_version, found.b.tool_version) == ("1.0", None)
+    status = {stage.name: stage.status for stage in found.stages}
+    assert {name for name, each in status.items() if each != "equal"} == {"order"}
+    assert any("torch's generator" in line for line in found.not_compared)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("turned", [False, True])
+def test_key_is_the_cause_whichever_side_the_tool_computes(files: Path, *, turned: bool) -> None:
+    sides = (written(files, "trl", weight_decay=0.1), recipe_of(files))
+    found = compared(*(reversed(sides) if turned else sides))
+    assert (first(found), keys(found)) == ("update", ["training.weight_decay"])
+    assert found.cause is not None
+    assert found.cause.text.endswith(
+        "with B's value in A the difference vanishes" if turned else "with A's value in B the difference vanishes"
+    )
+    assert found.cause.hint is not None
+    assert "`--set training.weight_decay=0.1` gives" in found.cause.hint
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_option_that_a_recipe_lacks_is_found_by_leaving_it_out_of_the_tool(files: Path) -> None:
+    found = compared(written(files, "trl", neftune_noise_alpha=5, weight_decay=0.1), recipe_of(files))
+    assert (first(found), keys(found)) == ("loss", [])
+    assert found.cause is not None
+    assert found.cause.is_shown
+    assert "`neftune_noise_alpha: 5` of trl.yaml" in found.cause.text
+    assert [(each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None) for each in found.later] == [
+        ("update", ["training.weight_decay"])
+    ]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_order_counts_where_the_other_side_does_not_shuffle(files: Path) -> None:
+    recipe = recipe_of(files)
+    (files / "sorted.yaml").write_text((files / recipe).read_text().replace("data:\n", "data:\n  shuffle: false\n"))
+    found = compared(written(files, "trl"), "sorted.yaml")
+    assert (first(found), keys(found)) == ("order", ["data.shuffle"])
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_imported_recipe_alone_is_compared_if_that_is_wanted(files: Path) -> None:
+    found = compared(written(files, "trl", neftune_noise_alpha=5), recipe_of(files), tools="import")
+    assert (found.a.tool_version, first(found)) == (None, None)
+
+
+def test_newest_version_is_installed_unless_one_is_named() -> None:
+    assert needed_requirements(["TRL"], ["accelerate==1.15.0"]) == ["accelerate==1.15.0", "trl"]
+    assert needed_requirements(["TRL"], ["TRL == 1.0"]) == ["TRL == 1.0"]
+    assert needed_requirements([], ["transformers==4.57.6"]) == ["transformers==4.57.6"]
+
+
+def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.write_text("".join(json.dumps({"key": key, "name": key, "values": {}}) + "\n" for key in "abc"))
+    side = tool_side._Side(SimpleNamespace(rows=str(rows)))
+    side.set_examples([[1, 2, 3, 4], [1, 2], [5]], [[1, 2, 3, 4], [1, -100], [5]], str)
+    assert side.stages["labels"]["values"] == {"a": [0, 1, 1, 1], "b": [0, 0], "c": [0]}
+    side.set_rows([([1, 2, 5], [2, 1]), ([1, 2, 3], None), ([4], None), ([9], None)], is_wrapped=False)
+    assert side.stages["rows"]["values"] == {
+        "row 0": [["b", 0, 2], ["c", 0, 1]],
+        "row 1": [["a", 0, 3]],
+        "row 2": [["a", 3, 1]],
+        "row 3": [["tokens of no example", 0, 1]],
+    }
+    side.set_rows([([1, 2, 3], None), ([4, 1, 2], None), ([5], None)], is_wrapped=True)
+    assert side.stages["rows"]["values"]["row 1"] == [["a", 3, 1], ["b", 0, 2]]
+
+
+def test_rows_of_a_step_follow_their_order_and_begin_again() -> None:
+    assert [tool_side.step_rows(step, 5, 2) for step in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert tool_side.step_rows(1, 3, 8) == [0, 1, 2]
+
+
+# ---- With TRL
+
+
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed here (scripts/install)")
+PAIRS: dict[str, Any] = {"assistant_only_loss": None, "datasets": [{"path": "json", "data_files": "pairs.jsonl"}]}
+PLANTED: list[tuple[dict[str, Any], str, list[str] | None]] = [
+    ({"assistant_only_loss": None, "packing": False}, "labels", []),
+    ({"max_length": 64}, "rows", ["data.max_length"]),
+    ({"packing": True, "max_length": 512}, "rows", None),
+    (PAIRS | {"eos_token": "<|stop|>"}, "tokens", ["model.tokens.eos"]),
+    (PAIRS | {"completion_only_loss": False}, "labels", ["data.loss_on"]),
+    ({"bf16": True}, "dtypes", ["precision.mixed_precision"]),
+    ({"dtype": "bfloat16"}, "dtypes", ["model.dtype"]),
+    ({"label_smoothing_factor": 0.1}, "row_losses", ["training.label_smoothing_factor"]),
+    ({"neftune_noise_alpha": 5}, "loss", []),
+    ({"max_grad_norm": 0.25}, "clipping", ["training.max_grad_norm"]),
+    ({"lr_scheduler_type": "cosine"}, "rate", ["training.lr_scheduler_type"]),
+    ({"warmup_steps": 5}, "rate", ["training.warmup_steps"]),
+    ({"weight_decay": 0.1}, "update", ["training.weight_decay"]),
+    ({"gradient_accumulation_steps": 1}, "batch", ["training.global_batch_size"]),
+    ({"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}, "model", ["lora"]),
+]
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL in this process, whose imports take seconds."""
+    monkeypatch.setattr(ObservingChild, "computed", here)
+
+    def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
+        request = {"tool": "TRL", "values": values, "until": list(stages_until(until)), **child._inputs}
+        return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
+
+    monkeypatch.setattr(ToolChild, "_computed", computed)
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.usefixtures("trl")
+@pytest.mark.parametrize(("changes", "stage", "named"), PLANTED, ids=[" ".join(changes) for changes, _, _ in PLANTED])
+def test_planted_option_of_trl_is_found_at_the_first_stage_that_shows_it(
+    files: Path, changes: dict[str, Any], stage: str, named: list[str] | None
+) -> None:
+    found = compared(written(files, "trl", **changes), recipe_of(files, **(PAIRS if "datasets" in changes else {})))
+    assert first(found) == stage
+    assert named is None or keys(found) == named
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj"]}])
+def test_trl_computes_what_the_imported_recipe_computes(files: Path, changes: dict[str, Any]) -> None:
+    found = compared(written(files, "trl", **changes), recipe_of(files, **changes))
+    assert [stage.name for stage in found.stages if stage.status == "different"] == []
+    assert [stage.name for stage in found.stages if stage.status == "not_compared"] == ["order"]
+    assert found.a.tool_version is not None
+
+
+@needs_trl
+@pytest.mark.slow
+def test_options_that_trl_refuses_are_not_compared_and_never_equal(files: Path) -> None:
+    found = compared(written(files, "trl", learning_rate="fast"), recipe_of(files))
+    assert not found.equal
+    assert all(stage.status == "not_compared" for stage in found.stages)

@@ -1,0 +1,153 @@
+"""Machines with a run directory each: the files of the first reach the others, and one checkpoint is chosen of all parts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.launch.machines import machine as machines
+from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.machine import OwnDirectory
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
+from tests.launch.links import Network, identity, start, until
+
+pytestmark = pytest.mark.usefixtures("quick_machines")
+
+NAMES = ("weights-0", "weights-1", "state.json")
+
+
+def write_parts(runs: list[RunDir], step: int, *, on: tuple[int, ...] = (0, 1)) -> None:
+    """Write a checkpoint of which each machine has its part, on some of the machines."""
+    files = {name: f"{name} of {step}".encode() for name in NAMES}
+    parts = [("weights-0", "state.json"), ("weights-1", "state.json")]
+    facts = [{"host": f"host-{at}", "directory": str(run.path), "files": list(parts[at])} for at, run in enumerate(runs)]
+    scratch = runs[0].path.with_name("scratch")
+    scratch.mkdir(exist_ok=True)
+    for name, raw in files.items():
+        (scratch / name).write_bytes(raw)
+    manifest = Manifest(CHECKPOINT_KIND, {name: digest_file(scratch / name) for name in files}, {"step": step, "machines": facts})
+    for at in on:
+        folder = runs[at].checkpoint(step)
+        folder.mkdir(parents=True)
+        for name in parts[at]:
+            (folder / name).write_bytes(files[name])
+        (folder / MANIFEST_NAME).write_text(manifest.to_json())
+
+
+class OwnPlay:
+    """Two machines in one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.network = Network(2)
+        self.runs = [RunDir(folder / f"machine-{at}" / "run") for at in (0, 1)]
+        self.installed: list[dict[str, bytes]] = []
+        self.refusal: Problem | None = None
+        for run in self.runs:
+            run.logs.mkdir(parents=True)
+            (run.path / "model").mkdir()
+        self.folders = [folder / f"channel-{at}" for at in (0, 1)]
+        for each in self.folders:
+            each.mkdir()
+
+    def _install(self, received: RunDir) -> Problem | None:
+        files = (path for path in received.path.rglob("*") if path.is_file())
+        self.installed.append({path.relative_to(received.path).as_posix(): path.read_bytes() for path in files})
+        return self.refusal
+
+    def machine(self, number: int) -> Machines:
+        directory = OwnDirectory(self.runs[number], self.folders[number], digests=True, install=self._install)
+        channel = self.network.channel(number, self.folders[number])
+        there = identity(f"host-{number}")
+        return Machines(self.runs[number], number, 2, hang_seconds=20.0, channel=channel, identity=there, directory=directory).__enter__()
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[OwnPlay]:
+    made = OwnPlay(tmp_path)
+    yield made
+    made.network.close()
+
+
+def test_files_of_the_first_machine_reach_the_other_for_each_launch(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    first = play.runs[0]
+    first.recipe_json.write_text("{}")
+    (first.model / "tokenizer.json").write_bytes(bytes(range(256)) * 100)
+    first.resume_json.write_text("one")
+    both = play.machine(0), play.machine(1)
+    start(*both)
+    assert play.installed[0]["model/tokenizer.json"] == bytes(range(256)) * 100
+    assert play.installed[0]["resume.json"] == b"one"
+    first.resume_json.write_text("two")
+    start(*both, launch=1)
+    assert play.installed[-1]["resume.json"] == b"two"
+    assert not play.runs[1].recipe_json.exists()  # what is written is the caller's part
+
+
+def test_machine_that_cannot_install_the_files_ends_the_launch(play: OwnPlay) -> None:
+    play.refusal = Problem("machines-differ", "machine 1 (host-1) prepares other data than machine 0")
+    first, second = play.machine(0), play.machine(1)
+    joining = threading.Thread(target=second.join)
+    joining.start()
+    ended = first.gather(0)
+    joining.join()
+    assert ended is not None
+    assert ended.problem is not None
+    assert "prepares other data" in ended.problem.message
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"])
+def test_damaged_archive_is_refused(play: OwnPlay, damage: Callable[[bytes], bytes]) -> None:
+    directory = OwnDirectory(play.runs[0], play.folders[0], digests=False)
+    play.runs[0].recipe_json.write_text("{}")
+    offered = directory.offer()
+    raw = (play.folders[0] / offered["archive"]).read_bytes()
+    (play.folders[1] / offered["archive"]).write_bytes(damage(raw))
+    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
+    assert problem is not None
+    assert problem.code == "run-files-missing"
+
+
+def test_newest_checkpoint_of_which_all_parts_are_there_is_chosen(play: OwnPlay) -> None:
+    write_parts(play.runs, 10)
+    write_parts(play.runs, 20)
+    write_parts(play.runs, 30, on=(0,))  # the other machine was killed before its rename
+    weights = play.runs[1].checkpoint(20) / "weights-1"
+    weights.write_bytes(b"x" * weights.stat().st_size)
+    first, second = play.machine(0), play.machine(1)
+    joining = threading.Thread(target=second.join, daemon=True)
+    joining.start()
+    held = first.held_elsewhere()
+    assert {each.step: each.is_verified for each in held} == {20: False, 10: True}
+    checkpoint, rejected = latest_checkpoint(play.runs[0], digests=True, elsewhere=held)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert [each.path.name for each in rejected] == ["checkpoint-20", "checkpoint-30"]
+    assert f"1 of its 3 files are not here; host-1:{play.runs[1].path} had it" in rejected[0].reason
+    first.conclude(machines.verdict_of(FailedError(Problem("test", "ends"))))
+    joining.join()
+
+
+def test_parts_alone_are_no_complete_checkpoint(play: OwnPlay) -> None:
+    write_parts(play.runs, 10)
+    for run in play.runs:
+        assert latest_checkpoint(run)[0] is None
+        assert latest_checkpoint(run, elsewhere=None)[0] is not None
+    (play.runs[0].checkpoint(10) / "weights-0").unlink()
+    found = inspect_checkpoint(play.runs[0].checkpoint(10), digests=False, elsewhere=())
+    assert "2 of its 3 files are not here" in str(found)
+
+
+def test_missing_machine_is_named_before_the_start_is_decided(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = play.machine(0)
+    monkeypatch.setattr(first, "_hang_seconds", 0.2)
+    with pytest.raises(FsdpTuneError) as caught:
+        first.held_elsewhere()
+    assert caught.value.problems[0].code == "machines-missing"
+    until(lambda: first.held_elsewhere(0.1) == [])
