@@ -57,7 +57,7 @@ class MetricsEvent(JsonAnswer):
 
     def details(self) -> dict[str, JsonValue]:
         """Return the fields that only this event has."""
-        return {key: value for key, value in self.as_dict().items() if key not in _COMMON}
+        return {key: value for key, value in self.as_dict().items() if key not in COMMON}
 
     def shown(self) -> list[str]:
         """Return the lines of the terminal."""
@@ -96,7 +96,8 @@ AnyEvent = MetricsEvent | OtherEvent
 Declared = TypeVar("Declared", bound=MetricsEvent)
 EVENTS: dict[str, type[MetricsEvent]] = {}
 """Name → its class, in the order of the reference."""
-_COMMON = tuple(each.name for each in fields(MetricsEvent))
+COMMON = tuple(each.name for each in fields(MetricsEvent))
+"""Fields of every event."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -125,7 +126,7 @@ def read_event(line: Mapping[str, object]) -> AnyEvent | None:
             return _validator(kind).validate_python(absent | dict(line))
         except ValidationError:
             pass
-    rest = cast(dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *_COMMON)})
+    rest = cast(dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *COMMON)})
     step, time = line.get("step"), line.get("time")
     whole = step if isinstance(step, int) and not isinstance(step, bool) else None
     seconds = float(time) if isinstance(time, int | float) and math.isfinite(time) else None
@@ -135,28 +136,6 @@ def read_event(line: Mapping[str, object]) -> AnyEvent | None:
 @cache
 def _validator(kind: type[MetricsEvent]) -> TypeAdapter[MetricsEvent]:
     return TypeAdapter(kind)
-
-
-def events_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the events that this version writes."""
-    kinds = list(EVENTS.values())
-    _, document = TypeAdapter.json_schemas([(kind, "serialization", TypeAdapter(kind)) for kind in kinds])
-    for kind in kinds:
-        made = document["$defs"][kind.__name__]
-        made["properties"] = {"event": {"const": kind.name}, **made["properties"]}
-        made["properties"]["time"] = {"type": "number", "description": "Wall clock, in seconds."}
-        made["required"] = ["event", "step", "time", *(each.name.rstrip("_") for each in fields(kind) if each.name not in _COMMON)]
-    return {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds], **document}
-
-
-def reference_rows() -> list[str]:
-    """Return the rows of the table in docs/reference/metrics.md."""
-    rows: list[str] = []
-    for kind in EVENTS.values():
-        named = ", ".join(f"`{each.name}`" for each in fields(kind) if each.name not in _COMMON)
-        when = " ".join((kind.__doc__ or "").split()).removesuffix(".")
-        rows.append(f"| `{kind.name}` | {f'{named} ' if named else ''}| {when[:1].lower()}{when[1:]} |")
-    return rows
 
 
 # ---- Parts of events
@@ -201,6 +180,13 @@ class ChangedKey(JsonAnswer):
     new: Any
     class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
     """What the change does to the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageEvent(MetricsEvent):
+    """An event with a sentence and nothing else."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +292,8 @@ class CheckpointSaved(MetricsEvent):
 
 
 @event("checkpoint_failed", "alarm")
-class CheckpointFailed(MetricsEvent):
+class CheckpointFailed(MessageEvent):
     """A save failed."""
-
-    message: str
 
     def shown(self) -> list[str]:
         return [f"warning: checkpoint-{self.step} was NOT saved: {self.message}"]
@@ -328,20 +312,16 @@ class Mirrored(MetricsEvent):
 
 
 @event("mirror_failed", "alarm")
-class MirrorFailed(MetricsEvent):
+class MirrorFailed(MessageEvent):
     """Sending to the mirror failed, and is repeated; written once until it succeeds again."""
-
-    message: str
 
     def shown(self) -> list[str]:
         return [f"warning: the mirror is behind: {self.message}"]
 
 
 @event("rotation_failed", "warning")
-class RotationFailed(MetricsEvent):
+class RotationFailed(MessageEvent):
     """Old checkpoints could not be removed."""
-
-    message: str
 
 
 @event("compiled", "routine")
@@ -353,10 +333,8 @@ class Compiled(MetricsEvent):
 
 
 @event("compile_fallback", "warning")
-class CompileFallback(MetricsEvent):
+class CompileFallback(MessageEvent):
     """A function was compiled too often and runs uncompiled where no graph fits."""
-
-    message: str
 
 
 @event("profiled", "routine")
@@ -421,24 +399,18 @@ class GradientSpike(SpikeEvent):
 
 
 @event("zero_gradient", "warning", marks_curves=True)
-class ZeroGradient(MetricsEvent):
+class ZeroGradient(MessageEvent):
     """The gradient norm is exactly zero."""
-
-    message: str
 
 
 @event("weights_look_random", "warning")
-class WeightsLookRandom(MetricsEvent):
+class WeightsLookRandom(MessageEvent):
     """The first loss is that of a random model, and the model should be pretrained."""
-
-    message: str
 
 
 @event("precision_warning", "warning")
-class PrecisionWarning(MetricsEvent):
+class PrecisionWarning(MessageEvent):
     """An operator of the first micro-batch ran in an unexpected dtype."""
-
-    message: str
 
 
 @event("loss_scale_backed_off", "warning")
@@ -456,10 +428,8 @@ class StepSkipped(MetricsEvent):
 
 
 @event("tracker_failed", "alarm")
-class TrackerFailed(MetricsEvent):
+class TrackerFailed(MessageEvent):
     """A tracker was disabled."""
-
-    message: str
 
     def shown(self) -> list[str]:
         return [f"warning: step {self.step}: {self.message}"]
@@ -476,10 +446,8 @@ class Stopping(MetricsEvent):
 
 
 @event("early_stopped")
-class EarlyStopped(MetricsEvent):
+class EarlyStopped(MessageEvent):
     """`training.early_stopping` ends the run after this step."""
-
-    message: str
 
 
 @event("train_finished", is_shown=False)

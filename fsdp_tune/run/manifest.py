@@ -92,7 +92,8 @@ class Manifest:
         """Describe files of other machines that are not in the directory."""
         owners = [each for each in self.machines if not set(names).isdisjoint(each.files)]
         where = " and ".join(f"{each.host}:{each.directory}" for each in owners) or "another machine"
-        return f"{len(names)} of its {len(self.files)} files are not here; {where} had {'them' if len(names) > 1 else 'it'}"
+        are, them = ("are", "them") if len(names) > 1 else ("is", "it")
+        return f"{len(names)} of its {len(self.files)} files {are} not here; {where} had {them}"
 
     def to_json(self) -> str:
         fields = asdict(self)

@@ -245,7 +245,9 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
     def report(saved: Saved) -> None:
         if saved.error is None:
             trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
-            trainer.parts.metrics.event(CheckpointSaved(saved.step, saved.seconds, saved.stall_seconds, saved.size_bytes))
+            trainer.parts.metrics.event(
+                CheckpointSaved(saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes)
+            )
             if saved.left is not None:
                 trainer.parts.metrics.event(RotationFailed(saved.step, saved.left))
                 say(f"WARNING: old checkpoints were not removed: {saved.left}")

@@ -70,7 +70,9 @@ def test_loss_of_a_line_that_is_one_step_names_it() -> None:
 
 def test_card_shows_the_last_samples(tmp_path: Path) -> None:
     long = {"prompt": "a", "text": " b" * 90}
-    events = [{"event": "samples", "step": step, "samples": [{"prompt": "one is", "text": f" {step}"}, long]} for step in (10, 20)]
+    events = [
+        {"event": "samples", "step": step, "seconds": 1.0, "samples": [{"prompt": "one is", "text": f" {step}"}, long]} for step in (10, 20)
+    ]
     shown = card(run_with(tmp_path, [*LINES, *events]), {}, [], 1.0)
     assert [text for name, text in shown if name == "sample"] == ["one is →  20", f"a → {' b' * 60} …"]
 

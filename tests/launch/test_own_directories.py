@@ -129,7 +129,7 @@ def test_newest_checkpoint_of_which_all_parts_are_there_is_chosen(play: OwnPlay)
     assert checkpoint is not None
     assert checkpoint.step == 10
     assert [each.path.name for each in rejected] == ["checkpoint-20", "checkpoint-30"]
-    assert f"1 of its 3 files are not here; host-1:{play.runs[1].path} had it" in rejected[0].reason
+    assert f"1 of its 3 files is not here; host-1:{play.runs[1].path} had it" in rejected[0].reason
     first.conclude(machines.verdict_of(FailedError(Problem("test", "ends"))))
     joining.join()
 

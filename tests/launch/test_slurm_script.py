@@ -134,7 +134,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> No
 
 
 def test_lead_is_measured_or_estimated_and_has_a_floor() -> None:
-    saves = [{"event": "checkpoint_saved", "seconds": each} for each in (100.0, 200.0)]
+    saves = [{"event": "checkpoint_saved", "step": 1, "seconds": each, "stall_seconds": 0.0, "size_bytes": 1} for each in (100.0, 200.0)]
     assert measured_lead([*saves, {"loss": 1.0, "step_seconds": 10.0}, {"eval_loss": 1.0, "eval_seconds": 60.0}]) == Lead(
         490, "2 × 3m20s (slowest of 2 saves) + 3 steps of 10.0s + an evaluation of 1m00s"
     )

@@ -73,11 +73,11 @@ def losses(*pairs: tuple[int, float]) -> list[dict[str, object]]:
 def test_lines_of_a_later_attempt_replace_those_of_the_earlier_one() -> None:
     """Another interval of logging too: what the later attempt has not reached yet is not taken from the earlier one."""
     first = [*losses((10, 3.0), (20, 2.5)), {"step": 20, "eval_loss": 2.6}, *losses((30, 2.0)), {"step": 30, "eval_loss": 2.1}]
-    again = [{"event": "train_started", "step": 10}, *losses((15, 2.9), (20, 2.8))]
+    again = [{"event": "train_started", "step": 10, "total_steps": 40}, *losses((15, 2.9), (20, 2.8))]
     found = sorted_lines([*first, *again])
     assert [(line["step"], line["loss"]) for line in found.losses] == [(10, 3.0), (15, 2.9), (20, 2.8)]
     assert found.evals == []
-    assert [line["event"] for line in found.events] == ["train_started"]
+    assert [event.name for event in found.events] == ["train_started"]
 
 
 def test_repeated_steps_without_an_event_are_of_the_later_attempt() -> None:

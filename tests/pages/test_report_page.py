@@ -57,7 +57,7 @@ def hostile_run(folder: Path) -> RunDir:
         training_line(2, **{f"source_{HOSTILE}_loss": 1.0, "source_b_loss": 2.0}),
         {"event": "loss_spike", "step": 2, "time": 1.0, "message": HOSTILE, "rows": [HOSTILE]},
         {"event": HOSTILE, "step": 2, HOSTILE: HOSTILE},
-        {"event": "samples", "step": 2, "samples": [{"prompt": HOSTILE, "text": HOSTILE}]},
+        {"event": "samples", "step": 2, "seconds": 1.0, "samples": [{"prompt": HOSTILE, "text": HOSTILE}]},
     ]
     run = written(folder, lines, text=f"# {HOSTILE}\n", torch=HOSTILE)
     data = json.loads(run.data_json.read_text())
@@ -92,7 +92,10 @@ def test_page_needs_no_other_file(tmp_path: Path) -> None:
 
 
 def test_links_of_the_page_resolve(tmp_path: Path) -> None:
-    lines = [training_line(1, source_a_loss=1.0), {"event": "samples", "step": 1, "samples": [{"prompt": "a", "text": "b"}]}]
+    lines = [
+        training_line(1, source_a_loss=1.0),
+        {"event": "samples", "step": 1, "seconds": 1.0, "samples": [{"prompt": "a", "text": "b"}]},
+    ]
     elements = Elements(page_of(written(tmp_path / "one", lines)))
     names = {f"#{attributes['id']}" for _, attributes in elements.found if attributes.get("id")}
     links = {str(link["href"]) for link in elements.all("a")}
@@ -139,7 +142,7 @@ def test_page_of_many_long_runs_is_below_a_megabyte(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [training_line(step, 1 + (step * 7919 % 1009) / 997, **fields) for step in range(1, 2000)]
     for step in range(100, 2000, 100):
         samples = [{"prompt": f"{HOSTILE} {number}", "text": "<&>" * 2000} for number in range(20)]
-        lines.append({"event": "samples", "step": step, "samples": samples})
+        lines.append({"event": "samples", "step": step, "seconds": 1.0, "samples": samples})
     lines += [{"event": "loss_spike", "step": step, "message": "<" * 500} for step in range(1000)]
     runs = [written(tmp_path / str(index), lines, text="<" * 100_000) for index in range(3)]
     page = page_of(*runs)

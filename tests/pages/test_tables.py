@@ -36,9 +36,9 @@ def test_runs_with_the_same_rows_share_a_table_of_sources(tmp_path: Path) -> Non
     assert tables[0].rows == [["train", "chat", "messages", "assistant", "889", "1.5", "6,686", "2,492", "75.0%"]]
 
 
-def test_event_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> None:
+def test_event_of_another_version_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> None:
     spike = {
-        "event": "zero_gradient",
+        "event": "loss_spike",
         "step": 1200,
         "time": 1795398078.2,
         "message": "the loss is 9",
@@ -46,7 +46,7 @@ def test_event_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> Non
         "rows": [{"row": "a.jsonl:12", "loss": 9.123456}, {"row": "b.jsonl:3", "loss": 8.0}],
     }
     (event,) = events_of(record(tmp_path / "one", [spike]), 10).shown
-    assert (event.step, event.time, event.name, event.is_warning) == ("1,200", "2026-11-23 01:41:18", "zero_gradient", True)
+    assert (event.step, event.time, event.name, event.is_warning) == ("1,200", "2026-11-23 01:41:18", "loss_spike", True)
     assert event.text == "the loss is 9\nrows:\n  row: a.jsonl:12, loss: 9.123\n  row: b.jsonl:3, loss: 8"
 
 
@@ -67,7 +67,7 @@ def test_rows_of_spikes_are_a_table_and_not_in_the_events(tmp_path: Path) -> Non
 
 
 def test_events_without_message_show_their_fields_and_bad_times_are_unknown(tmp_path: Path) -> None:
-    lines = [{"event": "stopping", "step": 3, "time": 1e300, "reason": "SIGTERM", "count": 1234, "on": None}, {"event": "odd"}]
+    lines = [{"event": "halting", "step": 3, "time": 1e300, "reason": "SIGTERM", "count": 1234, "on": None}, {"event": "odd"}]
     first, second = events_of(record(tmp_path / "one", lines), 10).shown
     assert (first.time, first.text) == ("–", "reason: SIGTERM\ncount: 1,234\non: null")
     assert (second.step, second.text, second.is_warning) == ("–", "", False)
@@ -87,7 +87,7 @@ def test_routine_events_are_left_out_first(tmp_path: Path) -> None:
 
 
 def sample(step: int, text: str) -> dict[str, Any]:
-    return {"event": "samples", "step": step, "samples": [{"prompt": "one plus", "text": text}]}
+    return {"event": "samples", "step": step, "seconds": 1.0, "samples": [{"prompt": "one plus", "text": text}]}
 
 
 def test_samples_of_runs_are_in_the_order_of_steps_by_prompt(tmp_path: Path) -> None:

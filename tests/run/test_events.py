@@ -20,7 +20,6 @@ from fsdp_tune.run.events import (
     OtherEvent,
     RankSlowed,
     RecipeChanged,
-    events_schema,
     read_event,
 )
 from fsdp_tune.run.metrics_file import append_event, read_metrics
@@ -37,9 +36,8 @@ def line_of(name: str, **fields: Any) -> dict[str, Any]:
 
 
 SHARE = {"total": 0.5, "compute": 0.25, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "idle": 0.25}
-PLACE = {"step": 7, "rank": 1, "sequence": 0, "tokens": 5}
 SPIKE_ROWS = [
-    {"file": "a.jsonl", "row": row, **PLACE, "micro_batch": number, "loss": 9.5 / number * 2}
+    {"file": "a.jsonl", "row": row, "tokens": 5, "step": 7, "rank": 1, "micro_batch": number, "sequence": 0, "loss": 9.5 / number * 2}
     for row, number in ((3, 2), (4, 2), (5, 2), (6, 2), (7, 3))
 ]
 SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -164,12 +162,12 @@ def test_line_of_a_step_is_no_event() -> None:
     assert read_event({"step": 7, "loss": 1.0}) is None
 
 
-def test_schema_has_the_fields_of_every_event() -> None:
-    schema = events_schema()
+def test_schema_has_the_fields_of_every_event(repository: Path) -> None:
+    schema = json.loads((repository / "docs" / "reference" / "schemas" / "metrics-events.json").read_text(encoding="utf-8"))
     assert len(schema["anyOf"]) == len(EVENTS)
     for name, kind in EVENTS.items():
         made = schema["$defs"][kind.__name__]
-        assert list(made["properties"]) == ["event", *(each.name for each in fields(kind))]
+        assert set(made["properties"]) == set(made["required"]) == {"event", *(each.name for each in fields(kind))}
         assert made["properties"]["event"] == {"const": name}
 
 

@@ -131,6 +131,7 @@ def module_name(path: Path, repository: Path) -> str:
 
 WORLD_SIZE_CALLERS = {
     "worker/agreement.py": "values of every rank",
+    "worker/checkpoint/exchange.py": "ranks send parts of files to each other",
     "worker/checkpoint/state.py": "a message; and each rank has a file of its own, and verifies its share of all files",
     "worker/observe/stragglers.py": "compares all ranks",
     "worker/readback/report.py": "reads the live number of ranks",

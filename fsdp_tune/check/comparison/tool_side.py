@@ -110,7 +110,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-class _Side:
+class _ToolRows:
     """The stages that do not depend on the tool, and the rows that it is given."""
 
     def __init__(self, request: Any) -> None:
@@ -189,7 +189,7 @@ KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_neste
 ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
 
 
-class _Trl(_Side):
+class _Trl(_ToolRows):
     def __init__(self, request: Any) -> None:
         super().__init__(request)
         self.trl: Any = importlib.import_module("trl")
@@ -389,7 +389,7 @@ class _Trl(_Side):
         args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
         whole = {"batch_size": None, "shuffle": False}  # batches that are made already
         trainer.get_train_dataloader = lambda: self.torch.utils.data.DataLoader(batches, **whole)
-        watch = _Gradients(trainer, transformers.TrainerCallback)
+        watch = _GradientWatch(trainer, transformers.TrainerCallback)
         trained = {plain_name(name): p for name, p in trainer.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
         trainer.lr_scheduler = trainer.optimizer = None
@@ -430,7 +430,7 @@ def _columns(row: Facts) -> Facts:
     return {name: value for name, value in row.items() if name in ROW_COLUMNS and value is not None}
 
 
-class _Gradients:
+class _GradientWatch:
     """The gradients of the first step, before and after clipping."""
 
     def __init__(self, trainer: Any, callback: type[Any]) -> None:
@@ -465,7 +465,7 @@ class _Gradients:
 
 def _answer(request: Any) -> Facts:
     """Return the observation of one request. What fails gets its reason: it is what cannot be compared."""
-    side = _Trl(request)
+    side, first = _Trl(request), ""
     for compute, names in side.parts():
         wanted = [name for name in names if name in request.until and name not in side.stages]
         if not wanted:
@@ -475,7 +475,7 @@ def _answer(request: Any) -> Facts:
             reason = "the tool does not show it"
         except (Exception, SystemExit) as error:  # noqa: BLE001  a failure of the tool is a result
             text = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{request.tool}: {type(error).__name__}: {text}"
+            reason = first = (first if side.trainer is None else "") or f"{request.tool}: {type(error).__name__}: {text}"
         for name in wanted:
             side.stages.setdefault(name, {"reason": reason})
     stages = {name: {"values": {}, "reason": None, "assumed": None, **facts} for name, facts in side.stages.items()}

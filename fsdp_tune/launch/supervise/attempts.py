@@ -279,7 +279,17 @@ class Attempts:
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0
-        append_event(run, Restarted(start_step, restart.number, total, failure.step, failure.problem.code, failure.problem.message))
+        append_event(
+            run,
+            Restarted(
+                start_step,
+                restart=restart.number,
+                max_restarts=total,
+                failed_after_step=failure.step,
+                code=failure.problem.code,
+                message=failure.problem.message,
+            ),
+        )
         source = "step 0 (there is no complete checkpoint yet)"
         if checkpoint is not None:
             source = checkpoint.path.name if checkpoint.path.parent == run.path else str(checkpoint.path)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, NATIVE_ENDS, ExitCode, ExitReason, Problem, Where, device_failure, device_fault
-from fsdp_tune.launch.process_tree import find_ranks, is_alive
+from fsdp_tune.core.processes import find_ranks, is_alive
 from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import STOPPED, Heartbeat, Outcome, RankState, Verdict, read_heartbeat, read_outcome

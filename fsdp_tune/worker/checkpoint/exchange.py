@@ -255,7 +255,7 @@ def _joined(ranges: Collection[ByteRange]) -> list[ByteRange]:
         last = found[-1] if found else None
         if last is not None and last.file == each.file and each.start <= last.start + last.length:
             end = max(last.start + last.length, each.start + each.length)
-            found[-1] = last._replace(length=end - last.start)
+            found[-1] = ByteRange(last.file, last.start, end - last.start)
         else:
             found.append(each)
     return [each for each in found if each.length]

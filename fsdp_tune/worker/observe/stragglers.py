@@ -177,4 +177,4 @@ class Stragglers(StepObserver):
             return
         behind, share = round(found.behind_seconds, 4), round(found.share, 4)
         message = f"rank {found.rank} costs {share:.0%} of each step: the others wait {behind:.3g} s for its {found.part}"
-        self._metrics.event(RankSlowed(step, found.rank, found.part, share, behind, message))
+        self._metrics.event(RankSlowed(step, found.rank, found.part, share=share, behind_seconds=behind, message=message))

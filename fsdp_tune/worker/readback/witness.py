@@ -115,7 +115,9 @@ class Witness(AttachedCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._steps_begun == COST_STEPS and self._is_on:
             training = time.thread_time() - self._started_at_seconds
-            self.trainer.parts.metrics.event(WitnessCost(state.global_step, self.cpu_seconds, training, COST_STEPS))
+            self.trainer.parts.metrics.event(
+                WitnessCost(state.global_step, cpu_seconds=self.cpu_seconds, training_cpu_seconds=training, steps=COST_STEPS)
+            )
 
     # ---- What is compared
 

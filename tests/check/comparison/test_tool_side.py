@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,7 +196,7 @@ def test_newest_version_is_installed_unless_one_is_named() -> None:
 def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.write_text("".join(json.dumps({"key": key, "name": key, "values": {}}) + "\n" for key in "abc"))
-    side = tool_side._Side(SimpleNamespace(rows=str(rows)))
+    side = tool_side._ToolRows(SimpleNamespace(rows=str(rows)))
     side.set_examples([[1, 2, 3, 4], [1, 2], [5]], [[1, 2, 3, 4], [1, -100], [5]], str)
     assert side.stages["labels"]["values"] == {"a": [0, 1, 1, 1], "b": [0, 0], "c": [0]}
     side.set_rows([([1, 2, 5], [2, 1]), ([1, 2, 3], None), ([4], None), ([9], None)], is_wrapped=False)
@@ -245,7 +246,9 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
         request = {"tool": "TRL", "values": values, "until": list(stages_until(until)), **child._inputs}
-        return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TRL and transformers about their own options
+            return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
 
     monkeypatch.setattr(ToolChild, "_computed", computed)
 
@@ -264,12 +267,23 @@ def test_planted_option_of_trl_is_found_at_the_first_stage_that_shows_it(
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj"]}])
+@pytest.mark.parametrize("changes", [{}, PAIRS, {"bf16": True}, {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}])
 def test_trl_computes_what_the_imported_recipe_computes(files: Path, changes: dict[str, Any]) -> None:
     found = compared(written(files, "trl", **changes), recipe_of(files, **changes))
     assert [stage.name for stage in found.stages if stage.status == "different"] == []
     assert [stage.name for stage in found.stages if stage.status == "not_compared"] == ["order"]
     assert found.a.tool_version is not None
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.usefixtures("trl")
+def test_reason_of_trl_is_that_of_every_stage(files: Path) -> None:
+    """TRL makes a pattern of a single target, which matches nothing."""
+    found = compared(written(files, "trl", use_peft=True, lora_target_modules=["q_proj"]), recipe_of(files))
+    assert {stage.detail for stage in found.stages} == {found.stages[0].detail}
+    assert "Target modules q_proj not found" in str(found.stages[0].detail)
+    assert not found.equal
 
 
 @needs_trl
