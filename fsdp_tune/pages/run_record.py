@@ -21,9 +21,9 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.run_status import RunStatus, run_status
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import AnyEvent, TrainStarted, read_event
+from fsdp_tune.run.events import AnyEvent, TrainStarted, number, read_event
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.metrics_file import number, read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 Line = dict[str, Any]

@@ -6,7 +6,7 @@ Events are written and read through these classes. The reference, the JSON Schem
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -38,6 +38,7 @@ def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> l
 class MetricsEvent(JsonAnswer):
     """Base of the events. A field that may be None is None where the line of an earlier version does not have it."""
 
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True, "allow_inf_nan": False}
     name: ClassVar[str]
     level: ClassVar[EventLevel]
     is_shown: ClassVar[bool]
@@ -129,8 +130,14 @@ def read_event(line: Mapping[str, object]) -> AnyEvent | None:
     rest = cast(dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *COMMON)})
     step, time = line.get("step"), line.get("time")
     whole = step if isinstance(step, int) and not isinstance(step, bool) else None
-    seconds = float(time) if isinstance(time, int | float) and math.isfinite(time) else None
-    return OtherEvent(name, whole, seconds, rest)
+    return OtherEvent(name, whole, number(time), rest)
+
+
+def number(value: object) -> float | None:
+    """Return a finite number as it is, and None for everything else: null, text such as "nan", NaN, infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 @cache
@@ -348,12 +355,12 @@ class Profiled(MetricsEvent):
 
     def shown(self) -> list[str]:
         """Return the milliseconds a step of rank 0: a row for each phase, and one for their sum."""
-        columns = list(next(iter(self.seconds.values())))
-        total = {column: sum(share[column] for share in self.seconds.values()) for column in columns}
+        columns = list(dict.fromkeys(column for share in self.seconds.values() for column in share))
+        total = {column: sum(share.get(column, 0.0) for share in self.seconds.values()) for column in columns}
         return [
             f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns),
             *(
-                f"{phase:<10}" + "".join(f"{share[column] / self.steps * 1000:>13.2f} ms" for column in columns)
+                f"{phase:<10}" + "".join(f"{share.get(column, 0.0) / max(1, self.steps) * 1000:>13.2f} ms" for column in columns)
                 for phase, share in {**self.seconds, "step": total}.items()
             ),
             f"profile: {self.trace} (open it in https://ui.perfetto.dev)",

@@ -7,7 +7,6 @@ events among its lines are those of `run/events.py`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -184,13 +183,6 @@ def json_objects(raw: bytes) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             found.append(cast(dict[str, Any], value))
     return found
-
-
-def number(value: object) -> float | None:
-    """Return a finite number as it is, and None for everything else: null, text such as "nan", NaN, infinity."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def seconds_in_steps(lines: Iterable[Mapping[str, Any]]) -> float:

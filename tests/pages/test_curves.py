@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.pages.run_record import Curve, curve_of, sorted_lines
-from fsdp_tune.run.metrics_file import number
+from fsdp_tune.run.events import number
 
 
 def test_thinning_keeps_a_single_peak_and_a_single_trough() -> None:

@@ -18,6 +18,7 @@ from fsdp_tune.run.events import (
     LossSpike,
     MetricsEvent,
     OtherEvent,
+    Profiled,
     RankSlowed,
     RecipeChanged,
     read_event,
@@ -148,6 +149,8 @@ def test_changed_key_is_written_and_read_as_class() -> None:
         (line_of("train_started", total_steps="many"), ["step 7: train started (total_steps many)"]),
         ({"event": "stopping"}, ["step None: stopping"]),
         ({"event": None, "step": True}, ["step None: None"]),
+        ({"event": "gone", "step": 7, "time": 10**400}, ["step 7: gone"]),
+        (line_of("checkpoint_saved", seconds=float("nan"), stall_seconds=1.0), ["step 7: checkpoint saved (seconds nan, stall_seconds 1.0)"]),
     ],
 )
 def test_event_of_another_version_is_described(line: dict[str, Any], shown: list[str]) -> None:
@@ -173,3 +176,10 @@ def test_schema_has_the_fields_of_every_event(repository: Path) -> None:
 
 def test_reference_names_the_limit_of_rows() -> None:
     assert f"at most {NAMED_ROWS}," in " ".join((LossSpike.__doc__ or "").split())
+
+
+@pytest.mark.parametrize("seconds", [{}, {"forward": {"cpu": 1.0}, "backward": {"gpu": 1.0}}])
+def test_profile_of_other_phases_is_shown(seconds: dict[str, Any]) -> None:
+    event = read_event(line_of("profiled", trace="t.json", steps=2, seconds=seconds))
+    assert isinstance(event, Profiled)
+    assert len(event.shown()) == len(seconds) + 3

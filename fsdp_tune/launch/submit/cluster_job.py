@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.events import CheckpointSaved, read_event
+from fsdp_tune.run.events import CheckpointSaved, number, read_event
 from fsdp_tune.run.manifest import digest
-from fsdp_tune.run.metrics_file import json_objects, number
+from fsdp_tune.run.metrics_file import json_objects
 
 LEAST_LEAD_SECONDS = 120
 """Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of seconds."""

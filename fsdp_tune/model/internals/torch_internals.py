@@ -1,4 +1,4 @@
-"""Private names of torch and torchao. Each entry: what it is for, what needs it, and what replaces it where a version does not have it."""
+"""Private names of torch. Each entry: what it is for, what needs it, and what replaces it where a version does not have it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
 
 READ_IN = ("2.11", "2.13", "2.15")
-_TORCHAO = ("0.18",)
 _COMPILED = "`kernels.compile: true`"
 _SELECTIVE = "`fsdp.activation_checkpointing: selective`"
 _TRACE = "the trace of a step"
 _FSDP1, _FSDP2 = "`fsdp.version: 1`", "the read-back of FSDP2 units"
 _LIMIT = "`launch.hang_timeout`"
-_FP8 = "`precision.mixed_precision: fp8`"
 
 
 # ---- Tensors
@@ -261,14 +259,3 @@ def _flight_records(kind: str) -> tuple[Name, Name]:
 # Each backend has its own recorder; on an accelerator, that of gloo would name CPU collectives only.
 FLIGHT_RECORDS = {"cpu": _flight_records("fr"), "cuda": _flight_records("nccl"), "xpu": _flight_records("xccl")}
 """Functions that return the recent collectives, as torchfrtrace reads them and as JSON. Fallback: no record, as in a build without them."""
-
-
-# ---- torchao
-
-OPERAND = Attribute("torchao.float8.float8_training_tensor:Float8TrainingTensor._data", _FP8, _TORCHAO)
-"""The fp8 values of a matrix operand, whose own dtype is bf16."""
-SHARD = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._tensor", _FP8, _TORCHAO)
-"""The shard of a weight that is gathered in fp8."""
-GATHERED_DTYPE = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._dtype", _FP8, _TORCHAO)
-SCALE = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._precomputed_scale", _FP8, _TORCHAO)
-"""The dtype in which it is gathered, and the scale of the full weight."""

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.model.internals.torch_internals import GATHERED_DTYPE, LOCAL_TENSOR, OPERAND, SCALE, SHARD
+from fsdp_tune.model.internals.torch_internals import LOCAL_TENSOR
+from fsdp_tune.model.internals.torchao_internals import GATHERED_DTYPE, OPERAND, SCALE, SHARD
 
 PACKAGE = "torchao"
 
