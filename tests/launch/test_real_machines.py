@@ -231,7 +231,8 @@ def test_machines_without_a_shared_directory_continue_on_one_by_the_mirror(two: 
     mirror = two.folder / "mirror"
     mirror.mkdir()
     keys = {
-        "training.max_steps": 60,
+        "training.max_steps": 400,
+        "training.save_total_limit": 2,
         "training.save_steps": 4,
         "training.global_batch_size": 8,
         "training.per_device_train_batch_size": 2,
@@ -254,4 +255,4 @@ def test_machines_without_a_shared_directory_continue_on_one_by_the_mirror(two: 
     assert first.code() == 0, first.said
     (change,) = [line for line in lines(two.run) if line.get("event") == "machines_changed"]
     assert (change["machines"], change["ranks"], change["step"] > 0) == ([0], 1, True)
-    assert [line["step"] for line in loss_lines(two.run)] == list(range(1, 61))
+    assert [line["step"] for line in loss_lines(two.run)] == list(range(1, 401))
