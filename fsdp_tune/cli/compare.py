@@ -59,7 +59,7 @@ def compare(
 
     The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
     the keys that differ. Two runs are compared by their files first. `--set` changes B. What cannot be compared is listed.
-    Exit code 0: all that was compared is equal; 1: it is not; 2: a side cannot be read.
+    Exit code 0: all that was compared is equal; 1: it is not, or a tool failed; 2: a side cannot be read.
 
     \b
     Examples:
@@ -97,6 +97,8 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
         _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}{_with_overrides(side)}")
     for name, (a, b) in found.environment.items():
         _print(screen, "   ", f"{name}: {a} / {b}")
+    for line in found.failed:
+        _print(screen, "!  ", line)
     signs = SIGNS if (screen.talk.encoding or "utf-8").lower().startswith("utf") else PLAIN_SIGNS
     for stage in found.stages:
         _print(screen, f"{signs[stage.status]} ", f"{stage.title}{_note(stage)}")
@@ -123,6 +125,8 @@ def verdict_of(found: CompareAnswer) -> str:
     is_whole = compared == len(found.stages)
     where = "in all that was compared" if is_whole else f"in the {compared} of {len(found.stages)} stages that could be compared"
     verdict = f"equal {where}" if found.equal else "different"
+    if found.failed and found.first is None:
+        return f"not equal: {compared} of {len(found.stages)} stages could be compared, since a tool failed"
     if not found.equal and found.first is None and changing:
         verdict = "no stage differs, but keys that may change later steps do"
     elif not found.equal and found.first is None:
@@ -158,9 +162,10 @@ def comparison_page(found: CompareAnswer) -> str:
         ("Prompts", ("prompt", "tokens A / B", "answer of A", "answer of B", "mean difference", "largest"), prompts),
         ("Not compared", ("",), [[escape(line)] for line in found.not_compared]),
     ]
+    failed = [f"<p>{escape(line)}</p>" for line in found.failed]
     parts = [f"<h2>{name}</h2>\n{html_table(head, rows)}" for name, head, rows in tables if rows]
     verdict = f"<p><b>{escape(verdict_of(found))}</b> (tolerance {found.tolerance:g})</p>"
-    return html_document("Comparison", [html_table(("", "", ""), sides), verdict, *parts])
+    return html_document("Comparison", [html_table(("", "", ""), sides), verdict, *failed, *parts])
 
 
 def _prompt_cells(each: ComparedPrompt) -> list[str]:

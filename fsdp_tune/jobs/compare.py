@@ -25,6 +25,7 @@ from fsdp_tune.check.comparison.causes import (
     different_paths,
     is_among,
     is_named,
+    option_paths,
     set_fields,
     value_at,
     with_values,
@@ -58,7 +59,17 @@ from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import Cause, CompareAnswer, LaterDifference, SideAnswer, compare_with_server, first_of, not_compared_lines
+from fsdp_tune.jobs.served import (
+    Cause,
+    CompareAnswer,
+    LaterDifference,
+    SideAnswer,
+    cause_not_shown,
+    cause_of_versions,
+    compare_with_server,
+    first_of,
+    not_compared_lines,
+)
 from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run
@@ -207,6 +218,7 @@ class _Result:
     first_bits: DifferentStep | None = None
     rows_of_step: str | None = None
     left_out: list[str] = field(default_factory=list[str])
+    failed: list[str] = field(default_factory=list[str])
     interpreters: tuple[str | None, str | None] = (None, None)
     tool_versions: tuple[str | None, str | None] = (None, None)
 
@@ -235,7 +247,7 @@ class _Result:
         stages = [*self.before, *self.stages, *self.after]
         changing = [key for key in self.keys if key.changes_numbers]
         status = {stage.status for stage in stages}
-        is_equal = not changing and "different" not in status and "equal" in status
+        is_equal = not (changing or self.failed) and "different" not in status and "equal" in status
         missing = ((each.title, str(each.detail)) for each in stages if each.status == "not_compared")
         left_out = [*self.left_out, *not_compared_lines(missing)]
         for side in (self.a, self.b):
@@ -244,7 +256,7 @@ class _Result:
         found = first_of(stages)
         causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
-        if self.stages and not any(each.cause is None for each in self.causes):
+        if self.stages and not self.failed and all(each.cause is not None and each.cause.is_shown for each in self.causes):
             written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
             unseen = [key.key for key in changing if not is_named(key.key, shown) and is_named(key.key, written)]
             left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
@@ -256,33 +268,24 @@ class _Result:
             environment=self.environment,
             stages=stages,
             first=found,
-            cause=causes[0].cause if causes and causes[0].cause else self._unshown(found.stage, changing) if found else None,
+            cause=causes[0].cause
+            if causes and causes[0].cause
+            else cause_not_shown(found.stage, changing, self.environment)
+            if found
+            else None,
             later=causes[1:] if causes else self.causes,
             first_step=self.first_step,
             first_bits=self.first_bits,
             rows_of_step=self.rows_of_step,
             tolerance=self.tolerance,
             not_compared=list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())])),
+            failed=self.failed,
         )
 
     def _side_answer(self, index: int) -> SideAnswer:
         side = (self.a, self.b)[index]
         overrides = [mask_text(each) for each in side.loaded.overrides]
         return SideAnswer(side.name, side.kind, self.interpreters[index], side.not_carried, overrides, self.tool_versions[index])
-
-    def _unshown(self, stage: str, changing: list[DifferentKey]) -> Cause:
-        """Return what may be the cause, where none was shown."""
-        if changing:
-            named = ", ".join(f"`{key.key}`" for key in changing)
-            return Cause(changing, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
-        if stage == "data":
-            text = "not shown; the recipes read the same, so the files of the data or the tokenizer changed between the runs"
-            return Cause([], self.environment, is_shown=False, text=text, hint=None)
-        if self.environment:
-            named = ", ".join(self.environment)
-            text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
-            return Cause([], self.environment, is_shown=False, text=text, hint=None)
-        return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
 
 
 def _order_digest(run: RunRecord) -> str | None:
@@ -327,8 +330,8 @@ class _Walk:
             **json.loads(file.read_text(encoding="utf-8")),
             "tokenizer": recipe.model.tokenizer or recipe.model.name_or_path,
             "revision": recipe.model.revision,
-            "sequences": recipe.global_batch_size,
-            "micro_batch": recipe.training.per_device_train_batch_size,
+            "ranks": recipe.data_size,
+            "trust_remote_code": recipe.model.trust_remote_code,
         }
         return self._stack.enter_context(closing(ToolChild(find_interpreter(python), side.kind, inputs)))
 
@@ -342,18 +345,20 @@ class _Walk:
     def run(self) -> None:
         result, last = self._result, "update"
         a, b = (self._observe(side, last) for side in (result.a, result.b))
+        sides = ((result.a, a), (result.b, b))
         own = str(self._options.python or sys.executable)
         is_own = (result.a.options is not None, result.b.options is not None or not self._tools)
         result.interpreters = (own if is_own[0] else sys.executable, own if is_own[1] else sys.executable)
         versions = differences([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
         result.tool_versions = tuple(  # type: ignore[assignment]  # of two
-            each.versions.get(TOOLS[side.kind]) if side.options is not None else None for side, each in ((result.a, a), (result.b, b))
+            each.versions.get(TOOLS[side.kind]) if side.options is not None else None for side, each in sides
         )
         if self._there is not self._here or self._tools:
             result.environment |= {name: found for name, found in versions.items() if name in a.versions and name in b.versions}
         self._tolerance = self._tolerance_of()
         result.tolerance = result.tolerance or self._tolerance
         result.stages = [self._of_own_weights(stage) for stage in compare_observations(a, b, self._tolerance)]
+        result.failed = [f"{side.kind} did not compute all of {side.name}: {each.failed}" for side, each in sides if each.failed]
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
         result.causes = list(self._causes(b if self._is_turned else a, result.stages, versions))
@@ -399,7 +404,10 @@ class _Walk:
     def _changed_with(self, paths: Sequence[KeyPath], until: str, child: ObservingChild) -> Observation | None:
         """Compute the changed side with values of the kept one; None for a combination that no recipe may have."""
         if self._changed.options is not None:
-            return self._observe(replace(self._changed, options=with_values(self._changed.options, self._kept.options or {}, paths)), until)
+            kept, own = self._kept.options or {}, self._changed.options
+            rows = [row for side in (self._changed, self._kept) for row in (side.imported.rows if side.imported else ())]
+            chosen = option_paths(paths, [(row.path, row.targets) for row in rows], (kept, own))
+            return self._observe(replace(self._changed, options=with_values(own, kept, chosen)), until)
         recipe = self._recipe_with(paths)
         return None if recipe is None else child.observe(recipe, until)
 
@@ -447,9 +455,9 @@ class _Walk:
         if self._there is self._here:
             return (), None
         if vanishes((), self._here):
-            return (), _of_versions(stage, versions, ())
+            return (), cause_of_versions(stage, versions, ())
         found = causing(candidates, lambda chosen: vanishes(chosen, self._here))
-        return (), _of_versions(stage, versions, self._described(found)) if found else None
+        return (), cause_of_versions(stage, versions, self._described(found)) if found else None
 
     def _recipe_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
         """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no recipe may have them."""
@@ -488,13 +496,3 @@ class _Walk:
             return dotted(path), value
         whole = path[:at]
         return dotted(whole), set_fields(different_key(whole, value_at(self._kept.written, whole), None).a)
-
-
-def _of_versions(stage: str, versions: Versions, keys: Sequence[DifferentKey]) -> Cause:
-    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items()) or "equal, so it is something else of the interpreter"
-    also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
-    hint = None
-    if stage == "defaults":
-        hint = "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe here always has `model.dtype`"
-    text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
-    return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)

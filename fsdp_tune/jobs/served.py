@@ -82,7 +82,7 @@ class CompareAnswer(JsonAnswer):
     """The result, and the document of `compare --json`."""
 
     equal: bool
-    """Whether all that was compared is equal, and something was. What was not compared is in `not_compared`."""
+    """Whether all that was compared is equal, something was, and no tool failed. What was not compared is in `not_compared`."""
     a: SideAnswer
     b: SideAnswer
     keys: list[DifferentKey]
@@ -101,6 +101,8 @@ class CompareAnswer(JsonAnswer):
     """The rows of the global batch of `first_step`."""
     tolerance: float
     not_compared: list[str]
+    failed: list[str] = field(default_factory=list[str])
+    """Why a tool did not compute its side, or not all of it."""
     served: ServedNumbers | None = None
     """Of a server: how far its log-probabilities are from the model's."""
 
@@ -108,6 +110,32 @@ class CompareAnswer(JsonAnswer):
 def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     found = next((stage for stage in stages if stage.difference is not None), None)
     return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
+
+
+def cause_not_shown(stage: str, changing: list[DifferentKey], environment: dict[str, list[str | None]]) -> Cause:
+    """Return what may be the cause, where none was shown."""
+    if changing:
+        named = ", ".join(f"`{key.key}`" for key in changing)
+        return Cause(changing, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
+    if stage == "data":
+        text = "not shown; the recipes read the same, so the files of the data or the tokenizer changed between the runs"
+        return Cause([], environment, is_shown=False, text=text, hint=None)
+    if environment:
+        named = ", ".join(environment)
+        text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
+        return Cause([], environment, is_shown=False, text=text, hint=None)
+    return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
+
+
+def cause_of_versions(stage: str, versions: dict[str, list[str | None]], keys: Sequence[DifferentKey]) -> Cause:
+    """Return the cause of a difference that vanishes with A's interpreter, and with A's values of `keys`."""
+    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items()) or "equal, so it is something else of the interpreter"
+    also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
+    hint = None
+    if stage == "defaults":
+        hint = "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe here always has `model.dtype`"
+    text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
+    return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)
 
 
 def not_compared_lines(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -78,6 +78,22 @@ def with_values(document: Mapping[str, object], source: Mapping[str, object], pa
         else:
             json_object(holder)[part] = value
     return made
+
+
+def option_paths(
+    paths: Sequence[Path], rows: Iterable[tuple[Path, Sequence[Path]]], documents: Sequence[Mapping[str, object]]
+) -> list[Path]:
+    """Return the options of a tool from which keys of a recipe come, as far as all `documents` have what holds them.
+
+    `rows`: a path of the options, and the keys of the recipe that it gives values.
+    """
+    found: dict[Path, None] = {}
+    for option, targets in rows:
+        if any(target[: len(path)] == path or path[: len(target)] == target for target in targets for path in paths):
+            while len(option) > 1 and not all(isinstance(value_at(each, option[:-1]), dict | list) for each in documents):
+                option = option[:-1]
+            found[option] = None
+    return [path for path in found if not any(path[:length] in found for length in range(1, len(path)))]
 
 
 def affects_of(path: Path) -> Affects:

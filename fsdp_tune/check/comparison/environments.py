@@ -204,6 +204,29 @@ class ObservingChild:
 
 TOOLS = {"TRL": "trl"}
 """Tools that compute their own side → their package. `check/comparison/tool_side.py` has how."""
+NOT_SENT = (
+    *("env", "config", "trust_remote_code", "code_revision"),
+    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "tf32", "local_rank", "ddp_backend"),
+    *("dataset_num_proc", "eval_steps", "save_steps", "logging_steps", "resume_from_checkpoint", "output_dir", "run_name"),
+    *("gradient_checkpointing_kwargs", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "dataloader_prefetch_factor"),
+    *("dataloader_persistent_workers", "hub_model_id", "hub_token", "hub_strategy", "metric_for_best_model", "greater_is_better"),
+)
+"""Options that a tool never gets: variables of its process, trust (which the request has), machines, and what is logged or saved."""
+
+
+OFF = (
+    *("do_eval", "push_to_hub", "use_liger_kernel", "use_liger", "gradient_checkpointing", "activation_offloading", "torch_compile"),
+    *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
+)
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(OFF, False),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_num_workers": 0,
+}
+"""Options that change no number on the CPU, or that end a run there. The order of the rows is observed apart."""
 
 
 class ToolChild:
@@ -211,7 +234,7 @@ class ToolChild:
 
     def __init__(self, python: str, tool: str, inputs: Mapping[str, Any]) -> None:
         """`inputs`: rows, model and sizes, the same for all requests."""
-        self._python, self._tool, self._inputs = python, tool, inputs
+        self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS}
         self._child: JsonChild | None = None
         self._known: dict[str, tuple[str, Observation]] = {}
 
@@ -221,6 +244,7 @@ class ToolChild:
 
     def observe(self, values: Mapping[str, Any], until: str) -> Observation:
         """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process ended."""
+        values = {name: value for name, value in values.items() if name not in NOT_SENT}
         key = json.dumps(values, sort_keys=True, default=str)
         known = self._known.get(key)
         if known is None or until not in stages_until(known[0]):

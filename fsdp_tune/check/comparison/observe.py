@@ -305,6 +305,7 @@ class Side:
             return Recipe.model_validate(raw)
         self.raw_config = _raw_config(recipe) | recipe.model.config_overrides
         small = scale_down_config(_with_default_sizes(self.raw_config))
+        small = {name: value for name, value in small.items() if name != "auto_map" or recipe.model.trust_remote_code}
         _map_patterns(raw, self.raw_config, small)
         raw["model"]["config_overrides"] = {}
         if recipe.model.from_config is not None:
@@ -316,8 +317,7 @@ class Side:
 
     def _written(self, small: dict[str, Any]) -> Path:
         """Return the directory of the small model, written once for all sides whose small configuration is the same."""
-        written = json.dumps(self.raw_config, sort_keys=True)
-        folder = self.folder / f"model-{digest(written)}"
+        folder = self.folder / f"model-{digest(json.dumps([self.raw_config, small], sort_keys=True))}"
         if not folder.is_dir():
             torch.manual_seed(_SEED)
             fields = dict(small)

@@ -71,11 +71,13 @@ class Observation:
     versions: dict[str, str | None]
     left_out: tuple[str, ...]
     """What the observation does not cover, a sentence each."""
+    failed: str | None = None
+    """The first thing that a tool did not compute: its words."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
-        return cls(stages, raw["names"], raw["texts"], raw["versions"], tuple(raw["left_out"]))
+        return cls(stages, raw["names"], raw["texts"], raw["versions"], tuple(raw["left_out"]), raw.get("failed"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
     python tool_side.py
 
 Started by its path with the interpreter of the tool's environment. A request is a line on stdin, a JSON object that `ToolChild` of
-`check/comparison/environments.py` makes: `values` are the options of the configuration, `rows` is a file of lines {"key", "name",
-"values"} with the rows as they were read, `sequences` counts the rows of a step on all ranks. Its answer is a line on stdout, the fields
-of an `Observation`. Requests are accepted until stdin ends.
+`check/comparison/environments.py` makes: `values` are the options of the configuration, `settings` others in their place, `rows` is a file
+of lines {"key", "name", "values"} with the rows as they were read, `ranks` counts those that read other rows. Code of a model's repository
+runs only with the request's `trust_remote_code`. The answer is a line on stdout, the fields of an `Observation`.
 
 TRL: `trl.SFTTrainer` is built as `trl sft` builds it, from the options that TRL's own parser reads. It is built without truncation and
 packing for the tokens, and again as the file has it for everything else.
@@ -165,28 +165,18 @@ class _ToolRows:
         return ["tokens of no example", 0, len(piece)]
 
 
-OFF = (
-    *("do_eval", "push_to_hub", "use_liger_kernel", "use_liger", "gradient_checkpointing", "activation_offloading", "torch_compile"),
-    *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
-)
-SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(OFF, False),
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_num_workers": 0,
-}
-"""Options that change no number on the CPU, or that end a run there. The order of the rows is observed apart."""
-MACHINE = (
-    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "tf32", "local_rank", "ddp_backend"),
-    *("dataset_num_proc", "eval_steps", "save_steps", "logging_steps", "resume_from_checkpoint", "output_dir", "run_name"),
-    *("gradient_checkpointing_kwargs", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "dataloader_prefetch_factor"),
-    *("dataloader_persistent_workers", "hub_model_id", "hub_token", "hub_strategy", "metric_for_best_model", "greater_is_better"),
-)
-"""Options of machines and of what is logged or saved, which are left out."""
+CODE = ("trust_remote_code", "code_revision", "weights_only", "use_kernels", "kernel_config", "allow_all_kernels", "attn_implementation")
+"""Fields of `model_init_kwargs` that let code of others run, and kernels."""
 KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type")
 ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
+
+
+NEEDED = ("tokens", "rows", "model")
+"""Stages without which no later one can be computed."""
+
+
+class NotShownError(Exception):
+    """What the tool computes, and a comparison cannot see."""
 
 
 class _Trl(_ToolRows):
@@ -198,6 +188,7 @@ class _Trl(_ToolRows):
         self.folder = tempfile.mkdtemp(dir=Path(request.rows).parent)
         self.trainer: Any = None
         self.losses: list[float] = []
+        self.sequences = 0  # of a step, on all ranks
 
     def parts(self) -> list[tuple[Callable[[], None], Sequence[str]]]:
         return [
@@ -220,9 +211,10 @@ class _Trl(_ToolRows):
         known = {field.name for each in classes for field in fields(each)}
         if kernels := [name for name in KERNELS if self.request.values.get(name)]:
             self.leave_out(f"what needs a GPU in TRL: `{'`, `'.join(kernels)}`")
-        values = {name: value for name, value in self.request.values.items() if name not in (*MACHINE, *KERNELS)}
-        values |= {name: value for name, value in {**SETTINGS, **changes}.items() if name in known}
-        values["output_dir"] = self.folder
+        values = {name: value for name, value in self.request.values.items() if name not in KERNELS}
+        trust = {"trust_remote_code": self.request.trust_remote_code}
+        changes = {**self.request.settings, **changes, "output_dir": self.folder, **trust}
+        values |= {name: value for name, value in changes.items() if name in known}
         path = Path(self.folder, "config.yaml")
         path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
         found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
@@ -230,7 +222,10 @@ class _Trl(_ToolRows):
             if word.startswith("--"):
                 self.leave_out(f"`{word.removeprefix('--')}`, which this TRL ignores")
         by_class = {type(each).__name__: each for each in found[:-1]}
-        return by_class["SFTConfig"], by_class["ModelConfig"]
+        args, model_args = by_class["SFTConfig"], by_class["ModelConfig"]
+        options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE}
+        args.model_init_kwargs = options | trust
+        return args, model_args
 
     def _built(self, **changes: Any) -> Any:
         """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the given rows."""
@@ -239,10 +234,11 @@ class _Trl(_ToolRows):
         args, model_args = self._parsed(**changes)
         given = getattr(model_args, "dtype", None) or getattr(model_args, "torch_dtype", None)
         name = "dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"
-        options = {name: given, **(args.model_init_kwargs or {})}
-        options.pop("attn_implementation", None)
+        options = {name: given, **args.model_init_kwargs}
         args.model_init_kwargs = {key: value for key, value in options.items() if value is not None}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, revision=self.request.revision or "main")
+        own = {"revision": self.request.revision or "main", "trust_remote_code": self.request.trust_remote_code}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, **own)
+        columns = dict.fromkeys(name for row in self.raw for name in row)  # `from_list` has those of the first row
         remarks = self
 
         class Observed(self.trl.SFTTrainer):  # type: ignore[misc, name-defined]
@@ -254,7 +250,7 @@ class _Trl(_ToolRows):
         return Observed(
             model=self.request.model,
             args=args,
-            train_dataset=datasets.Dataset.from_list(self.raw),
+            train_dataset=datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in self.raw]),
             processing_class=tokenizer,
             peft_config=self.trl.get_peft_config(model_args),
         )
@@ -274,20 +270,22 @@ class _Trl(_ToolRows):
 
     def _rows(self) -> None:
         request = self.request
-        count = min(request.sequences, request.model_rows)
-        size = min(request.micro_batch, count)
         args, _ = self._parsed()
+        micro_batch = args.per_device_train_batch_size
+        self.sequences = micro_batch * args.gradient_accumulation_steps * request.ranks
+        count = min(self.sequences, request.model_rows)
+        size = min(micro_batch, count)
         self.autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         settings = {"bf16": False, "fp16": False, "per_device_train_batch_size": size}
         self.trainer = trainer = self._built(**settings, gradient_accumulation_steps=math.ceil(count / size))
         self.data[:] = [_columns(row) for row in trainer.train_dataset]
         is_wrapped = bool(trainer.args.packing) and "seq_lengths" not in self.data[0]
         self.set_rows([(list(row["input_ids"]), row.get("seq_lengths")) for row in self.data], is_wrapped=is_wrapped)
-        self.stages["batch"] = {"values": {"sequences": request.sequences}}
+        self.stages["batch"] = {"values": {"sequences": self.sequences}}
         items: Facts = {}
         for step in range(request.ordered_steps):
-            chosen = step_rows(step, len(self.data), request.sequences)
-            batches = [self._collated(chosen[at : at + request.micro_batch]) for at in range(0, len(chosen), request.micro_batch)]
+            chosen = step_rows(step, len(self.data), self.sequences)
+            batches = [self._collated(chosen[at : at + micro_batch]) for at in range(0, len(chosen), micro_batch)]
             items[f"step {step + 1}"] = self._items(batches)
         self.stages["items"] = {"values": items}
         self.stages["order"] = self._order()
@@ -315,7 +313,7 @@ class _Trl(_ToolRows):
                 read += batch["rows"]
         finally:
             trainer.data_collator = kept
-        pieces, size = self.stages["rows"]["values"], self.request.sequences
+        pieces, size = self.stages["rows"]["values"], self.sequences
         first = [pieces[f"row {number}"][0][0] for number in read]
         steps = {f"step {step + 1}": [first[at] for at in step_rows(step, len(read), size)] for step in range(self.request.ordered_steps)}
         shuffles = read != [index_of[ids] for ids in rows] or self.request.values.get("shuffle_dataset")
@@ -361,7 +359,7 @@ class _Trl(_ToolRows):
         rows = self._cut()
         logits_of: Facts = {}
         losses: Facts = {}
-        for number in step_rows(0, len(rows), self.request.sequences)[: self.request.model_rows]:
+        for number in step_rows(0, len(rows), self.sequences)[: self.request.model_rows]:
             inputs = self._collated([number], rows)
             labels = inputs.pop("labels")
             with torch.no_grad():
@@ -380,10 +378,10 @@ class _Trl(_ToolRows):
         trainer, request = self.trainer, self.request
         rows, args = self._cut(), trainer.args
         self.losses.clear()
-        count, size = min(request.sequences, request.model_rows), args.per_device_train_batch_size
+        count, size = min(self.sequences, request.model_rows), args.per_device_train_batch_size
         batches: list[Facts] = []
         for step in range(request.trained_steps):
-            chosen = step_rows(step, len(rows), request.sequences)[: request.model_rows]
+            chosen = step_rows(step, len(rows), self.sequences)[: request.model_rows]
             batches += [self._collated(chosen[at : at + size], rows) for at in range(0, len(chosen), size)]
         args.max_steps, args.lr_scheduler_type, args.warmup_steps = request.trained_steps, transformers.SchedulerType.CONSTANT, 0
         args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
@@ -404,7 +402,7 @@ class _Trl(_ToolRows):
         args, torch, request = self.trainer.args, self.torch, self.request
         steps, assumed = int(args.max_steps), None
         if steps <= 0:
-            of_epoch = request.epoch_steps or math.ceil(len(self.data) / request.sequences)
+            of_epoch = request.epoch_steps or math.ceil(len(self.data) / self.sequences)
             if request.epoch_steps is not None:
                 assumed = f"the learning rate is that of epochs of {of_epoch:,} steps"
             steps = math.ceil(float(args.num_train_epochs) * of_epoch)
@@ -412,7 +410,7 @@ class _Trl(_ToolRows):
         self.trainer.lr_scheduler = None
         scheduler = self.trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
         if hasattr(scheduler, "best"):
-            raise ValueError(f"`{args.lr_scheduler_type}` depends on losses")
+            raise NotShownError(f"`{args.lr_scheduler_type}` depends on losses")
         shown, values = set(range(steps)), dict[str, Any]()
         if steps > request.exact_steps:
             shown = {*range(1000), *(step * steps // request.exact_steps for step in range(request.exact_steps))}
@@ -464,22 +462,27 @@ class _GradientWatch:
 
 
 def _answer(request: Any) -> Facts:
-    """Return the observation of one request. What fails gets its reason: it is what cannot be compared."""
-    side, first = _Trl(request), ""
+    """Return the observation of one request. What fails gets its reason: it is what cannot be compared, nor what depends on it."""
+    side, failed, blocked = _Trl(request), list[str](), ""
     for compute, names in side.parts():
         wanted = [name for name in names if name in request.until and name not in side.stages]
         if not wanted:
             continue
+        reason = blocked
         try:
-            compute()
-            reason = "the tool does not show it"
+            if not blocked:
+                compute()
+                reason = "the tool does not show it"
         except (Exception, SystemExit) as error:  # noqa: BLE001  a failure of the tool is a result
             text = (str(error).strip().splitlines() or [""])[0]
-            reason = first = (first if side.trainer is None else "") or f"{request.tool}: {type(error).__name__}: {text}"
+            reason = f"{request.tool}: {type(error).__name__}: {text}"
+            failed += [] if isinstance(error, NotShownError) else [reason]
+            blocked = reason if names[0] in NEEDED else ""
         for name in wanted:
             side.stages.setdefault(name, {"reason": reason})
     stages = {name: {"values": {}, "reason": None, "assumed": None, **facts} for name, facts in side.stages.items()}
-    return {"stages": stages, "names": side.names, "texts": side.texts, "versions": versions(), "left_out": side.left_out}
+    found = {"stages": stages, "names": side.names, "texts": side.texts, "versions": versions(), "left_out": side.left_out}
+    return found | {"failed": next(iter(failed), None)}
 
 
 def main() -> None:

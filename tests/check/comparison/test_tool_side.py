@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,9 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 import fsdp_tune
 from fsdp_tune.check.comparison import tool_side
+from fsdp_tune.check.comparison.causes import option_paths
 from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, needed_requirements
 from fsdp_tune.check.comparison.observe import Side
 from fsdp_tune.check.comparison.stages import Observation, StageFacts, stages_until
+from fsdp_tune.cli.compare import comparison_page, verdict_of
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -185,6 +190,211 @@ def test_order_counts_where_the_other_side_does_not_shuffle(files: Path) -> None
 def test_imported_recipe_alone_is_compared_if_that_is_wanted(files: Path) -> None:
     found = compared(written(files, "trl", neftune_noise_alpha=5), recipe_of(files), tools="import")
     assert (found.a.tool_version, first(found)) == (None, None)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_key_that_two_configurations_give_is_the_cause(files: Path) -> None:
+    """Their options are flat: `training.weight_decay` is `weight_decay`, and the batch size of a step comes from two of them."""
+    a = written(files, "one", weight_decay=0.1)
+    found = compared(a, written(files, "other", weight_decay=0.2))
+    assert (first(found), keys(found)) == ("update", ["training.weight_decay"])
+    assert not any("no stage shows an effect" in line for line in found.not_compared)
+    found = compared(a, written(files, "other", weight_decay=0.1, gradient_accumulation_steps=4))
+    assert (first(found), keys(found)) == ("batch", ["training.global_batch_size"])
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_key_whose_effect_was_not_found_is_not_said_to_have_none(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.jobs.compare.option_paths", lambda *_: [])
+    found = compared(written(files, "one", weight_decay=0.1), written(files, "other", weight_decay=0.2))
+    assert first(found) == "update"
+    assert not any("no stage shows an effect" in line for line in found.not_compared)
+
+
+def test_options_of_keys_are_those_of_either_side_that_both_can_hold() -> None:
+    rows = [(("weight_decay",), [("training", "weight_decay")]), (("model_init_kwargs", "dtype"), [("model", "dtype")])]
+    rows += [(("lora_r",), [("lora", "r")])]
+    flat, nested = {"dtype": "float32"}, {"model_init_kwargs": {"dtype": "bfloat16"}}
+    assert option_paths([("training", "weight_decay"), ("lora",)], rows, (flat, flat)) == [("weight_decay",), ("lora_r",)]
+    assert option_paths([("model", "dtype")], rows, (nested, nested)) == [("model_init_kwargs", "dtype")]
+    assert option_paths([("model", "dtype")], rows, (flat, nested)) == [("model_init_kwargs",)]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_sides_that_a_tool_did_not_compute_are_never_equal(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ToolChild._computed
+
+    def refusing(child: Any, values: Mapping[str, Any], until: str) -> Observation:
+        found = whole(child, values, until)
+        stages = {
+            name: facts if name in ("tokens", "labels") else StageFacts(reason="TRL: it refuses") for name, facts in found.stages.items()
+        }
+        return replace(found, stages=stages, failed="TRL: it refuses")
+
+    monkeypatch.setattr(ToolChild, "_computed", refusing)
+    found = compared(written(files, "trl"), recipe_of(files))
+    assert {stage.status for stage in found.stages} == {"equal", "not_compared"}
+    assert not found.equal
+    assert found.failed == ["TRL did not compute all of trl.yaml: TRL: it refuses"]
+    assert verdict_of(found) == "not equal: 2 of 16 stages could be compared, since a tool failed"
+    assert "it refuses" in comparison_page(found)
+
+
+# ---- How TRL is asked, with a stand-in of its classes
+
+
+@dataclass
+class SFTConfig:
+    model_init_kwargs: Any = None
+    trust_remote_code: Any = False
+    bf16: bool = False
+    fp16: bool = False
+    packing: bool = False
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    output_dir: str = ""
+
+
+@dataclass
+class ModelConfig:
+    dtype: Any = None
+    trust_remote_code: Any = False
+
+
+class StandInParser:
+    """Reads as TRL does: a number may be text, `model_init_kwargs` may be JSON, and `env` sets variables of the process."""
+
+    def __init__(self, classes: Sequence[type[Any]]) -> None:
+        self._classes = classes
+
+    def parse_args_and_config(self, words: Sequence[str], **_: Any) -> tuple[Any, ...]:
+        values = json.loads(Path(words[1]).read_text())
+        os.environ.update(values.pop("env", {}))
+        found = []
+        for each in self._classes:
+            given = {name: values[name] for name in each.__dataclass_fields__ if name in values}
+            given |= {name: int(value) for name, value in given.items() if name.endswith(("_size", "_steps"))}
+            if isinstance(kwargs := given.get("model_init_kwargs"), str):
+                given["model_init_kwargs"] = json.loads(kwargs)
+            found.append(each(**given))
+        return (*found, [])
+
+
+class StandInTrainer:
+    """Of rows with `text`, whose letters are the tokens."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.args, self.model = given, given["args"], torch.nn.Linear(1, 1)
+        self.processing_class = SimpleNamespace(decode=str)
+        self.train_dataset = [{"input_ids": [*row["text"].encode()]} for row in given["train_dataset"]]
+        StandInTrainer.made.append(self)
+
+    def data_collator(self, rows: Sequence[Any]) -> Any:
+        ids = [row["input_ids"] for row in rows]
+        return {"labels": torch.tensor([each + [-100] * (max(map(len, ids)) - len(each)) for each in ids])}
+
+    def get_batch_samples(self, batches: Any, _count: int) -> Any:
+        return None, sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+    def get_train_dataloader(self) -> Any:
+        return [self.data_collator([row]) for row in self.train_dataset]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function from options to TRL's answer about the data, with a stand-in of TRL."""
+    import transformers
+
+    names = {"TrlParser": StandInParser, "SFTConfig": SFTConfig, "ModelConfig": ModelConfig, "SFTTrainer": StandInTrainer}
+    modules = {"trl": SimpleNamespace(get_peft_config=lambda _: None, **names)}
+    of_first_row = {"from_list": lambda rows: [{name: row.get(name) for name in rows[0]} for row in rows]}
+    modules["datasets"] = SimpleNamespace(Dataset=SimpleNamespace(**of_first_row))
+    real = tool_side.importlib.import_module
+    monkeypatch.setattr(tool_side.importlib, "import_module", lambda name: modules.get(name) or real(name))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(StandInTrainer, "made", [])
+    monkeypatch.setattr(ToolChild, "_computed", lambda child, values, until: _answer_of(child, values, until))
+
+    def answer(rows: Sequence[Any], values: Mapping[str, Any], *, until: str = "items", **request: Any) -> Any:
+        lines = [{"key": f"0:{number}:1", "name": f"row {number}", "values": row} for number, row in enumerate(rows)]
+        (tmp_path / "rows").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        inputs = {"rows": str(tmp_path / "rows"), "model": "small", "tokenizer": "small", "revision": None, "ranks": 1, "model_rows": 8}
+        inputs |= {"ordered_steps": 2, "trust_remote_code": False, **request}
+        return ToolChild("python", "TRL", inputs).observe(values, until)
+
+    return answer
+
+
+def _answer_of(child: Any, values: Mapping[str, Any], until: str) -> Observation:
+    request = {"tool": "TRL", "values": values, "until": list(stages_until(until)), **child._inputs}
+    return Observation.from_json(json.loads(json.dumps(tool_side._answer(SimpleNamespace(**request)))))
+
+
+TEXTS = [{"text": letter * 3} for letter in "abcdefgh"]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trust_remote_code": "yes"},
+        {"model_init_kwargs": {"trust_remote_code": 1, "code_revision": "evil", "use_kernels": True, "weights_only": False}},
+        {"model_init_kwargs": '{"trust_remote_code": true}'},
+        {},
+    ],
+)
+def test_code_of_a_repository_runs_only_if_the_request_trusts_it(asked: Callable[..., Any], options: Any, *, trusted: bool) -> None:
+    asked(TEXTS, options, trust_remote_code=trusted)
+    assert StandInTrainer.made
+    for each in StandInTrainer.made:
+        assert each.args.trust_remote_code is trusted
+        assert each.args.model_init_kwargs == {"trust_remote_code": trusted}
+
+
+def test_variables_that_a_configuration_sets_do_not_reach_the_tool(asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_TRUST_OF_A_TEST", "no")
+    asked(TEXTS, {"env": {"HF_HUB_TRUST_OF_A_TEST": "yes"}})
+    assert os.environ["HF_HUB_TRUST_OF_A_TEST"] == "no"
+
+
+def test_batch_is_that_of_the_options_as_trl_reads_them(asked: Callable[..., Any]) -> None:
+    """`import` asks about text in the place of a number, so the recipe has another batch."""
+    found = asked(TEXTS, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": "2"}, ranks=2)
+    assert found.stages["batch"].values == {"sequences": 4}
+    assert found.stages["items"].values == {"step 1": 12, "step 2": 12}
+
+
+def test_column_that_the_first_row_lacks_is_kept(asked: Callable[..., Any]) -> None:
+    asked([{"text": "a"}, {"text": "b", "tools": "c"}], {})
+    assert StandInTrainer.made[0].given["train_dataset"] == [{"text": "a", "tools": None}, {"text": "b", "tools": "c"}]
+
+
+def test_first_reason_is_that_of_every_stage_that_depends_on_it(asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(TEXTS, {"per_device_train_batch_size": 0}, until="update")
+    assert {name for name, facts in found.stages.items() if facts.reason is None} == {"tokens", "labels"}
+    assert {facts.reason for facts in found.stages.values()} == {None, found.failed}
+    assert "ZeroDivisionError" in str(found.failed)
+    monkeypatch.setattr(StandInTrainer, "__init__", lambda *_, **__: (_ for _ in ()).throw(ValueError("no such option")))
+    found = asked(TEXTS, {}, until="update")
+    assert {facts.reason for facts in found.stages.values()} == {"TRL: ValueError: no such option"}
+    assert found.failed == "TRL: ValueError: no such option"
+
+
+def test_code_that_a_model_names_is_not_in_the_small_one_unless_it_is_trusted(files: Path, tmp_path: Path) -> None:
+    config = json.loads((files / "base" / "config.json").read_text()) | {"auto_map": {"AutoConfig": "other.Config"}}
+    shutil.copytree(files / "base", tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    found: dict[bool, Any] = {}
+    for trusted in (True, False):
+        raw = {"model": {"name_or_path": str(tmp_path / "base"), "trust_remote_code": trusted}, "data": {"train": [{"path": "chat.jsonl"}]}}
+        settings = {"rows": 1, "model": "small", "folder": str(tmp_path), "defaults": False, "beside_tool": True, "until": "model"}
+        side = Side({"recipe": raw, **settings})
+        small = side._starting(Recipe.model_validate(raw))
+        assert small.model.name_or_path is not None
+        found[trusted] = json.loads(Path(small.model.name_or_path, "config.json").read_text()).get("auto_map")
+    assert found == {True: config["auto_map"], False: None}
 
 
 def test_newest_version_is_installed_unless_one_is_named() -> None:
