@@ -391,7 +391,7 @@ def test_code_that_a_model_names_is_not_in_the_small_one_unless_it_is_trusted(fi
         raw = {"model": {"name_or_path": str(tmp_path / "base"), "trust_remote_code": trusted}, "data": {"train": [{"path": "chat.jsonl"}]}}
         settings = {"rows": 1, "model": "small", "folder": str(tmp_path), "defaults": False, "beside_tool": True, "until": "model"}
         side = Side({"recipe": raw, **settings})
-        small = side._starting(Recipe.model_validate(raw))
+        small = side._one_process()
         assert small.model.name_or_path is not None
         found[trusted] = json.loads(Path(small.model.name_or_path, "config.json").read_text()).get("auto_map")
     assert found == {True: config["auto_map"], False: None}
