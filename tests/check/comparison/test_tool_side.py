@@ -315,7 +315,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
     monkeypatch.setattr(tool_side.importlib, "import_module", lambda name: modules.get(name) or real(name))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     monkeypatch.setattr(StandInTrainer, "made", [])
-    monkeypatch.setattr(ToolChild, "_computed", lambda child, values, until: _answer_of(child, values, until))
+    monkeypatch.setattr(ToolChild, "_computed", _answer_of)
 
     def answer(rows: Sequence[Any], values: Mapping[str, Any], *, until: str = "items", **request: Any) -> Any:
         lines = [{"key": f"0:{number}:1", "name": f"row {number}", "values": row} for number, row in enumerate(rows)]
@@ -376,7 +376,11 @@ def test_first_reason_is_that_of_every_stage_that_depends_on_it(asked: Callable[
     assert {name for name, facts in found.stages.items() if facts.reason is None} == {"tokens", "labels"}
     assert {facts.reason for facts in found.stages.values()} == {None, found.failed}
     assert "ZeroDivisionError" in str(found.failed)
-    monkeypatch.setattr(StandInTrainer, "__init__", lambda *_, **__: (_ for _ in ()).throw(ValueError("no such option")))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(StandInTrainer, "__init__", refuse)
     found = asked(TEXTS, {}, until="update")
     assert {facts.reason for facts in found.stages.values()} == {"TRL: ValueError: no such option"}
     assert found.failed == "TRL: ValueError: no such option"
@@ -391,7 +395,7 @@ def test_code_that_a_model_names_is_not_in_the_small_one_unless_it_is_trusted(fi
         raw = {"model": {"name_or_path": str(tmp_path / "base"), "trust_remote_code": trusted}, "data": {"train": [{"path": "chat.jsonl"}]}}
         settings = {"rows": 1, "model": "small", "folder": str(tmp_path), "defaults": False, "beside_tool": True, "until": "model"}
         side = Side({"recipe": raw, **settings})
-        small = side._starting(Recipe.model_validate(raw))
+        small = side._one_process()
         assert small.model.name_or_path is not None
         found[trusted] = json.loads(Path(small.model.name_or_path, "config.json").read_text()).get("auto_map")
     assert found == {True: config["auto_map"], False: None}
