@@ -231,9 +231,11 @@ def _stage(stage: Path) -> Iterator[None]:
             shutil.rmtree(stage, ignore_errors=True)
 
     all_or_none(clear, "making a directory for files of other machines")
-    yield
-    gather(None)
-    clear()
+    try:
+        yield
+    finally:  # also of a rank that cannot read: the others wait for it here
+        gather(None)
+        clear()
 
 
 def _move_in(stage: Path, folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
