@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import host, versions, visible_devices
-from fsdp_tune.core.errors import Problem, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -125,6 +125,7 @@ class OwnRun:
     stack: ExitStack
     """Ends with the command; it gets the lock of the directory."""
     _data: Prepared | None = None
+    _is_locked: bool = False
 
     def prepare(self, advance: Callable[[int], None]) -> None:
         """Check the directory, and prepare the data, counting rows. Raises: FsdpTuneError."""
@@ -134,11 +135,16 @@ class OwnRun:
         if options.overwrite and run.is_used:
             self.observer.message(f"the old run is now {move_aside(run)}")
         if run.is_used:
-            self.observer.notices(self.stack.enter_context(locked(run)))
+            self._lock()
         encoder = load_encoder(self.recipe)
         with self.observer.progress("tokenising", None, "rows") as bar:
             progress = CountedBar(bar, advance)
             self._data = prepare_data(self.recipe, encoder, progress=progress, verify=options.verify_data, run=run.path)
+
+    def _lock(self) -> None:
+        if not self._is_locked:
+            self.observer.notices(self.stack.enter_context(locked(self.plan.run)))
+            self._is_locked = True
 
     def install(self, received: RunDir) -> Problem | None:
         """Write the run directory from the files of the first machine. Returns why this machine cannot take part, or None."""
@@ -154,7 +160,13 @@ class OwnRun:
             hint = "the files of `data`, their order and the tokenizer must be the same on all machines"
             return Problem("machines-differ", message, hint=hint)
         run = self.plan.run
-        is_new = not run.is_used
+        if not (is_new := not run.is_used):  # also one that another command has made since: that of machine 0 if both see one directory
+            try:
+                self._lock()
+            except FsdpTuneError as error:
+                return replace(
+                    error.problems[0], hint="if all machines see this directory, set `launch.shared_directory: true`", ways_out=()
+                )
         own = {"output_dir": self.recipe.output_dir, "data": first.data.model_copy(update={"cache_dir": self.recipe.data.cache_dir})}
         files = RunFiles(
             recipe_text=received.recipe_yaml.read_text(encoding="utf-8"),
@@ -173,13 +185,14 @@ class OwnRun:
         write_run(run, files)
         if received.plan_json.exists():
             write_file(run.plan_json, received.plan_json.read_bytes())
-        if is_new:
-            self.observer.notices(self.stack.enter_context(locked(run)))
+        self._lock()
         return None
 
     def _start(self, request: ResumeRequest, *, is_new: bool) -> Start:
         """Return the start of the first machine, in this machine's directory. Its manifest may not be here yet."""
-        start = Start(is_new=is_new, digests_checked=request.digests_checked, from_run=tuple(request.from_run))
+        start = Start(
+            is_new=is_new, digests_checked=request.digests_checked, from_run=tuple(request.from_run), ends_here=request.ends_at is not None
+        )
         step = checkpoint_step(Path(request.resume_from)) if request.resume_from is not None else None
         if step is None:
             return start

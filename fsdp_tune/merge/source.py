@@ -267,6 +267,9 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
 # ------------------------------------------------------------------------------------------------------- within a run
 
 
+ELSEWHERE = "copy the files of that machine into the checkpoint here; of a finished run, `train --resume auto` on each machine brings them"
+
+
 def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
     complete, rejected = complete_checkpoints(run, weights_only=True)
     if choice.step is not None:
@@ -277,7 +280,9 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             "merge-no-checkpoint",
             f"the run has no complete checkpoint ({reasons})",
             where=Where(str(run.path)),
-            hint="`--step N --allow-incomplete` takes one that is not complete",
+            hint=ELSEWHERE
+            if any(item.is_elsewhere for item in rejected)
+            else "`--step N --allow-incomplete` takes one that is not complete",
         )
     notices = tuple(
         Notice("merge-skipped-checkpoint", f"{item.path.name} is not used: {item.reason}", Where(str(item.path)))

@@ -272,6 +272,14 @@ def latest_checkpoint(
     return None, rejected
 
 
+def lacks_weights(run: RunDir, checkpoint: Checkpoint, *, best: bool) -> bool:
+    """Return whether other machines have weights that the merge of a run which ended at this checkpoint reads, and it is not merged."""
+    found = best_so_far(checkpoint.path) if best else None
+    paths = {checkpoint.path, run.checkpoint(found.step) if found is not None else checkpoint.path}
+    verdicts = [inspect_checkpoint(path, digests=False, weights_only=True) for path in paths]
+    return not run.merged.is_dir() and any(isinstance(each, Rejected) and each.is_elsewhere for each in verdicts)
+
+
 def missing_files(rejected: Rejected) -> Problem:
     """Return the problem of a checkpoint that lacks files of other machines."""
     name, run = rejected.path.name, rejected.path.parent

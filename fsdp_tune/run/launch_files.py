@@ -82,6 +82,8 @@ class ResumeRequest(Document):
     """Whether the launcher has just verified the digest of every file in it."""
     from_run: list[str] = field(default_factory=list[str])
     """Keys of the recipe whose files are gone (`recipe.references`). The launcher decides, since all ranks must load in one way."""
+    ends_at: int | None = None
+    """The step of `resume_from`, if the run has ended there, and ranks only bring its weights to the first machine."""
 
 
 STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)

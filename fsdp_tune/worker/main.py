@@ -129,7 +129,7 @@ def _train(
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
     from fsdp_tune.worker.agreement import check_same
-    from fsdp_tune.worker.setup import build_trainer, close, results, user_callbacks
+    from fsdp_tune.worker.setup import build_trainer, close, is_at_end, results, user_callbacks
 
     check_same(run)
     configure_accelerate(recipe)
@@ -137,8 +137,9 @@ def _train(
     holder.append(trainer)
     for callback_of_user in user_callbacks(recipe):
         trainer.add_callback(callback_of_user)
-    trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
-    close(trainer)
+    if resume is None or not is_at_end(trainer, resume, say):
+        trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
+    close(trainer, is_finished=callback.stopped is None)
     reason = callback.stopped or ExitReason.FINISHED
     return Outcome(EXIT_CODE_OF_REASON[reason], reason, facts=results(trainer, started))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
@@ -31,7 +31,7 @@ from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
-from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
+from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, RotationFailed, TrackerFailed, TrainFinished
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
@@ -261,8 +261,22 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
     return report
 
 
-def close(trainer: FsdpTrainer) -> None:
-    """Makes sure that the last step has a complete checkpoint; FailedError when it cannot be written."""
+def is_at_end(trainer: FsdpTrainer, resume: Checkpoint, say: Callable[[str], None]) -> bool:
+    """Return whether the run ended at this checkpoint (`ResumeRequest.ends_at`). The trainer then gets its state, and need not train."""
+    request = ResumeRequest.read(trainer.parts.run.resume_json)
+    if request is None or request.ends_at != resume.step:
+        return False
+    trainer.state = TrainerState.load_from_json(str(resume.path / TRAINER_STATE))
+    trainer.parts.heartbeat.beat("saving", resume.step)
+    say(f"the run has ended at step {resume.step}: its weights are brought to the first machine")
+    return True
+
+
+def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
+    """Makes sure that the last step has a complete checkpoint; FailedError when it cannot be written.
+
+    `is_finished`: whether the run ends here, and is merged next. With early stopping that is before its last step.
+    """
     checkpointer = trainer.checkpointer
     checkpointer.wait()
     if checkpointer.last_step != trainer.state.global_step:
@@ -275,7 +289,7 @@ def close(trainer: FsdpTrainer) -> None:
         checkpointer.save(state.global_step, trainer_state_json(trainer), trainer.own_state(), best_step=state.best_global_step)
         if failures[-1].error is not None:
             raise failures[-1].error
-    if checkpointer.is_scattered and trainer.state.global_step >= trainer.state.max_steps:
+    if checkpointer.is_scattered and is_finished:
         _bring_weights(trainer)
     metrics = trainer.parts.metrics
     metrics.event(TrainFinished(trainer.state.global_step))

@@ -23,7 +23,7 @@ from fsdp_tune.launch.command.resume import Start, check_data, decide, move_asid
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint, locked
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, Rejected, RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from fsdp_tune.run.records import Document, Environment
@@ -356,6 +356,28 @@ def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(fresh: R
     longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
     assert not longer.is_finished
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
+
+
+def test_finished_run_is_launched_to_bring_weights_of_another_machine(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    path, shard = checkpoint(fresh, 100), "pytorch_model_fsdp_0/__1_0.distcp"
+    entry = digest_file(path / "weights")
+    facts = {"step": 100, "machines": [{"host": "host-1", "directory": "/runs/one", "files": [shard]}]}
+    manifest = Manifest(CHECKPOINT_KIND, {"weights": entry, shard: entry}, facts)
+    (path / MANIFEST_NAME).write_text(manifest.to_json())
+    finish(fresh, 100)
+    held = [Held(100, manifest.identity, [shard])]
+    starts = [decide(fresh, recipe, "auto", overwrite=False, elsewhere=each) for each in (None, held)]
+    assert [(each.step, each.is_finished, each.ends_here) for each in starts] == [(100, False, True)] * 2
+    write_run(fresh, files_of(fresh, recipe, starts[1]))
+    assert decide(fresh, recipe, "auto", overwrite=False, elsewhere=held).ends_here  # that launch was killed
+    longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held)
+    assert (longer.is_finished, longer.ends_here) == (False, False)
+    (path / shard).parent.mkdir()
+    (path / shard).write_bytes((path / "weights").read_bytes())
+    finish(fresh, 100)
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    assert (start.is_finished, start.ends_here) == (True, False)
 
 
 def test_continued_run_killed_before_start_is_not_finished(fresh: RunDir, tmp_path: Path) -> None:

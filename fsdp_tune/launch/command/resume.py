@@ -33,13 +33,14 @@ from fsdp_tune.run.directory import (
     enclosing_checkpoint,
     in_use,
     inspect_checkpoint,
+    lacks_weights,
     latest_checkpoint,
     locked,
     missing_files,
     refuse_when_held,
 )
 from fsdp_tune.run.events import ChangedKey
-from fsdp_tune.run.launch_files import read_heartbeat, read_outcome, train_command
+from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, train_command
 from fsdp_tune.run.manifest import Progress
 
 AUTO = "auto"
@@ -75,6 +76,8 @@ class Start:
     """The directory before anything else in it was read."""
     from_run: Sequence[str] = ()
     """Keys of the recipe whose files are gone, and taken from the checkpoint's run."""
+    ends_here: bool = False
+    """Whether the run has ended there, and ranks only bring its weights to the first machine."""
 
     @property
     def step(self) -> int:
@@ -226,12 +229,16 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
     notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
     if checkpoint is None:
         notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training starts at step 0"))
+    is_finished = ends_here = False
+    if checkpoint is not None and not any(change.key in LENGTH_KEYS for change in changes):
+        is_finished = checkpoint.step == _finished_step(run)
+        brings = is_finished and recipe.merge.at_end and lacks_weights(run, checkpoint, best=takes_best(recipe))
+        ends_here = brings or (not is_finished and checkpoint.step == (ResumeRequest.read(run.resume_json) or ResumeRequest()).ends_at)
     return Start(
         checkpoint,
         is_new=False,
-        is_finished=checkpoint is not None
-        and checkpoint.step == _finished_step(run)
-        and not any(change.key in LENGTH_KEYS for change in changes),
+        is_finished=is_finished and not ends_here,
+        ends_here=ends_here,
         trajectory_changes=trajectory,
         notices=notices,
         digests_checked=digests and checkpoint is not None and are_verified(checkpoint, elsewhere or ()),

@@ -119,7 +119,8 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts).write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
-    ResumeRequest(resume_from, files.start.digests_checked, list(files.start.from_run)).write(run.resume_json)
+    start = files.start
+    ResumeRequest(resume_from, start.digests_checked, list(start.from_run), start.step if start.ends_here else None).write(run.resume_json)
     _write_recipe(run, files.recipe)
 
 

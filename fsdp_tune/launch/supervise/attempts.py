@@ -272,10 +272,11 @@ class Attempts:
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
-        request = ResumeRequest()
+        before, request = ResumeRequest.read(run.resume_json), ResumeRequest()
         if checkpoint is not None:
+            ends_at = checkpoint.step if before is not None and before.ends_at == checkpoint.step else None
             digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(checkpoint, self._held)
-            request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)))
+            request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)), ends_at)
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0

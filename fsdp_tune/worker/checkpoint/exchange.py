@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import secrets
 import shutil
 import time
 from collections import defaultdict
@@ -41,6 +42,25 @@ def rank_file(rank: int) -> str:
 def leads_machine(*, is_scattered: bool) -> bool:
     """Return whether this rank works in the run directory for the others: the first of the run, or of each machine with its own."""
     return os.environ.get("LOCAL_RANK", "0") == "0" if is_scattered else dist.get_rank() == 0
+
+
+def refuse_one_directory(directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse a run directory that several machines see, which would replace each other's files in it. Collective. Raises: FailedError."""
+    is_leader = leads_machine(is_scattered=True)
+    own = directory / f".checkpoint-probe{STAGE_MARK}{secrets.token_hex(8)}"
+
+    def look(names: Collection[str]) -> None:
+        if any((directory / name).exists() for name in names):
+            message = f"several machines see {directory}, and with `launch.shared_directory: false` each needs its own"
+            raise failed_error("run-in-use", message, hint="set `launch.shared_directory: true`, or give each machine another `output_dir`")
+
+    try:
+        all_or_none(lambda: DISK.mkdir(own) if is_leader else None, "marking the run directory", group)
+        others = [name for name in gather(own.name if is_leader else None, group) if name not in (None, own.name)]
+        all_or_none(lambda: look(others) if is_leader else None, "looking for marks of other machines", group)
+    finally:
+        if is_leader:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 class ByteRange(NamedTuple):
@@ -231,9 +251,11 @@ def _stage(stage: Path) -> Iterator[None]:
             shutil.rmtree(stage, ignore_errors=True)
 
     all_or_none(clear, "making a directory for files of other machines")
-    yield
-    gather(None)
-    clear()
+    try:
+        yield
+    finally:  # also of a rank that cannot read: the others wait for it here
+        gather(None)
+        clear()
 
 
 def _move_in(stage: Path, folder: Path, manifest: Manifest, names: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLD
 from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
-from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, shared_small_files
+from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -336,6 +336,8 @@ class Checkpointer:
         started = time.monotonic()
         snapshot = self._snapshot(0, trainer, own)
         stage = self.run.path / f".checkpoint-probe{STAGE_MARK}0"
+        if self.is_scattered:
+            refuse_one_directory(self.run.path, self._group)
         try:
             manifest = self._fill_stage(snapshot, stage)
             self._size_bytes = manifest.size_bytes if manifest else 0

@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -130,16 +130,17 @@ def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem
 
 
 class _HereOrFetched(FileSystem):
-    """Reads a file of the checkpoint, or what was fetched of it if the checkpoint has no such file on this machine."""
+    """Reads a file of the checkpoint, or what was fetched of it if this machine has none, or a damaged one."""
 
-    def __init__(self, fetched: Path) -> None:
+    def __init__(self, usable: Collection[str], fetched: Path) -> None:
+        """`usable`: the files of the checkpoint, with their folder, that are as they were written."""
         super().__init__()
-        self._fetched = fetched
+        self._usable, self._fetched = usable, fetched
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         here = Path(path)
-        with open(here if here.exists() else self._fetched / here.name, mode) as stream:
+        with open(here if f"{here.parent.name}/{here.name}" in self._usable else self._fetched / here.name, mode) as stream:
             yield cast(io.IOBase, stream)
 
 
@@ -161,7 +162,7 @@ class RestrictedReader(FileSystemReader):
         found = [self.storage_data[item.storage_index] for item in plan.items]
         ranges = [ByteRange(str(each.relative_path), each.offset, each.length) for each in found]
         with self._scattered.ranges_of(Path(self.path).name, ranges) as fetched:
-            self.fs = _HereOrFetched(fetched)
+            self.fs = _HereOrFetched(self._scattered.here, fetched)
             return super().read_data(plan, planner)
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:

@@ -97,6 +97,16 @@ def refused(folder: Path, ranks_of: Sequence[int], step: int) -> str:
     return ""
 
 
+def one_directory(folder: Path, ranks_of: Sequence[int], is_one: bool) -> str:
+    """Return the error of machines that see one directory, or each another."""
+    run = take_place(folder, ranks_of)
+    try:
+        exchange.refuse_one_directory(folder if is_one else run.path)
+    except FailedError as error:
+        return f"{error.problems[0].code}: {error.problems[0].hint}"
+    return ""
+
+
 def bring_weights(folder: Path, ranks_of: Sequence[int], step: int) -> None:
     weights_to_first_machine(take_place(folder, ranks_of).checkpoint(step))
     gather(None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,29 @@ def test_missing_and_damaged_files_end_the_load_on_every_rank(pool: RankPool, tm
     assert all(each.startswith("checkpoint-incomplete: checkpoint-10: 1 of its") and "machine-1 had it" in each for each in missing)
 
 
+def changed(raw: bytes) -> bytes:
+    """Return a shard with another number as the first of its first tensor, which its reader does not notice."""
+    header = raw.rindex(b"PK\3\4", 0, raw.index(b"/data/0"))
+    at = header + 30 + sum(struct.unpack_from("<HH", raw, header + 26))
+    return raw[:at] + bytes(each ^ 0x40 for each in raw[at : at + 4]) + raw[at + 4 :]
+
+
+def cut(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+@pytest.mark.parametrize("damage", [changed, cut])
+def test_damaged_shard_is_read_from_a_machine_with_a_good_one(pool: RankPool, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    pool.run(2, scattered_ranks.save, tmp_path, (1, 1), (10,))
+    pool.run(2, scattered_ranks.bring_weights, tmp_path, (1, 1), 10)
+    second = machine(tmp_path, 1)
+    (shard,) = (second.checkpoint(10) / "pytorch_model_fsdp_0").glob("*.distcp")
+    shard.write_bytes(damage(shard.read_bytes()))
+    assert f"{shard.parent.name}/{shard.name}" not in held_checkpoints(second, digests=True)[0].files
+    assert [each[0] for each in pool.run(2, scattered_ranks.load, tmp_path, (1, 1), 10)] == [True, True]
+    assert not list(tmp_path.glob("machine-*/.checkpoint-*"))
+
+
 def test_weights_come_to_the_first_machine_alone(pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, scattered_ranks.save, tmp_path, (1, 1), (10,))
     before = held_checkpoints(machine(tmp_path, 1))
@@ -97,6 +122,13 @@ def test_weights_come_to_the_first_machine_alone(pool: RankPool, tmp_path: Path)
     assert held_checkpoints(machine(tmp_path, 1)) == before
     assert isinstance(inspect_checkpoint(machine(tmp_path, 0).checkpoint(10), digests=True, weights_only=True), Checkpoint)
     assert isinstance(inspect_checkpoint(machine(tmp_path, 1).checkpoint(10), digests=False, weights_only=True), Rejected)
+
+
+def test_machines_that_see_one_directory_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(3, scattered_ranks.one_directory, tmp_path, (2, 1), False) == ["", "", ""]
+    refused = pool.run(3, scattered_ranks.one_directory, tmp_path, (2, 1), True)
+    assert all(each.startswith("run-in-use: set `launch.shared_directory: true`") for each in refused)
+    assert not list(tmp_path.rglob(".checkpoint-*"))
 
 
 def test_rotation_counts_what_all_machines_have(pool: RankPool, tmp_path: Path) -> None:
