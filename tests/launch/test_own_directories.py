@@ -6,18 +6,24 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import TrainOptions
+from fsdp_tune.jobs.resizing import OwnRun, other_data
 from fsdp_tune.launch.machines import machine as machines
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import OwnDirectory
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.launch_files import ResumeRequest, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from tests.launch.links import Answers, CutStore, Network, identity, start, until
 
@@ -275,3 +281,47 @@ def test_missing_machine_is_named_before_the_start_is_decided(play: OwnPlay, mon
         first.held_elsewhere()
     assert caught.value.problems[0].code == "machines-missing"
     until(lambda: first.held_elsewhere(0.1) == [])
+
+
+BASE = "600:1700000000000000000"
+
+
+@pytest.mark.parametrize(
+    ("mine", "said", "hint"),
+    [
+        (
+            {"rows.jsonl": "600:1700000001000000005"},
+            "rows.jsonl has another modification time on here",
+            "`touch -d @1700000000.000000000 rows.jsonl`",
+        ),
+        ({"rows.jsonl": "601:1700000000000000000"}, "rows.jsonl has 601 bytes on here and 600 on machine 0", "must be the same"),
+        ({}, "rows.jsonl is only on machine 0", "must be the same"),
+        ({"rows.jsonl": BASE}, "here prepares other data than machine 0", "must be the same"),
+    ],
+)
+def test_file_that_differs_between_machines_is_named(mine: dict[str, str], said: str, hint: str) -> None:
+    data, first = SimpleNamespace(stamps=mine, key="a"), SimpleNamespace(stamps={"rows.jsonl": BASE}, key="b")
+    problem = other_data("here", cast(Prepared, data), cast(Prepared, first))
+    assert problem is not None
+    assert said in problem.message
+    assert hint in str(problem.hint)
+    assert other_data("here", cast(Prepared, first), cast(Prepared, first)) is None
+
+
+def test_old_run_is_moved_aside_only_when_the_first_machine_starts_over(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.recipe_json.write_text("{}")
+    assert run.is_used
+    plan, missing = SimpleNamespace(run=run, machine_rank=1), cast(Any, None)
+    own = OwnRun(missing, missing, cast(Any, plan), (), TrainOptions(overwrite=True), Observer(), ExitStack())
+    refused = own._start_over(ResumeRequest("/data/run/checkpoint-8"))
+    assert refused is not None
+    assert "machine 0 resumes from /data/run/checkpoint-8" in refused.message
+    assert run.recipe_json.exists()
+    assert own._start_over(ResumeRequest()) is None
+    assert not run.path.exists()
+    run.logs.mkdir(parents=True)
+    run.recipe_json.write_text("{}")  # the new run
+    assert own._start_over(ResumeRequest("/data/run/checkpoint-4")) is None  # of a restart
+    assert run.recipe_json.exists()

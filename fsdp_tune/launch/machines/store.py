@@ -326,8 +326,9 @@ def exchange(
 
 def _is_stopped(document: JsonObject) -> bool:
     """Return whether a command's last document is that of one ended by a signal, or before it had anything to say."""
-    ended = document.get("ended")
-    return not isinstance(ended, dict) or (ended.get("problem") is None and ended.get("exit_reason") != "finished")
+    with contextlib.suppress(KeyError, TypeError):
+        return document["ended"]["problem"] is None and document["ended"]["exit_reason"] != "finished"
+    return True
 
 
 def _object(raw: bytes) -> JsonObject:
