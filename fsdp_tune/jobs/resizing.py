@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -126,15 +126,18 @@ class OwnRun:
     """Ends with the command; it gets the lock of the directory."""
     _data: Prepared | None = None
     _is_locked: bool = False
+    _starts_over: bool = field(init=False)
+    """Whether the directory is still that of a run to move aside for `--overwrite`."""
+
+    def __post_init__(self) -> None:
+        self._starts_over = self.options.overwrite and self.plan.run.is_used
 
     def prepare(self, advance: Callable[[int], None]) -> None:
         """Check the directory, and prepare the data, counting rows. Raises: FsdpTuneError."""
         run, options = self.plan.run, self.options
         decide(run, self.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
         check_cache(self.recipe)
-        if options.overwrite and run.is_used:
-            self.observer.message(f"the old run is now {move_aside(run)}")
-        if run.is_used:
+        if run.is_used and not self._starts_over:
             self._lock()
         encoder = load_encoder(self.recipe)
         with self.observer.progress("tokenising", None, "rows") as bar:
@@ -155,10 +158,9 @@ class OwnRun:
         if theirs is None or record is None:
             return Problem("run-files-missing", "machine 0 has sent no data.json or launch.json")
         first = read_resolved(received)
-        if (theirs.key, theirs.stamps) != (data.key, data.stamps):
-            message = f"machine {self.plan.machine_rank} ({socket.gethostname()}) prepares other data than machine 0"
-            hint = "the files of `data`, their order and the tokenizer must be the same on all machines"
-            return Problem("machines-differ", message, hint=hint)
+        problem = other_data(f"machine {self.plan.machine_rank} ({socket.gethostname()})", data, theirs) or self._start_over(request)
+        if problem is not None:
+            return problem
         run = self.plan.run
         if not (is_new := not run.is_used):  # also one that another command has made since: that of machine 0 if both see one directory
             try:
@@ -188,6 +190,20 @@ class OwnRun:
         self._lock()
         return None
 
+    def _start_over(self, request: ResumeRequest) -> Problem | None:
+        """Move the old run aside for `--overwrite`, before the first launch, now that machine 0 has accepted the start."""
+        if not self._starts_over:
+            return None
+        if request.resume_from is not None:
+            message = f"machine {self.plan.machine_rank} was started with `--overwrite`, and machine 0 resumes from {request.resume_from}"
+            return Problem("machines-differ", message, hint="pass `--overwrite` on all machines, or `--resume` on all")
+        try:
+            self.observer.message(f"the old run is now {move_aside(self.plan.run)}")
+        except FsdpTuneError as error:
+            return error.problems[0]
+        self._starts_over = False
+        return None
+
     def _start(self, request: ResumeRequest, *, is_new: bool) -> Start:
         """Return the start of the first machine, in this machine's directory. Its manifest may not be here yet."""
         start = Start(
@@ -208,6 +224,37 @@ def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, optio
         return ()
     found = decide(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
     return None if found.is_finished else machines.held_elsewhere()
+
+
+def other_data(here: str, data: Prepared, first: Prepared) -> Problem | None:
+    """Return how the data of a machine differ from those of machine 0, or None. `here` names it.
+
+    Files of a stream are not read before the training, so copies of them are told apart by size and time.
+    """
+    for name in sorted(data.stamps.keys() | first.stamps.keys()):
+        mine, theirs = data.stamps.get(name), first.stamps.get(name)
+        if mine == theirs:
+            continue
+        if mine is None or theirs is None:
+            message = (
+                f"{here} and machine 0 do not have the same files of `data`: {name} is only on {here if theirs is None else 'machine 0'}"
+            )
+            return Problem("machines-differ", message, hint=SAME_DATA)
+        (my_size, _, _), (size, _, mark) = mine.partition(":"), theirs.partition(":")
+        if my_size != size:
+            message = f"{name} has {int(my_size):,} bytes on {here} and {int(size):,} on machine 0"
+            return Problem("machines-differ", message, hint=SAME_DATA)
+        if not mark.isdecimal() or "://" in name:
+            return Problem("machines-differ", f"{name} is another version on {here} than on machine 0 (its ETag differs)", hint=SAME_DATA)
+        moment = f"@{int(mark) // 10**9}.{int(mark) % 10**9:09}"
+        hint = f"copy files with their times (`cp -p`, `rsync -t`); if the copies are the same: `touch -d {moment} {name}` on {here}"
+        return Problem("machines-differ", f"{name} has another modification time on {here} than on machine 0", hint=hint)
+    if data.key != first.key:
+        return Problem("machines-differ", f"{here} prepares other data than machine 0", hint=SAME_DATA)
+    return None
+
+
+SAME_DATA = "the files of `data`, their order and the tokenizer must be the same on all machines"
 
 
 def refuse_manual_start(recipe: Recipe) -> None:

@@ -94,14 +94,14 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
         shares |= {"last_step_seconds": 1.0, "exposed_communication_seconds": None, "optimizer_seconds": 0.05}
         screen.metrics({**STEP, "step": 60, "mfu": 0.412, **shares})
         screen.metrics({"event": "witness_cost", "step": 40, "time": 1.0, "cpu_seconds": 0.1, "training_cpu_seconds": 3.0, "steps": 100})
-        screen.metrics({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
+        screen.metrics({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512.0})
         screen.metrics({"event": "samples", "step": 42, "seconds": 1.0, "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}]})
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 20/100  .* left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB", lines[1])
     assert re.match(r"step 40/100  .* left  loss nan  grad norm -", lines[2])
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
     assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]
-    assert lines[5] == "step 41: loss scale backed off (loss_scale 512)"
+    assert lines[5] == "step 41: loss scale backed off (loss_scale 512.0)"
     assert lines[6] == "step 42: … " + "a\\n" * 20 + " → two\\nthree"
 
 

@@ -53,7 +53,7 @@ def plan_of(run: RunDir) -> PlanOf:
 def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short periods and limits of machines that find each other."""
     monkeypatch.setattr(store, "PERIOD_SECONDS", 0.02)
-    monkeypatch.setattr(store, "SERVED_SECONDS", 5.0)
+    monkeypatch.setattr(store, "SERVED_SECONDS", 2.0)
     monkeypatch.setattr(store, "PRESENT_SECONDS", 0.5)
     monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.05)
     monkeypatch.setattr(machines, "READ_SECONDS", 0.01)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.options import TrainOptions
+from fsdp_tune.jobs.resizing import OwnRun, other_data
 from fsdp_tune.launch.machines import machine as machines
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import OwnDirectory
-from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.launch_files import ResumeRequest, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
-from tests.launch.links import Network, identity, start, until
+from tests.launch.links import Answers, CutStore, Network, identity, start, until
 
 pytestmark = pytest.mark.usefixtures("quick_machines")
 
@@ -102,6 +112,126 @@ def test_machine_that_cannot_install_the_files_ends_the_launch(play: OwnPlay) ->
     assert "prepares other data" in ended.problem.message
 
 
+def fail(machine: Machines) -> None:
+    with pytest.raises(FailedError), machine:
+        raise FailedError(Problem("run-in-use", "the run is in use"))
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_failure_of_a_machine_before_it_joins_ends_the_run(play: OwnPlay, *, decides: bool) -> None:
+    first, second = play.machine(0), play.machine(1)
+    fail(second)
+    assert second._report.life is None
+    if decides:
+        with pytest.raises(FsdpTuneError) as caught:
+            first.held_elsewhere()
+        problem: Problem | None = caught.value.problems[0]
+    else:
+        ended = first.gather(0)
+        problem = ended.problem if isinstance(ended, Verdict) else None
+    assert problem is not None
+    assert (problem.code, problem.message) == ("machine-failed", "machine 1: the run is in use")
+
+
+def test_failure_before_the_first_machine_is_there_reaches_it(play: OwnPlay) -> None:
+    second = play.machine(1)
+    play.network.link(1).is_cut.set()
+    failing = Answers(lambda: fail(second))
+    time.sleep(0.2)
+    play.network.link(1).is_cut.clear()
+    failing.all()
+    ended = play.machine(0).gather(0)
+    assert isinstance(ended, Verdict)
+    assert ended.problem is not None
+    assert "the run is in use" in ended.problem.message
+
+
+def test_end_of_the_first_machine_reaches_one_that_comes_soon_after(play: OwnPlay) -> None:
+    first = play.machine(0)
+    closing = Answers(lambda: fail(first))
+    time.sleep(0.2)
+    assert play.network.link(0).thread.is_alive()
+    ended = play.machine(1).join()
+    closing.all()
+    assert ended is not None
+    assert ended.problem is not None
+    assert ended.problem.message == "machine 0: the run is in use"
+
+
+def test_stop_is_not_delayed_by_a_machine_that_never_came(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SERVED_SECONDS", 20.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), play.machine(0):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 10.0
+
+
+def test_checkpoints_are_hashed_only_after_a_launch(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = play.machine(1)
+    monkeypatch.setattr(OwnDirectory, "held", lambda *_, **__: pytest.fail("it was hashed"))
+    fail(second)
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_machine_that_counts_work_is_waited_for(play: OwnPlay, monkeypatch: pytest.MonkeyPatch, *, decides: bool) -> None:
+    first, second = play.machine(0), play.machine(1)
+    monkeypatch.setattr(first, "_hang_seconds", 0.5)
+
+    def prepare_and_join() -> Verdict | None:
+        for _ in range(30):
+            second.advance(100)
+            time.sleep(0.05)
+        return second.join() if decides else second.join() or (second.next_launch(), None)[1]
+
+    following = Answers(prepare_and_join)
+    if decides:
+        assert first.held_elsewhere() == []
+        first.conclude(machines.verdict_of(FailedError(Problem("test", "ends"))))
+    else:
+        assert first.gather(0) is None
+    following.all()
+
+
+def test_restart_waits_for_digests_of_another_machine(play: OwnPlay) -> None:
+    write_parts(play.runs, 10)
+    first, second = play.machine(0), play.machine(1)
+    start(first, second)
+    assert second._report.held is None
+
+    def hash_slowly(progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:
+        for _ in range(30):
+            progress(100)
+            time.sleep(0.05)
+        return tuple(held_checkpoints(play.runs[1], digests=compares))
+
+    second._directory.held = hash_slowly
+    ending = Answers(lambda: second.end(machines.verdict_of(FailedError(Problem("test", "ends")))))
+    assert [each.step for each in first.held_elsewhere(0.5)] == [10]
+    ending.all()
+
+
+def test_archive_of_more_bytes_than_announced_is_refused(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    play.runs[0].recipe_json.write_text("x" * 5000)
+    offered = OwnDirectory(play.runs[0], play.folders[0], digests=False).offer()
+    (play.folders[1] / offered["archive"]).write_bytes((play.folders[0] / offered["archive"]).read_bytes())
+    monkeypatch.setattr(machines, "LARGEST_ARCHIVE_BYTES", 4999)
+    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
+    assert problem is not None
+    assert "its 1 files have 5,000 bytes" in problem.message
+
+
+@pytest.mark.parametrize("chunk", [base64.b64encode(b"xx"), b"x"], ids=["larger", "damaged"])
+def test_chunk_of_another_size_is_not_written(tmp_path: Path, chunk: bytes) -> None:
+    class Wrong(CutStore):
+        def get(self, key: str, /) -> bytes:
+            return chunk
+
+    document = {"files": {"archive": "0" * 32, "archive_bytes": "1"}}
+    with pytest.raises(store.StoreFault, match="another size"):
+        store.Archives(tmp_path).fetch(Wrong(cast(store.KeyValueStore, None), threading.Event()), document)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"])
 def test_damaged_archive_is_refused(play: OwnPlay, damage: Callable[[bytes], bytes]) -> None:
     directory = OwnDirectory(play.runs[0], play.folders[0], digests=False)
@@ -151,3 +281,47 @@ def test_missing_machine_is_named_before_the_start_is_decided(play: OwnPlay, mon
         first.held_elsewhere()
     assert caught.value.problems[0].code == "machines-missing"
     until(lambda: first.held_elsewhere(0.1) == [])
+
+
+BASE = "600:1700000000000000000"
+
+
+@pytest.mark.parametrize(
+    ("mine", "said", "hint"),
+    [
+        (
+            {"rows.jsonl": "600:1700000001000000005"},
+            "rows.jsonl has another modification time on here",
+            "`touch -d @1700000000.000000000 rows.jsonl`",
+        ),
+        ({"rows.jsonl": "601:1700000000000000000"}, "rows.jsonl has 601 bytes on here and 600 on machine 0", "must be the same"),
+        ({}, "rows.jsonl is only on machine 0", "must be the same"),
+        ({"rows.jsonl": BASE}, "here prepares other data than machine 0", "must be the same"),
+    ],
+)
+def test_file_that_differs_between_machines_is_named(mine: dict[str, str], said: str, hint: str) -> None:
+    data, first = SimpleNamespace(stamps=mine, key="a"), SimpleNamespace(stamps={"rows.jsonl": BASE}, key="b")
+    problem = other_data("here", cast(Prepared, data), cast(Prepared, first))
+    assert problem is not None
+    assert said in problem.message
+    assert hint in str(problem.hint)
+    assert other_data("here", cast(Prepared, first), cast(Prepared, first)) is None
+
+
+def test_old_run_is_moved_aside_only_when_the_first_machine_starts_over(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.recipe_json.write_text("{}")
+    assert run.is_used
+    plan, missing = SimpleNamespace(run=run, machine_rank=1), cast(Any, None)
+    own = OwnRun(missing, missing, cast(Any, plan), (), TrainOptions(overwrite=True), Observer(), ExitStack())
+    refused = own._start_over(ResumeRequest("/data/run/checkpoint-8"))
+    assert refused is not None
+    assert "machine 0 resumes from /data/run/checkpoint-8" in refused.message
+    assert run.recipe_json.exists()
+    assert own._start_over(ResumeRequest()) is None
+    assert not run.path.exists()
+    run.logs.mkdir(parents=True)
+    run.recipe_json.write_text("{}")  # the new run
+    assert own._start_over(ResumeRequest("/data/run/checkpoint-4")) is None  # of a restart
+    assert run.recipe_json.exists()

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.command import Bar
+from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, Route
 from fsdp_tune.launch.machines.store import SERVED_SECONDS, Exchanged, JsonObject
 
@@ -135,6 +136,10 @@ class Channel:
             known = self._others.get(machine)
             return time.monotonic() - max(self._began, known.changed_at if known is not None else 0.0)
 
+    def idle_seconds(self, machines: Iterable[int]) -> float:
+        """Return the most seconds for which one of these machines has not changed its document, as it does while it counts work."""
+        return max(map(self.unchanged_seconds, machines), default=0.0)
+
     def clock_seconds(self, machine: int) -> float:
         """Return how far the clock of a machine is ahead of this one's, to about a second."""
         with self._state:
@@ -146,6 +151,12 @@ class Channel:
         """Seconds for which the first machine has answered without serving a store; 0 if it serves one, or does not answer."""
         with self._state:
             return self.last.fault_seconds + time.monotonic() - self._last_at if self.last.is_refused else 0.0
+
+    def refuse_fatal(self) -> None:
+        """Raises: FailedError if the store cannot be served, without which no machine can join."""
+        if self.fatal is not None:
+            hint = "end what uses the port, or set another `launch.main_process_port` on all machines (the channel has the port after it)"
+            raise FailedError(Problem("port-taken", self.fatal, hint=hint))
 
     def close(self) -> None:
         """Let the other machines read the last document, then end the exchange."""

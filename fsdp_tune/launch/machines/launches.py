@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsdp_tune.core.atomic import json_safe, write_json
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.machine import (
@@ -42,8 +42,7 @@ from fsdp_tune.launch.machines.machine import (
 from fsdp_tune.run.directory import Held, RunDir
 from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict, train_command
 
-POLL_SECONDS = 1.0
-"""The same while ranks run."""
+POLL_SECONDS = 1.0  # READ_SECONDS while ranks run
 WORK_SECONDS = 1.0
 """Least time between two counts of work."""
 JOIN_SECONDS = 3600.0
@@ -51,10 +50,8 @@ JOIN_SECONDS = 3600.0
 next launch."""
 DECISION_SECONDS = 600.0
 """Limit for the decision of the first machine after a launch."""
-GATHER_SECONDS = 90.0
-"""Limit for the other machines to end their ranks after the first."""
-SHARE_SECONDS = 60.0
-"""Limit for the other machines to publish where their ranks are."""
+GATHER_SECONDS, SHARE_SECONDS = 90.0, 60.0
+"""Limits for the other machines to end their ranks after the first, and to publish where their ranks are."""
 LOST_SECONDS = 300.0
 """A machine from which nothing has come for this long is lost; if `launch.hang_timeout` is shorter, after that and `LOST_MARGIN_SECONDS`,
 since ranks that wait for it are then reported first."""
@@ -117,7 +114,7 @@ class Machines:
             return
         if error is not None and self._report.state not in ("ended", "final"):
             ended = verdict_of(error)
-            self.conclude(ended) if self._machine == 0 else self.end(ended)
+            self._publish(state="final" if self._machine == 0 else "ended", ended=ended.as_dict())
         self.close()
 
     def close(self) -> None:
@@ -130,7 +127,7 @@ class Machines:
         self._work += n
         if self._open_channel is not None and time.monotonic() - self._work_at >= WORK_SECONDS:
             self._work_at = time.monotonic()
-            self._refuse_fatal()
+            self._channel.refuse_fatal()
             self._publish(work=self._work)
 
     # ---- The first machine.
@@ -170,12 +167,13 @@ class Machines:
             if len(present) == len(self.others):
                 break
             waited = time.monotonic() - started
+            idle = min(waited, self._channel.idle_seconds(set(self.others) - set(present)))
             is_final = launch == 0 or is_enough is None
             if is_final and (ended := self._ended_before()) is not None:
                 return ended
-            if is_enough is not None and waited > self._replacement_seconds and is_enough(1 + len(present)):
+            if is_enough is not None and (waited if launch else idle) > self._replacement_seconds and is_enough(1 + len(present)):
                 return Fewer((0, *sorted(present)))
-            if waited > (self._hang_seconds if is_enough is None else max(self._hang_seconds, self._replacement_seconds)):
+            if idle > (self._hang_seconds if is_enough is None else max(self._hang_seconds, self._replacement_seconds)):
                 return self._ended_before() or Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited))
             time.sleep(READ_SECONDS)
         self._tokens = {machine: reports[machine].token for machine in self.others}
@@ -187,21 +185,22 @@ class Machines:
     def held_elsewhere(self, limit_seconds: float | None = None) -> list[Held]:
         """Return, on the first machine, what the others have of each checkpoint; [] if all see the same directory.
 
-        Waits until all have reported it, or up to a limit; None: as for a launch, after which a missing machine is an error.
+        Waits until all have reported it, or one has counted no work up to a limit; None: as for a launch, after which that is an error.
         """
         if self._open_channel is None or isinstance(self._directory, SharedDirectory):
             return []
-        started, others = time.monotonic(), [machine for machine in self.expected() if machine != self._machine]
+        started, others = time.monotonic(), set(self.expected()) - {self._machine}
         while True:
             self.advance()
-            self._refuse_fatal()
+            self._channel.refuse_fatal()
             found = {machine: held for machine in others if (held := self._held_by(machine)) is not None}
             waited = time.monotonic() - started
-            if len(found) == len(others) or (limit_seconds is not None and waited > limit_seconds):
+            idle = min(waited, self._channel.idle_seconds(others - found.keys()))
+            if len(found) == len(others) or (limit_seconds is not None and idle > limit_seconds):
                 return [each for held in found.values() for each in held]
             if limit_seconds is None:
                 ended = self._ended_before()
-                if ended is None and waited > self._hang_seconds:
+                if ended is None and idle > self._hang_seconds:
                     ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(list(found), waited))
                 if ended is not None:
                     problem = ended.problem or Problem("machine-failed", "another machine was stopped by a signal")
@@ -253,11 +252,11 @@ class Machines:
 
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
-        names = ", ".join(f"machine {machine}" for machine in absent)
-        count = len(self.members)
+        names, count = ", ".join(f"machine {machine}" for machine in absent), len(self.members)
         message = f"{count - len(absent)} of {count} machines joined within {format_seconds(seconds)}; missing: {names}"
         command = train_command(self._run, "--machine-rank", "N")
-        hint = f"start `{command}` on each of them, with the same recipe and as many devices; all must see the run directory"
+        also = "all must see the run directory" if isinstance(self._directory, SharedDirectory) else "if it has ended, see its output there"
+        hint = f"start `{command}` on each of them, with the same recipe and as many devices; {also}"
         return Problem("machines-missing", message, hint=hint)
 
     # ---- The other machines.
@@ -285,7 +284,7 @@ class Machines:
     def _failed(self, problem: Problem) -> Verdict:
         """Publish that this machine does not take part."""
         ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
-        self.end(ended)
+        self._publish(state="ended", ended=ended.as_dict())
         return ended
 
     def _problem_with(self, first: MachineReport) -> Problem | None:
@@ -473,23 +472,24 @@ class Machines:
         if self._open_channel is not None:
             self._open_channel.publish(json_safe(self._report.as_dict()))
 
-    def _refuse_fatal(self) -> None:
-        """Raises: FailedError if the store cannot be served, without which no machine can join."""
-        if self._channel.fatal is not None:
-            hint = "end what uses the port, or set another `launch.main_process_port` on all machines (the channel has the port after it)"
-            raise FailedError(Problem("port-taken", self._channel.fatal, hint=hint))
-
     def _read_others(self) -> dict[int, MachineReport]:
         """Return the last report of each machine in this launch. A machine in the next launch has ended this one."""
         for machine in self.others if self._machine == 0 else [0] if self.others else []:
             report = self._read(machine)
-            if report is not None and report.life == self._report.life and report.launch in (self._report.launch, NOT_STARTED):
+            if report is None or report.launch not in (self._report.launch, NOT_STARTED):
+                continue
+            if report.life == self._report.life or self._failed_before_joining(machine, report):
                 self._reports[machine] = report
         if self._machine == 0 and self.others:
             relayed = relay(self._reports, len(self.others), are_quiet=self._are_quiet())
             if relayed != self._report.relayed:
                 self._publish(relayed=relayed)
         return self._reports
+
+    def _failed_before_joining(self, machine: int, report: MachineReport) -> bool:
+        """Return, on the first machine, whether one that has not joined the first launch has failed: it has not read which life this is."""
+        is_first = self._machine == 0 and self._report.launch <= 0 and machine not in self._tokens
+        return is_first and report.life is None and report.problem is not None
 
     def _read(self, machine: int) -> MachineReport | None:
         """Return the present report of a machine, or None."""

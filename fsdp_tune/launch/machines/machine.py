@@ -26,7 +26,7 @@ from fsdp_tune.core.devices import installed_versions, interconnect, versions, v
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.machines.store import ARCHIVE, ARCHIVE_BYTES
+from fsdp_tune.launch.machines.store import ARCHIVE, ARCHIVE_BYTES, LARGEST_ARCHIVE_BYTES
 from fsdp_tune.recipe.rules.launch import is_plain_setting
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import OnResume
@@ -448,12 +448,15 @@ class OwnDirectory:
             if digest(raw, size=16) != path.name:
                 raise ValueError("its digest differs")
             with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+                if sum(sizes := [info.file_size for info in archive.infolist()]) > LARGEST_ARCHIVE_BYTES:
+                    raise ValueError(f"its {len(sizes):,} files have {sum(sizes):,} bytes")
                 for name in archive.namelist():
                     if not is_inside(name) or not name.removeprefix("model/"):
                         raise ValueError(f"it has a file {name[:80]!r}")
                     target = received.path / name
                     DISK.mkdir(target.parent)
-                    write_file(target, archive.read(name), private=True)
+                    with archive.open(name) as file:  # `archive.read` unpacks a whole file before it compares sizes
+                        write_file(target, file.read(LARGEST_ARCHIVE_BYTES), private=True)
         except (ValueError, zipfile.BadZipFile) as error:
             return Problem("run-files-missing", f"the files of the run that machine 0 has sent are damaged: {error}")
         return self._install(received)

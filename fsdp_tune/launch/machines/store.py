@@ -42,6 +42,8 @@ OPERATION_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 SERVED_SECONDS = 30.0
 """Limit for the other machines to read the last document of the first one before its store ends."""
+UNSERVED_SECONDS = 10.0
+"""Limit for that store to be there, so that another machine that has failed can say so."""
 PRESENT_SECONDS = 15.0
 """A machine whose beat is older is not waited for at the end."""
 LARGEST_BYTES = 4 << 20
@@ -187,11 +189,19 @@ class StoreExchange:
         silent = {number: now - (peer.changed_at or now) for number, peer in seen.items()}
         return Exchanged(documents, silent, {number: peer.clock_seconds for number, peer in seen.items()}, **facts)
 
-    def is_read(self, version: int) -> bool:
-        """Return whether every other machine that is there has read this version of the first machine's document."""
+    def is_told(self, version: int, *, awaits_unseen: bool) -> bool:
+        """Return whether every other machine that is there has read this version of the document, or, on another one than the first,
+        whether it is in the store. A store that was seen and is gone does not come back.
+
+        `awaits_unseen`: whether a machine that was never seen counts as there, since it may be about to come.
+        """
+        if self._machine > 0:
+            return self._published == version or self._peers[0].changed_at is not None or not awaits_unseen
         now = time.monotonic()
-        there = [peer for peer in self._peers.values() if peer.changed_at is not None and now - peer.changed_at < PRESENT_SECONDS]
-        return all(peer.seen >= version for peer in there)
+        return all(
+            peer.seen >= version or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= PRESENT_SECONDS)
+            for peer in self._peers.values()
+        )
 
 
 class Archives:
@@ -223,7 +233,9 @@ class Archives:
         for _ in range(CHUNKS_AT_ONCE):
             if not self._name or self._done == _chunks(self._size_bytes):
                 return
-            chunk = base64.b64decode(store.get(f"archive/{self._name}/{self._done}"))
+            chunk = _decoded(store.get(f"archive/{self._name}/{self._done}"))
+            if len(chunk) != min(CHUNK_BYTES, self._size_bytes - self._done * CHUNK_BYTES):
+                raise StoreFault("a part of the files of the run has another size than was announced")
             with DISK.open_private(part, "ab" if self._done else "wb") as file:
                 DISK.write(file, chunk)
             self._done += 1
@@ -238,6 +250,14 @@ def _archive_of(document: JsonObject) -> tuple[str, int]:
         if re.fullmatch("[0-9a-f]{32}", name) and 0 < size_bytes <= LARGEST_ARCHIVE_BYTES:
             return name, size_bytes
     return "", 0
+
+
+def _decoded(raw: bytes) -> bytes:
+    """Return the bytes of a chunk; b"" if it was not written by this program."""
+    try:
+        return base64.b64decode(raw)
+    except ValueError:
+        return b""
 
 
 def _chunks(size_bytes: int) -> int:
@@ -279,7 +299,10 @@ def exchange(
     write: Callable[[str], object],
     folder: Path | None = None,
 ) -> None:
-    """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one."""
+    """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one, and they for its store.
+
+    Neither waits for one that it has never seen if a signal ended the command: a user or a scheduler wants it to end.
+    """
     inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect, folder)
     deadline: float | None = None
     while True:
@@ -288,17 +311,24 @@ def exchange(
             document, version = inbox.last
             done = own.tick(document, version)
             write(json.dumps(asdict(done)))
-            if ended and (machine > 0 or own.is_read(version)):
+            if ended and own.is_told(version, awaits_unseen=not _is_stopped(document)):
                 return
         elif ended:
             return
         if ended:
-            deadline = time.monotonic() + SERVED_SECONDS if deadline is None else deadline
+            deadline = time.monotonic() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS) if deadline is None else deadline
             if time.monotonic() > deadline:
                 return
             time.sleep(PERIOD_SECONDS / 5)
         else:
             inbox.wait(PERIOD_SECONDS)
+
+
+def _is_stopped(document: JsonObject) -> bool:
+    """Return whether a command's last document is that of one ended by a signal, or before it had anything to say."""
+    with contextlib.suppress(KeyError, TypeError):
+        return document["ended"]["problem"] is None and document["ended"]["exit_reason"] != "finished"
+    return True
 
 
 def _object(raw: bytes) -> JsonObject:

@@ -146,7 +146,7 @@ def run_recording_rotations(path: str) -> list[list[int]]:
 
     protected_steps: list[list[int]] = []
 
-    def record(*_: Any, protected: set[int]) -> list[Path]:
+    def record(*_: Any, protected: set[int], **__: Any) -> list[Path]:
         protected_steps.append(sorted(protected))
         return []
 
