@@ -7,6 +7,8 @@ system without flock it is by creating the file with O_EXCL.
 Readers only read the record and take no lock, so a query never makes a claim fail. If the owner's processes are visible to
 this process, pid and start time decide whether it lives. Any other owner counts as dead only after
 `FOREIGN_SILENCE_SECONDS` without a refresh, since flock on a network file system may be local to each client.
+
+Also tells which processes are ranks of a run.
 """
 
 from __future__ import annotations
@@ -337,3 +339,21 @@ def _start_of(pid: int) -> str | None:
         return str(psutil.Process(pid).create_time())
     except psutil.Error:
         return None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does not count."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_rank_of(run: Path, rank: int, pid: int) -> bool:
+    """Return whether a pid still belongs to a rank of the run: pids are reused, but not with the same RANK and run directory."""
+    try:
+        process = psutil.Process(pid)
+        named = Path(process.cwd(), *process.cmdline()[-1:])
+        return is_alive(process) and process.environ().get("RANK") == str(rank) and named.resolve() == run.resolve()
+    except psutil.Error:
+        return False

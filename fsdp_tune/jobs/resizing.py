@@ -229,7 +229,7 @@ def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, optio
 def other_data(here: str, data: Prepared, first: Prepared) -> Problem | None:
     """Return how the data of a machine differ from those of machine 0, or None. `here` names it.
 
-    Files of a stream are not read before the training, so copies of them are told apart by size and time.
+    Files of a stream are not read before the training, so their copies are compared by size and time.
     """
     for name in sorted(data.stamps.keys() | first.stamps.keys()):
         mine, theirs = data.stamps.get(name), first.stamps.get(name)

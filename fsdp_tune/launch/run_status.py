@@ -12,8 +12,7 @@ from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
-from fsdp_tune.core.ownership import Owner, live_owner
-from fsdp_tune.core.processes import is_rank_of
+from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
 from fsdp_tune.launch.mirror.send import MirrorState, state_path

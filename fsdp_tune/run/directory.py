@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -151,6 +153,14 @@ class RunDir:
 def checkpoint_step(path: Path) -> int | None:
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def name_aside(path: Path) -> Path:
+    """Return the free path next to a directory under which it is kept when another takes its place."""
+    aside = path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-{os.getpid()}")
+    return aside
 
 
 def enclosing_checkpoint(path: Path) -> Path | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_tune.core.processes import is_alive
+from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Logged, Supervisor, start_early
 from fsdp_tune.run.directory import RunDir

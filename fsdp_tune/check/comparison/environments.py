@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,20 @@ def _files_of(name: str) -> list[Path]:
     return [Path(str(found.locate_file(top))) for top in sorted(tops)]
 
 
+class _ComputedStages:
+    """What a process has computed, by key: up to which stage. B with A's values is often A."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, Observation]] = {}
+
+    def get(self, key: str, until: str, compute: Callable[[], Observation]) -> Observation:
+        """Return the observation of a key up to a stage or beyond, computed if it is not known that far."""
+        known = self._found.get(key)
+        if known is None or until not in stages_until(known[0]):
+            known = self._found[key] = until, compute()
+        return known[1]
+
+
 class ObservingChild:
     """The process that computes sides with one interpreter. It starts with the first request."""
 
@@ -149,8 +163,7 @@ class ObservingChild:
         self._python, self._folder = python, folder
         self.settings = {"rows": rows, "model": model, "folder": str(folder), "defaults": shows_defaults, "beside_tool": is_beside_tool}
         self._child: JsonChild | None = None
-        self._known: dict[str, tuple[str, Observation]] = {}
-        """By recipe: up to which stage it was computed. B with A's values is often A."""
+        self._known = _ComputedStages()
 
     def __enter__(self) -> ObservingChild:
         return self
@@ -163,10 +176,7 @@ class ObservingChild:
         """Compute a resolved recipe up to a stage or beyond. Raises: usage error if the interpreter lacks a package, failed error if it
         crashed."""
         key = recipe.model_copy(update={"name": None, "output_dir": "RUN"}).model_dump_json()
-        known = self._known.get(key)
-        if known is None or until not in stages_until(known[0]):
-            known = self._known[key] = until, self.computed(recipe, until)
-        return known[1]
+        return self._known.get(key, until, lambda: self.computed(recipe, until))
 
     def computed(self, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
         """Compute a recipe, whether or not it is known, and write to the file `inputs` what a tool needs for it. Raises: as `observe`."""
@@ -236,7 +246,7 @@ class ToolChild:
         """`inputs`: rows, model and sizes, the same for all requests."""
         self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS}
         self._child: JsonChild | None = None
-        self._known: dict[str, tuple[str, Observation]] = {}
+        self._known = _ComputedStages()
 
     def close(self) -> None:
         if self._child is not None:
@@ -246,10 +256,7 @@ class ToolChild:
         """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process ended."""
         values = {name: value for name, value in values.items() if name not in NOT_SENT}
         key = json.dumps(values, sort_keys=True, default=str)
-        known = self._known.get(key)
-        if known is None or until not in stages_until(known[0]):
-            known = self._known[key] = until, self._computed(values, until)
-        return known[1]
+        return self._known.get(key, until, lambda: self._computed(values, until))
 
     def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
         if self._child is None:
@@ -269,7 +276,7 @@ class ToolChild:
 def needed_requirements(tools: Collection[str], given: Sequence[str]) -> list[str]:
     """Return the requirements of the environment of these tools: `given`, and the newest version of the tool if they do not name it.
 
-    Raises: usage error for two tools, or for what is no requirement.
+    Raises: usage error for two tools, or for text that is not a requirement.
     """
     packages = {TOOLS[tool] for tool in tools}
     if len(packages) > 1:

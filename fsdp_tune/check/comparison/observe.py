@@ -38,7 +38,7 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
-from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, is_drawn, settle_draws, summary
+from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
 from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
 from fsdp_tune.core import families
 from fsdp_tune.core.devices import installed_versions
@@ -265,7 +265,7 @@ class Side:
         fields = dropouts(model) if self.is_beside_tool else {f"config.json: {name}": value for name, value in self.raw_config.items()}
         self.stages["model"] = StageFacts({**fields, **shapes})
         self.stages["dtypes"] = StageFacts(
-            {name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}" for name, p in parameters.items()}
+            {name: dtype_text(p) for name, p in parameters.items()}
             | ({AUTOCAST: recipe.precision.mixed_precision} if self.is_beside_tool else {})
         )
         self.stages["weights"] = StageFacts(

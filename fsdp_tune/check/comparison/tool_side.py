@@ -53,6 +53,10 @@ def summary(tensor: Any) -> list[float]:
     return [float(flat.norm()), float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0))]
 
 
+def dtype_text(parameter: Any) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}, {'trained' if parameter.requires_grad else 'frozen'}"
+
+
 def dropouts(model: Any) -> dict[str, float]:
     """Return the shares that a model drops in training, by module."""
     nn = importlib.import_module("torch.nn")
@@ -325,13 +329,7 @@ class _Trl(_ToolRows):
         model: Any = self.trainer.model
         parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         self.stages["model"] = {"values": dropouts(model) | {name: list(p.shape) for name, p in parameters.items()}}
-        self.stages["dtypes"] = {
-            "values": {
-                name: f"{str(p.dtype).removeprefix('torch.')}, {'trained' if p.requires_grad else 'frozen'}"
-                for name, p in parameters.items()
-            }
-            | {AUTOCAST: self.autocast}
-        }
+        self.stages["dtypes"] = {"values": {name: dtype_text(p) for name, p in parameters.items()} | {AUTOCAST: self.autocast}}
         self.stages["weights"] = {"values": {name: summary(p.detach()) for name, p in parameters.items() if not is_drawn(name)}}
         if dropouts(model) or any(is_drawn(name) for name in parameters):
             self.leave_out(DRAWN)

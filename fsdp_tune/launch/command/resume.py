@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import stat
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.processes import is_rank_of
+from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.kinds import OnResume
@@ -37,6 +36,7 @@ from fsdp_tune.run.directory import (
     latest_checkpoint,
     locked,
     missing_files,
+    name_aside,
     refuse_when_held,
 )
 from fsdp_tune.run.events import ChangedKey
@@ -435,10 +435,7 @@ def _finished_step(run: RunDir) -> int | None:
 
 def move_aside(run: RunDir) -> Path:
     """Rename a used directory for `--overwrite`, keeping its contents. Raises: usage error (exit 2) if it is in use."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    aside = run.path.with_name(f"{run.path.name}.old-{stamp}")
-    while aside.exists():
-        aside = aside.with_name(f"{aside.name}-{os.getpid()}")
+    aside = name_aside(run.path)
     with locked(run):
         DISK.rename(run.path, aside)
     DISK.fsync_dir(run.path.parent)

@@ -1,6 +1,6 @@
 """Judge a finished launch: one exit code, and the first problem. Pure.
 
-Watch the ranks of one machine: processes, heartbeats, outcomes, and the first failure.
+Watch the ranks of one machine: processes, heartbeats, outcomes, and the first failure; and kill them.
 
 Processes are queried at each poll. Files may be on a shared file system, so a few a second are read in turn, whatever the number of
 ranks. That is enough: a heartbeat has the time since its rank last made progress, and when it matters (a rank has ended, all ranks seem
@@ -9,17 +9,18 @@ to hang, a signal was received) every file is read at once.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, NATIVE_ENDS, ExitCode, ExitReason, Problem, Where, device_failure, device_fault
-from fsdp_tune.core.processes import find_ranks, is_alive
+from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import STOPPED, Heartbeat, Outcome, RankState, Verdict, read_heartbeat, read_outcome
@@ -30,6 +31,7 @@ REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGHUP: ExitReason.PREEMPTED,
     signal.SIGUSR1: ExitReason.PREEMPTED,
 }
+KILL_WAIT_SECONDS = 5.0
 GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 # torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll; torch 2.11 to 2.13
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
@@ -410,3 +412,49 @@ def _status(process: psutil.Process) -> str | None:
         return process.status()
     except psutil.Error:
         return None
+
+
+def find_ranks(launcher_pid: int, ranks: range) -> dict[int, psutil.Process]:
+    """Return global rank → process for the launcher's children, which have RANK from torchrun's agent."""
+    found: dict[int, psutil.Process] = {}
+    try:
+        children = psutil.Process(launcher_pid).children()
+    except psutil.NoSuchProcess:
+        return found
+    for child in children:
+        try:
+            rank = int(child.environ().get("RANK", "-1"))
+        except (psutil.Error, ValueError):  # just gone, or not yet past exec
+            continue
+        if rank in ranks:
+            found[rank] = child
+    return found
+
+
+def kill_for_good(processes: Iterable[psutil.Process]) -> list[int]:
+    """Send SIGKILL to each process, its descendants and its process group. Returns the pids that did not die.
+
+    A process in uninterruptible sleep (D state: a dead file server, a wedged driver) outlives SIGKILL.
+    """
+    everyone: set[psutil.Process] = set()
+    for process in processes:
+        everyone.add(process)
+        try:
+            everyone.update(process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            continue
+    for process in everyone:
+        _kill(process)
+    deadline = time.monotonic() + KILL_WAIT_SECONDS
+    while (alive := [process for process in everyone if is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(process.pid for process in alive)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        if process.is_running() and os.getpgid(process.pid) == process.pid:  # each rank leads its own session
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+        pass

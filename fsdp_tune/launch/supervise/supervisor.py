@@ -31,13 +31,13 @@ import yaml
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.processes import ends_with_parent, is_alive, kill_for_good, without_ignored
+from fsdp_tune.core.ownership import is_alive, temporary_directory
+from fsdp_tune.core.processes import ends_with_parent, without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, judge
+from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, judge, kill_for_good
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -11,7 +11,6 @@ import fnmatch
 import os
 import secrets
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, write_file
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
-from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, inspect_checkpoint, is_of_weights
+from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, inspect_checkpoint, is_of_weights, name_aside
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file, mark_damaged, read_manifest
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 
@@ -208,7 +207,7 @@ def _own_files(path: Path, manifest: Manifest) -> frozenset[str]:
         here = None
     if here != manifest:
         if path.exists():
-            DISK.rename(path, path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
+            DISK.rename(path, name_aside(path))
         DISK.mkdir(path)
         write_file(path / MANIFEST_NAME, manifest.to_json())
     return frozenset(manifest.files.keys() - {each.name for each in damage(path, manifest, digests=False)})

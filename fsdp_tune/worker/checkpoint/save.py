@@ -410,8 +410,11 @@ class Checkpointer:
     def _scattered(self, manifest: Manifest, parts: list[dict[str, FileEntry]], stage: Path) -> tuple[Manifest, dict[str, FileEntry]]:
         """Give each machine a copy of the small files of rank 0. Return the manifest with what each machine has, and this one's files."""
         small = shared_small_files(parts[0])
-        copies = from_rank0(lambda: {name: (stage / name).read_bytes() for name in small}, "reading the small files", self._group)
-        facts = from_rank0(lambda: manifest.facts, "reading the facts", self._group)
+
+        def read() -> tuple[dict[str, bytes], dict[str, Any]]:
+            return {name: (stage / name).read_bytes() for name in small}, manifest.facts
+
+        copies, facts = from_rank0(read, "reading the small files", self._group)
 
         def copy() -> None:
             for name, raw in copies.items() if dist.get_rank() > 0 else ():
