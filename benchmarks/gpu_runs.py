@@ -45,7 +45,8 @@ def example_lengths(tokens: int, examples: int) -> list[int]:
 
 def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: int = 1) -> Path:
     """A store of prepared rows, all of `tokens` tokens: each example counts up in steps of its own, which a model can learn."""
-    from fsdp_tune.data.store import STORE_KIND, StoreWriter
+    from fsdp_tune.data.build import StoreWriter
+    from fsdp_tune.data.store import STORE_KIND
     from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 
     store = folder / f"rows-{tokens}-{rows}-{vocabulary}-{examples}"

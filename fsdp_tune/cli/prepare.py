@@ -43,7 +43,7 @@ def prepare(
     """
     from fsdp_tune.cli.rows_page import SAMPLES, rows_page
     from fsdp_tune.core.atomic import check_output_file, write_file
-    from fsdp_tune.jobs.answers import PrepareAnswer, PrepareShownAnswer
+    from fsdp_tune.jobs.validate import PrepareAnswer, PrepareShownAnswer
 
     if html is not None:
         check_output_file(html, replaces=True)

@@ -395,7 +395,7 @@ def merge_checkpoint(
         fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
-    from fsdp_tune.jobs.answers import PushedMergeAnswer
+    from fsdp_tune.merge.merge_options import PushedMergeAnswer
 
     # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

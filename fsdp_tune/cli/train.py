@@ -31,7 +31,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
-    from fsdp_tune.jobs.answers import ValidateAnswer
+    from fsdp_tune.jobs.validate import ValidateAnswer
     from fsdp_tune.planner.predict.memory import total_steps
     from fsdp_tune.recipe.schedule import rate_line
     from fsdp_tune.recipe.world import batch_arithmetic

@@ -20,7 +20,8 @@ from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
 from fsdp_tune.data.batches import filling_lines
 from fsdp_tune.data.report import DataReport
-from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, TrainingInputs, TrainResult, WrittenAnswer
+from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, WrittenAnswer
+from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_after, commands_to_resume, merge_command
 from fsdp_tune.model.model_files import ModelFacts

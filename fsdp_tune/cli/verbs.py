@@ -31,7 +31,7 @@ from fsdp_tune.jobs.observer import Observer, PlanStage
 if TYPE_CHECKING:
     from fsdp_tune.cli.bars import LiveBar
     from fsdp_tune.cli.train_view import StepView
-    from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
     from fsdp_tune.jobs.options import Allowed
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -457,7 +457,7 @@ class RecipeArgument:
         import fsdp_tune
 
         if allowed is not None:
-            from fsdp_tune.jobs.session import load_checked
+            from fsdp_tune.jobs.recipes import load_checked
 
             return load_checked(self.source(), self.overrides, allowed, name=self.name, unneeded=unneeded)
         return fsdp_tune.load_recipe(self.source(), self.overrides, name=self.name, unneeded=unneeded)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
@@ -33,13 +34,65 @@ from fsdp_tune.data.read.file_access import Stamp
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import BeginTokens, DataReport, EndTokens, InputAccount, SetAccount, SplitRows
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
-from fsdp_tune.data.store import Int64, Mask, StoreWriter
+from fsdp_tune.data.store import EVALUATION_HASHES, Int32, Int64, Mask, UInt64, mapped
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.recipe.resolve import MOST_PROCESSES
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 BAD_ROWS_NAME = "bad_rows.jsonl"
+
+
+class StoreWriter:
+    """Write a store into a directory that the caller stages. Examples are appended in the order of the calls."""
+
+    def __init__(self, stage: Path) -> None:
+        self.stage = stage
+        with ExitStack() as opened:
+            self._tokens: IO[bytes] = opened.enter_context(DISK.open(stage / "tokens.int32"))
+            self._trained: IO[bytes] = opened.enter_context(DISK.open(stage / "trained.uint8"))
+            self._files = opened.pop_all()
+        self._offsets: list[Int64] = [np.zeros(1, np.int64)]
+        self._origins: list[Int64] = []
+        self.tokens = 0
+
+    def add(self, tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -> None:
+        """Append examples that are concatenated in `tokens`; `origins` is [examples, 2]."""
+        assert len(tokens) == len(trained) == int(lengths.sum())
+        assert origins.shape == (len(lengths), 2)
+        DISK.write(self._tokens, np.ascontiguousarray(tokens, "<i4").data)
+        DISK.write(self._trained, np.ascontiguousarray(trained, np.uint8).data)
+        self._offsets.append(self.tokens + np.cumsum(lengths))
+        self._origins.append(origins)
+        self.tokens += len(tokens)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def finish_pool(self) -> None:
+        """Write the index of the pool. Call it after the last example and before the first set."""
+        self.close()
+        self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
+        self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
+
+    def add_set(self, name: str, segments: Int64, rows: Int64) -> None:
+        """Write one set. `segments` is [m, 2], start and length in tokens; `rows` is [r + 1], offsets into segments."""
+        DISK.mkdir(self.stage / name)
+        self._write(self.stage / name / "segments.int64", segments)
+        self._write(self.stage / name / "rows.int64", rows)
+
+    def add_evaluation_hashes(self, hashes: UInt64) -> None:
+        """Write the hashes of evaluation rows, which a stream compares with its rows."""
+        with DISK.open(self.stage / EVALUATION_HASHES) as file:
+            DISK.write(file, np.ascontiguousarray(np.unique(hashes), "<u8").data)
+
+    def trained(self) -> Mask:
+        """Return the trained flags of the complete pool."""
+        return mapped(self.stage / "trained.uint8", np.uint8)
+
+    def _write(self, path: Path, values: Int64) -> None:
+        with DISK.open(path) as file:
+            DISK.write(file, np.ascontiguousarray(values, "<i8").data)
 
 
 @dataclass(slots=True)

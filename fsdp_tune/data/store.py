@@ -16,15 +16,13 @@ and repeating rows of a mixture copy no tokens, and a row is read without decomp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.run.manifest import read_manifest
 
@@ -98,12 +96,12 @@ class RowStore:
             )
         self.files: tuple[str, ...] = tuple(manifest.facts["files"])
         """Names of the source files, indexed by `origins`."""
-        self._tokens = _map(pool / "tokens.int32", np.int32)
-        self._trained = _map(pool / "trained.uint8", np.uint8)
-        self._examples = _map(pool / "examples.int64", np.int64)
-        self._origins = _map(pool / "origins.int64", np.int64).reshape(-1, 2)
-        self._segments = _map(self.path / "segments.int64", np.int64).reshape(-1, 2)
-        self._rows = _map(self.path / "rows.int64", np.int64)
+        self._tokens = mapped(pool / "tokens.int32", np.int32)
+        self._trained = mapped(pool / "trained.uint8", np.uint8)
+        self._examples = mapped(pool / "examples.int64", np.int64)
+        self._origins = mapped(pool / "origins.int64", np.int64).reshape(-1, 2)
+        self._segments = mapped(self.path / "segments.int64", np.int64).reshape(-1, 2)
+        self._rows = mapped(self.path / "rows.int64", np.int64)
         self._left_out = np.sort(np.concatenate(self.find(self._skipped))) if self._skipped else np.zeros(0, np.int64)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...]]]:
@@ -230,59 +228,8 @@ def evaluation_hashes(train: Path | str) -> UInt64:
     return np.fromfile(path, "<u8") if path.exists() else np.zeros(0, np.uint64)
 
 
-class StoreWriter:
-    """Write a store into a directory that the caller stages. Examples are appended in the order of the calls."""
-
-    def __init__(self, stage: Path) -> None:
-        self.stage = stage
-        with ExitStack() as opened:
-            self._tokens: IO[bytes] = opened.enter_context(DISK.open(stage / "tokens.int32"))
-            self._trained: IO[bytes] = opened.enter_context(DISK.open(stage / "trained.uint8"))
-            self._files = opened.pop_all()
-        self._offsets: list[Int64] = [np.zeros(1, np.int64)]
-        self._origins: list[Int64] = []
-        self.tokens = 0
-
-    def add(self, tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -> None:
-        """Append examples that are concatenated in `tokens`; `origins` is [examples, 2]."""
-        assert len(tokens) == len(trained) == int(lengths.sum())
-        assert origins.shape == (len(lengths), 2)
-        DISK.write(self._tokens, np.ascontiguousarray(tokens, "<i4").data)
-        DISK.write(self._trained, np.ascontiguousarray(trained, np.uint8).data)
-        self._offsets.append(self.tokens + np.cumsum(lengths))
-        self._origins.append(origins)
-        self.tokens += len(tokens)
-
-    def close(self) -> None:
-        self._files.close()
-
-    def finish_pool(self) -> None:
-        """Write the index of the pool. Call it after the last example and before the first set."""
-        self.close()
-        self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
-        self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
-
-    def add_set(self, name: str, segments: Int64, rows: Int64) -> None:
-        """Write one set. `segments` is [m, 2], start and length in tokens; `rows` is [r + 1], offsets into segments."""
-        DISK.mkdir(self.stage / name)
-        self._write(self.stage / name / "segments.int64", segments)
-        self._write(self.stage / name / "rows.int64", rows)
-
-    def add_evaluation_hashes(self, hashes: UInt64) -> None:
-        """Write the hashes of evaluation rows, which a stream compares with its rows."""
-        with DISK.open(self.stage / EVALUATION_HASHES) as file:
-            DISK.write(file, np.ascontiguousarray(np.unique(hashes), "<u8").data)
-
-    def trained(self) -> Mask:
-        """Return the trained flags of the complete pool."""
-        return _map(self.stage / "trained.uint8", np.uint8)
-
-    def _write(self, path: Path, values: Int64) -> None:
-        with DISK.open(path) as file:
-            DISK.write(file, np.ascontiguousarray(values, "<i8").data)
-
-
-def _map(path: Path, dtype: type[Number]) -> npt.NDArray[Number]:
+def mapped(path: Path, dtype: type[Number]) -> npt.NDArray[Number]:
+    """Return the memory-mapped numbers of a file of a store."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")

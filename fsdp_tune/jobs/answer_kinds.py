@@ -11,14 +11,10 @@ from fsdp_tune.jobs.answers import (
     CacheListAnswer,
     CodeExplanation,
     EnvironmentAnswer,
-    FollowerAnswer,
     KeyExplanation,
     NewRecipeAnswer,
-    PrepareAnswer,
-    PrepareShownAnswer,
     PreviewAnswer,
     PushAnswer,
-    PushedMergeAnswer,
     RecipeFileAnswer,
     RecipesAnswer,
     RecipeTextAnswer,
@@ -26,8 +22,6 @@ from fsdp_tune.jobs.answers import (
     ReportAnswer,
     TemplatesAnswer,
     TemplateTextAnswer,
-    TrainAnswer,
-    ValidateAnswer,
     WrittenAnswer,
 )
 from fsdp_tune.jobs.doctor import DoctorAnswer
@@ -35,12 +29,14 @@ from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
 from fsdp_tune.jobs.make_recipe import ImportAnswer
+from fsdp_tune.jobs.observer import FollowerAnswer, TrainAnswer
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.submit_containers import ManifestAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer
+from fsdp_tune.jobs.validate import PrepareAnswer, PrepareShownAnswer, ValidateAnswer
 from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
-from fsdp_tune.merge.merge_options import MergeAnswer
+from fsdp_tune.merge.merge_options import MergeAnswer, PushedMergeAnswer
 from fsdp_tune.planner.predict.predict import SHORT, Plan
 
 

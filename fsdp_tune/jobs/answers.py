@@ -1,27 +1,15 @@
-"""The answers of the commands with `--json`, a class each. Those of `status`, `evaluate`, `plan` and `merge-checkpoint` are next to
-what makes them.
+"""The answers of the commands with `--json`, a class each, as far as they need no other room: any command may load this module. The rest
+are next to what makes them, such as those of `status`, `evaluate`, `plan`, `validate`, `prepare` and `merge-checkpoint`.
 
-`scripts/generate` writes their JSON Schemas. Fields are added, and none is renamed or taken away. The results that `train` returns in
-Python are here too.
+`scripts/generate` writes their JSON Schemas. Fields are added, and none is renamed or taken away.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import ExitReason
-from fsdp_tune.data.preparation import Prepared
-from fsdp_tune.data.report import DecodedExample, KeyAccount
-from fsdp_tune.merge.merge_options import MergeAnswer
-from fsdp_tune.model.model_files import ModelFacts
-from fsdp_tune.planner.predict.predict import Plan
-from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseModel
-from fsdp_tune.run.directory import Checkpoint, RunDir
 from fsdp_tune.run.events import ChangedKey
 
 
@@ -40,34 +28,6 @@ class Remark(JsonAnswer):
     message: str
     hint: str | None
     """What to type."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainAnswer(JsonAnswer):
-    """How a run ended, of the first machine."""
-
-    run_dir: str
-    steps: int
-    loss: float | None
-    eval_loss: float | None
-    checkpoint: str | None
-    """The newest complete one."""
-    merged: str | None
-    """Directory of the merged model."""
-    pushed: str | None
-    """Address of the commit on the hub."""
-    tokens: int | None
-    seconds: float | None
-    exit_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FollowerAnswer(JsonAnswer):
-    """How a run ended, of a machine that is not the first."""
-
-    run_dir: str
-    machine_rank: int
-    exit_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,61 +70,6 @@ class PreviewAnswer(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedSource(JsonAnswer):
-    """The first rows of a data source."""
-
-    key: str
-    set: str
-    path: str
-    format: str
-    loss_on: str
-    rows_looked_at: int
-    keys: list[KeyAccount]
-
-
-@dataclass(frozen=True, slots=True)
-class ValidateAnswer(JsonAnswer):
-    recipe: str
-    """The file."""
-    valid: bool
-    resolved: dict[str, Any]
-    """The recipe with every key decided."""
-    reasons: dict[str, str]
-    """Key → why it has its value."""
-    overrides: list[str]
-    arithmetic: str
-    """Sequences and tokens of a step."""
-    rate: str
-    """Learning rate at the start, at its peak and at the end."""
-    model: dict[str, Any]
-    """Empty if the model could not be built."""
-    data: list[CheckedSource]
-    unchecked: list[str]
-    """What could not be checked here, a sentence each."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareAnswer(JsonAnswer):
-    path: str
-    """Directory of the cache."""
-    key: str
-    reused: bool
-    train: str
-    evals: dict[str, str]
-    """Label → directory of the set."""
-    report: dict[str, Any]
-    """The account of rows and tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareShownAnswer(PrepareAnswer):
-    """With `--show` or `--ids`."""
-
-    shown: list[list[DecodedExample]]
-    """Rows, each a list of its examples."""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckAnswer(JsonAnswer):
     name: str
     passed: bool
@@ -184,14 +89,6 @@ class RehearseAnswer(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PushAnswer(JsonAnswer):
-    pushed: str
-    """Address of the commit on the hub."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushedMergeAnswer(MergeAnswer):
-    """With `--push-to-hub`."""
-
     pushed: str
     """Address of the commit on the hub."""
 
@@ -408,64 +305,3 @@ class NewRecipeAnswer(RecipeTextAnswer):
     method: str
     refused: dict[str, str]
     """The methods that did not fit, each with the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How a run ended on this machine. Machines other than the first know no step, outcome and checkpoint."""
-
-    run: RunDir
-    recipe: Recipe
-    """As it was trained."""
-    exit_reason: ExitReason
-    step: int = 0
-    outcome: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`loss`, `eval_loss`, `tokens` and `seconds`, where the first rank reported them."""
-    checkpoint: Checkpoint | None = None
-    """The newest complete one."""
-    merged: Path | None = None
-    pushed: str | None = None
-    """Address of the commit on the hub."""
-    machine_rank: int = 0
-    had_finished: bool = False
-    """Nothing was left to train."""
-
-    @property
-    def metrics(self) -> Path:
-        return self.run.metrics_jsonl
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the document of `train --json`."""
-        if self.machine_rank:
-            return FollowerAnswer(str(self.run.path), self.machine_rank, self.exit_reason.value).as_dict()
-        return TrainAnswer(
-            run_dir=str(self.run.path),
-            steps=self.step,
-            loss=self.outcome.get("loss"),
-            eval_loss=self.outcome.get("eval_loss"),
-            checkpoint=str(self.checkpoint.path) if self.checkpoint else None,
-            merged=str(self.merged) if self.merged else None,
-            pushed=self.pushed,
-            tokens=self.outcome.get("tokens"),
-            seconds=self.outcome.get("seconds"),
-            exit_reason=self.exit_reason.value,
-        ).as_dict()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingInputs:
-    """The inputs that are checked before a run is written."""
-
-    resolution: Resolution
-    """With the keys decided that were left to a plan."""
-    decided: dict[str, str]
-    """Those keys → value and reason."""
-    model: ModelFacts
-    encoder: Any
-    data: Prepared
-    plan: Plan | None
-    """The prediction for this machine's GPU; None where there is none."""
-    base: BaseModel | None
-    """The model under an adapter; None without `lora:`."""
-    steps: int | None
-    """Optimizer steps of the run; None if they are unknown."""

@@ -57,8 +57,9 @@ from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import CompareOptions
+from fsdp_tune.jobs.recipes import refuse_code, resolve_recipe
 from fsdp_tune.jobs.served import (
     Cause,
     CompareAnswer,
@@ -70,7 +71,6 @@ from fsdp_tune.jobs.served import (
     first_of,
     not_compared_lines,
 )
-from fsdp_tune.jobs.session import refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file, options_of

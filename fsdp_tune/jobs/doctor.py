@@ -25,10 +25,10 @@ from fsdp_tune.core.errors import FailedError, Notice, Problem
 from fsdp_tune.core.gpus import detect
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.topology import Group
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
-from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
+from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
 from fsdp_tune.launch.doctor_checks import (
     HealthCheck,

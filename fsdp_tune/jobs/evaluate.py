@@ -41,9 +41,9 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Wher
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory, threads
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
-from fsdp_tune.jobs.session import check_cache, refuse_code, resolve_recipe, session
+from fsdp_tune.jobs.recipes import check_cache, refuse_code, resolve_recipe
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results

@@ -35,9 +35,9 @@ from fsdp_tune.data.prompts import Prompt, PromptDescription, prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.jobs.evaluate import device_of, lines_of, recipe_of_model, recipe_of_run
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import GenerateOptions
-from fsdp_tune.jobs.session import refuse_code, session
+from fsdp_tune.jobs.recipes import refuse_code
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions

@@ -1,21 +1,117 @@
-"""How a job reports to its caller while it works."""
+"""How a job reports to its caller while it works, and what a training returns in Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_tune.core.command import Bar
-from fsdp_tune.core.errors import Notice
+from fsdp_tune.core.command import Bar, JsonAnswer
+from fsdp_tune.core.errors import ExitReason, FsdpTuneError, Notice
+from fsdp_tune.core.processes import stop_signals_raise
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.answers import TrainingInputs, TrainResult
+    from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.model.model_files import ModelFacts
     from fsdp_tune.planner.predict.predict import Plan
-    from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.recipe.read.loader import LoadedRecipe
+    from fsdp_tune.recipe.resolve import Resolution
+    from fsdp_tune.recipe.schema.recipe import Recipe
+    from fsdp_tune.run.base_model import BaseModel
+    from fsdp_tune.run.directory import Checkpoint, RunDir
 
 PlanStage = Literal["recipe", "ranking", "scaling"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInputs:
+    """The inputs that are checked before a run is written."""
+
+    resolution: Resolution
+    """With the keys decided that were left to a plan."""
+    decided: dict[str, str]
+    """Those keys → value and reason."""
+    model: ModelFacts
+    encoder: Any
+    data: Prepared
+    plan: Plan | None
+    """The prediction for this machine's GPU; None where there is none."""
+    base: BaseModel | None
+    """The model under an adapter; None without `lora:`."""
+    steps: int | None
+    """Optimizer steps of the run; None if they are unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainAnswer(JsonAnswer):
+    """How a run ended, of the first machine."""
+
+    run_dir: str
+    steps: int
+    loss: float | None
+    eval_loss: float | None
+    checkpoint: str | None
+    """The newest complete one."""
+    merged: str | None
+    """Directory of the merged model."""
+    pushed: str | None
+    """Address of the commit on the hub."""
+    tokens: int | None
+    seconds: float | None
+    exit_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerAnswer(JsonAnswer):
+    """How a run ended, of a machine that is not the first."""
+
+    run_dir: str
+    machine_rank: int
+    exit_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended on this machine. Machines other than the first know no step, outcome and checkpoint."""
+
+    run: RunDir
+    recipe: Recipe
+    """As it was trained."""
+    exit_reason: ExitReason
+    step: int = 0
+    outcome: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`loss`, `eval_loss`, `tokens` and `seconds`, where the first rank reported them."""
+    checkpoint: Checkpoint | None = None
+    """The newest complete one."""
+    merged: Path | None = None
+    pushed: str | None = None
+    """Address of the commit on the hub."""
+    machine_rank: int = 0
+    had_finished: bool = False
+    """Nothing was left to train."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.run.metrics_jsonl
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the document of `train --json`."""
+        if self.machine_rank:
+            return FollowerAnswer(str(self.run.path), self.machine_rank, self.exit_reason.value).as_dict()
+        return TrainAnswer(
+            run_dir=str(self.run.path),
+            steps=self.step,
+            loss=self.outcome.get("loss"),
+            eval_loss=self.outcome.get("eval_loss"),
+            checkpoint=str(self.checkpoint.path) if self.checkpoint else None,
+            merged=str(self.merged) if self.merged else None,
+            pushed=self.pushed,
+            tokens=self.outcome.get("tokens"),
+            seconds=self.outcome.get("seconds"),
+            exit_reason=self.exit_reason.value,
+        ).as_dict()
 
 
 class _NoBar:
@@ -63,3 +159,17 @@ class Observer:
 
     def run_ended(self, result: TrainResult) -> None:
         """Receive the result when the ranks have ended. Until a finished run is merged, its `exit_reason` is FAILED."""
+
+
+@contextmanager
+def session(loaded: LoadedRecipe | None = None) -> Iterator[None]:
+    """Run a job: a stop signal becomes an error, and errors that name a key of the recipe get its line."""
+    with stop_signals_raise():
+        try:
+            yield
+        except FsdpTuneError as error:
+            if loaded is not None:
+                from fsdp_tune.recipe.schema.keys import pinned
+
+                error.problems = tuple(pinned(problem, loaded.positions) for problem in error.problems)
+            raise

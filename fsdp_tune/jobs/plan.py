@@ -22,9 +22,9 @@ from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
+from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware, calibrated_efficiency, learn, read_run

@@ -25,7 +25,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.session import check_cache, resolve_recipe
+from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
 from fsdp_tune.launch.command.resume import Start, check, compare, decide, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run

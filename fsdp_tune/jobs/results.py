@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -21,25 +21,25 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Where, fai
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
-from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import session
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, fetch_checkpoint, mirror_error
-from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
 from fsdp_tune.merge.output_directory import RECORD_NAME, check_target, writing_to
 from fsdp_tune.merge.publish import HubTarget, Pushed, upload
 from fsdp_tune.merge.source import newer_checkpoint
-from fsdp_tune.pages.report_page import Differences, LivePage, differences_of, report_page
-from fsdp_tune.pages.run_record import RunRecord, labels_of, read_run
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, existing_run, inspect_checkpoint
 from fsdp_tune.run.manifest import FileEntry
 from fsdp_tune.run.remote_files import ContentError, UrlError
+
+if TYPE_CHECKING:
+    from fsdp_tune.pages.report_page import Differences
+    from fsdp_tune.pages.run_record import RunRecord
 
 OPTIMIZER_FILES = ("optimizer_0/", "optimizer.safetensors", "rng_state_")
 """Beginnings of the names of files that a merge does not read: two thirds of a checkpoint."""
@@ -303,6 +303,8 @@ def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> R
     The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
+    from fsdp_tune.pages.report_page import differences_of, report_page
+
     page = Path(output) if output is not None else None
     if page is not None:
         check_output_file(page, replaces=True)
@@ -326,6 +328,9 @@ def follow_report(
     on any more, how it ended, and whether no other is left; the page is served on. `port` 0 is a free one. No file is written.
     Raises: FsdpTuneError as `report` does, and `port-not-free`.
     """
+    from fsdp_tune.launch.run_status import run_status
+    from fsdp_tune.pages.report_page import LivePage, report_page
+
     first = report(runs)  # before the port is taken, so that a mistake is reported at once
     watched = [each.run for each in first.runs]
 
@@ -343,6 +348,8 @@ def follow_report(
 
 
 def _read(runs: Sequence[Path | str]) -> list[RunRecord]:
+    from fsdp_tune.pages.run_record import labels_of, read_run
+
     found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
     return [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
 

@@ -12,10 +12,10 @@ from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
-from fsdp_tune.jobs.session import code_not_allowed, resolve_recipe, session, sized_recipe
+from fsdp_tune.jobs.recipes import code_not_allowed, resolve_recipe, sized_recipe
 from fsdp_tune.launch.submit import container_engines
 from fsdp_tune.launch.submit.cluster_job import Lead, estimated_lead, measured_lead
 from fsdp_tune.launch.submit.container_job import (

@@ -22,6 +22,7 @@ from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
 from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
@@ -33,16 +34,16 @@ from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targe
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.data.report import DecodedExample
+from fsdp_tune.data.report import DecodedExample, KeyAccount
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.jobs.answers import CheckAnswer, CheckedSource, RehearseAnswer
-from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
+from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
-from fsdp_tune.jobs.session import check_cache, resolve_recipe, session
+from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -58,6 +59,61 @@ SHOWN_BAD_ROWS = 5
 _UNREACHABLE = re.compile(
     r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource(JsonAnswer):
+    """The first rows of a data source."""
+
+    key: str
+    set: str
+    path: str
+    format: str
+    loss_on: str
+    rows_looked_at: int
+    keys: list[KeyAccount]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateAnswer(JsonAnswer):
+    recipe: str
+    """The file."""
+    valid: bool
+    resolved: dict[str, Any]
+    """The recipe with every key decided."""
+    reasons: dict[str, str]
+    """Key → why it has its value."""
+    overrides: list[str]
+    arithmetic: str
+    """Sequences and tokens of a step."""
+    rate: str
+    """Learning rate at the start, at its peak and at the end."""
+    model: dict[str, Any]
+    """Empty if the model could not be built."""
+    data: list[CheckedSource]
+    unchecked: list[str]
+    """What could not be checked here, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareAnswer(JsonAnswer):
+    path: str
+    """Directory of the cache."""
+    key: str
+    reused: bool
+    train: str
+    evals: dict[str, str]
+    """Label → directory of the set."""
+    report: dict[str, Any]
+    """The account of rows and tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareShownAnswer(PrepareAnswer):
+    """With `--show` or `--ids`."""
+
+    shown: list[list[DecodedExample]]
+    """Rows, each a list of its examples."""
 
 
 @dataclass(slots=True)

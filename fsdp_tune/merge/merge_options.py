@@ -100,3 +100,11 @@ class MergeAnswer(JsonAnswer):
     seconds: float
     verified: str
     adapter: MergedAdapter | None
+
+
+@dataclass(frozen=True, slots=True)
+class PushedMergeAnswer(MergeAnswer):
+    """With `--push-to-hub`."""
+
+    pushed: str
+    """Address of the commit on the hub."""

@@ -23,7 +23,7 @@ from fsdp_tune.core.command import Argument, Only, Option
 from fsdp_tune.core.devices import Device
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.jobs.session import resolve_recipe
+from fsdp_tune.jobs.recipes import resolve_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli
 from tests.recipe.loading import MINIMAL
@@ -141,4 +141,4 @@ def test_commands_resolve_recipes_in_one_place(repository: Path) -> None:
         and node.module == "fsdp_tune.recipe.resolve"
         and "resolve" in {alias.name for alias in node.names}
     }
-    assert found == {"session.py", "plan.py"}
+    assert found == {"recipes.py", "plan.py"}

@@ -221,7 +221,7 @@ class FailingDisk(Disk):
 def failing_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingDisk]:
     for fail_at in count(1):
         disk = FailingDisk(fail_at)
-        for module in ("fsdp_tune.core.atomic", "fsdp_tune.data.cache", "fsdp_tune.data.store"):
+        for module in ("fsdp_tune.core.atomic", "fsdp_tune.data.cache", "fsdp_tune.data.build"):
             monkeypatch.setattr(f"{module}.DISK", disk)
         yield disk
         if disk.operations < fail_at:
@@ -246,7 +246,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fsdp_tune.core.atomic import Disk
-import fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.store
+import fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.build
 from fsdp_tune.data.preparation import prepare
 from tests.data.support import ByteEncoder, recipe_for
 
@@ -264,7 +264,7 @@ for fail_at in map(int, sys.argv[3:]):
     Killing.operations = 0
     pid = os.fork()
     if pid == 0:
-        for module in (fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.store):
+        for module in (fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.build):
             module.DISK = Killing()
         prepare(recipe_for(folder, rows), ByteEncoder())
         os._exit(7)

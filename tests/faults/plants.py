@@ -278,7 +278,7 @@ PLANTS: tuple[Plant, ...] = (
         statement("return", "file = open(path, mode); os.chmod(path, 0o600); return file"),
         rows="F111",
     ),
-    plant("remote code allowed by the recipe", "jobs.session:code_not_allowed", never("model.trust_remote_code"), rows="F118"),
+    plant("remote code allowed by the recipe", "jobs.recipes:code_not_allowed", never("model.trust_remote_code"), rows="F118"),
     plant(
         "tied head written twice",
         "merge.copy.ties:find_ties",
@@ -380,7 +380,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("closed streams stay closed", "core.processes:open_standard_streams", drop("os.set_inheritable"), rows="F135"),
     plant("temporary directories of killed commands stay", "core.ownership:_remove_abandoned", never("is_ours read_owner"), rows="F136"),
-    plant("unusable cache not refused", "jobs.session:_reason_unusable", catch("KeyError"), rows="F137"),
+    plant("unusable cache not refused", "jobs.recipes:_reason_unusable", catch("KeyError"), rows="F137"),
     plant("CPU time of containers ignored", "core.devices:_cpu_time", value("words", "['max']"), rows="F138"),
     plant("full temporary directory ends the command", "launch.supervise.supervisor:start_early", catch("KeyError"), rows="F139"),
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),

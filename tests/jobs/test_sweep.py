@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, failed_error
 from fsdp_tune.jobs import sweep
-from fsdp_tune.jobs.answers import TrainResult
+from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.sweep import PlannedRun, SweepPoint, answer_of, parse_sweep, plan_sweep, run_sweep, sweep_points
 from fsdp_tune.recipe.read.loader import LoadedRecipe

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.data.store import STORE_KIND, StoreWriter
+from fsdp_tune.data.build import StoreWriter
+from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 
 GLOBAL_BATCH_SIZE = 16

@@ -73,6 +73,35 @@ def test_help_is_light_and_has_an_example(path: tuple[str, ...], tmp_path: Path)
     assert is_group or "Example" in done.stdout
 
 
+READS_NO_DATA = {"data", "planner", "model", "worker", "check", "numpy", "jinja2", "torch", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        ("explain data.train", {*READS_NO_DATA, "launch"}),
+        ("recipes list", {*READS_NO_DATA, "launch"}),
+        ("env", READS_NO_DATA - {"torch", "model"}),
+        ("status .", READS_NO_DATA),
+        ("cache list", READS_NO_DATA - {"data", "numpy"}),
+        ("merge-checkpoint .", READS_NO_DATA - {"data", "numpy"}),  # `data` for what a model card says
+        ("report .", READS_NO_DATA - {"data", "numpy", "jinja2"}),
+    ],
+)
+def test_command_loads_no_room_that_it_does_not_use(arguments: str, unneeded: set[str], tmp_path: Path) -> None:
+    """One import at the top of a shared module once doubled the start of every command."""
+    program = (
+        "import json, sys\n"
+        "from fsdp_tune.cli.app import main\n"
+        "try: main()\n"
+        "finally:\n"
+        "    loaded = [m.split('.')[1] if m.startswith('fsdp_tune.') else m for m in sys.modules]\n"
+        f"    json.dump(loaded, open({str(tmp_path / 'loaded')!r}, 'w'))"
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments.split()], capture_output=True, check=False, cwd=tmp_path)
+    assert not unneeded & set(json.loads((tmp_path / "loaded").read_text()))
+
+
 @pytest.mark.parametrize("arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"]])
 def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str]) -> None:
     for extra in ([], ["--json"]):

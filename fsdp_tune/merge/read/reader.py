@@ -122,7 +122,6 @@ def is_peft(names: Iterable[str]) -> bool:
     return any(_OF_PEFT.search(name) for name in names)
 
 
-READ_AHEAD_FROM_BYTES = 256 << 10
 _SAMPLES = 32
 
 
@@ -164,8 +163,6 @@ class SourceFiles:
             if got == 0:
                 raise unreadable(self.root / name, f"it ends at byte {offset + done}, where {len(buffer) - done} more bytes are due")
             done += got
-        if len(buffer) >= READ_AHEAD_FROM_BYTES:
-            advise(file.number, offset + done, done, "WILLNEED")
 
     def drop_cached(self, name: str, offset: int, count: int) -> None:
         """Drop pages from the page cache that were read for this merge alone."""

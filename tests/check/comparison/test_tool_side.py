@@ -122,7 +122,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
         (files / "stand-in.yaml").write_text(yaml.safe_dump(dict(values)))
         fsdp_tune.import_recipe("stand-in.yaml", output="stand-in-recipe.yaml", num_gpus=1, force=True)
         from fsdp_tune.jobs.observer import Observer
-        from fsdp_tune.jobs.session import resolve_recipe
+        from fsdp_tune.jobs.recipes import resolve_recipe
         from fsdp_tune.recipe.read.loader import load_recipe
 
         recipe = resolve_recipe(load_recipe("stand-in-recipe.yaml"), CompareOptions().allowed, Observer()).recipe

@@ -1,12 +1,11 @@
-"""The frame of every job: what a recipe may run, resolution for this machine, stop signals and lines of errors."""
+"""Recipes as jobs use them: what one may run, its resolution for this machine, and the caches it names."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.gpus import Hardware
-from fsdp_tune.core.processes import COMPILED, default_cache_directory, stop_signals_raise
+from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.cache import STORES
 from fsdp_tune.data.read.file_access import is_url
 from fsdp_tune.data.read.sources import find_source
@@ -27,18 +26,6 @@ from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-
-@contextmanager
-def session(loaded: LoadedRecipe | None = None) -> Iterator[None]:
-    """Run a job: a stop signal becomes an error, and errors that name a key of the recipe get its line."""
-    with stop_signals_raise():
-        try:
-            yield
-        except FsdpTuneError as error:
-            if loaded is not None:
-                error.problems = tuple(pinned(problem, loaded.positions) for problem in error.problems)
-            raise
 
 
 def resolve_recipe(

@@ -12,7 +12,7 @@ import pytest
 
 import fsdp_tune
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.jobs.session import check_cache
+from fsdp_tune.jobs.recipes import check_cache
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 
 JOBS: dict[str, Callable[[LoadedRecipe], object]] = {
