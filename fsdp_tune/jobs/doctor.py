@@ -30,19 +30,7 @@ from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
-from fsdp_tune.launch.doctor_checks import (
-    HealthCheck,
-    HealthFiles,
-    HealthNeeds,
-    HealthRequest,
-    MessageSize,
-    RankHealth,
-    RankLimits,
-    State,
-    judge_health,
-    judge_limits,
-    judge_space,
-)
+from fsdp_tune.launch.doctor_checks import HealthCheck, HealthNeeds, RankHealth, RankLimits, State, judge_health, judge_limits, judge_space
 from fsdp_tune.launch.submit.container_job import shared_memory
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints
@@ -53,6 +41,7 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
+from fsdp_tune.run.launch_files import HealthFiles, HealthRequest, MessageSize
 
 WORKER = "fsdp_tune.worker.doctor"
 LIMIT_SECONDS = 300.0
@@ -100,11 +89,11 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
             facts: list[RankHealth] = []
             if failed is None:
                 facts = TypeAdapter(list[RankHealth]).validate_json(files.facts.read_bytes())
-        checks = [_host_name(resolved, plan), *_traced(trace)]
-        checks += [failed] if failed is not None else [
+        judged = [failed] if failed is not None else [
             HealthCheck("ranks", "ok", f"{len(facts)} ranks started and found each other"),
             *judge_health(facts, _needs(resolved, trace, request)),
         ]  # fmt: skip
+        checks = [_host_name(resolved, plan), *_traced(trace, judged), *judged]
         states = {check.state for check in checks}
         worst: State = "fail" if "fail" in states else "warn" if "warn" in states else "ok"
         return DoctorAnswer(worst, resolved.world_size, resolved.launch.num_machines, checks, facts)
@@ -163,8 +152,8 @@ def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int, is_
     return [] if check.state == "ok" else [Notice("machine-unfit", message, hint=check.fix)]
 
 
-def _traced(trace: Trace | None) -> list[HealthCheck]:
-    if trace is not None:
+def _traced(trace: Trace | None, judged: Sequence[HealthCheck]) -> list[HealthCheck]:
+    if trace is not None or any(check.name == "inputs" and check.state == "fail" for check in judged):  # a missing model has no trace
         return []
     finding = "the step could not be traced, so neither messages nor checkpoints have a known size"
     return [HealthCheck("sizes", "warn", finding, "`fsdp-tune plan` shows the reason")]
@@ -266,7 +255,7 @@ def _phases(ranks: Sequence[int], files: HealthFiles) -> str:
 
 
 def _failed(ranks: Sequence[int], files: HealthFiles, exit_code: int, log: Path) -> HealthCheck:
-    problems = {rank: json.loads(files.problem(rank).read_text(encoding="utf-8")) for rank in ranks if files.problem(rank).exists()}
+    problems = {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in files.problems().items()}
     for rank, problem in sorted(problems.items(), key=lambda pair: pair[1]["code"] == "lost-rank"):  # of a lost peer only if nothing else
         return HealthCheck("ranks", "fail", f"rank {rank}: {problem['message']}", problem["hint"] or "`fsdp-tune env` shows the machine")
     words = children.describe_failure(exit_code, log.read_text(encoding="utf-8", errors="replace"))

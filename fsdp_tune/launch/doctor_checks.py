@@ -8,24 +8,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median_low
 from typing import Literal, TypeVar
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.units import GIB, format_bytes, format_seconds
+from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, NetworkFacts, OutputFacts
 
 State = Literal["ok", "warn", "fail"]
 
 SLOW_SHARE, FAILING_SHARE = 1.10, 1.50
 """Time of a rank's matrix product relative to the median of all ranks."""
+SHARED_CORE_SHARE = 1.5
+"""The same for products in a row. Only this shows a limit of the CPU or another process, which the shortest single product avoids."""
 SLOW_LINK_SHARE = 1.5
 """Time of a collective relative to the link table of the planner, whose figures are those of healthy machines."""
 SLOW_PAIR_SHARE, FAILING_PAIR_SHARE = 1.5, 3.0
 """Time of an exchange of two machines relative to the lowest eighth of all pairs: with one slow machine of three, most pairs are slow."""
 LEAST_PAIRS = 3
-"""Of fewer, none can be called the slow one."""
+"""Of fewer, none can be called the slow one by the others."""
+LEAST_RATE_SHARE, USUAL_MBITS, MOST_MBITS = 1 / 4, 1_000, 4_000
+"""A link is slow below this share of its interface's rate. A virtual one has no known rate; one connection does not use up a fast one."""
 SLOW_CHECKPOINT_SECONDS = 600.0
 CLOCK_SECONDS = 1.0
 IDLE_BYTES = GIB
@@ -36,43 +40,6 @@ MISSING = "error: "
 """Before the message of an input that could not be found."""
 NOT_COMPARED = "not compared"
 """An input that a machine would download."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveTime(JsonAnswer):
-    kind: str
-    bytes: int
-    """Of the full buffer."""
-    seconds: float
-    """Shortest of several."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTime(JsonAnswer):
-    """An exchange with the rank of the same local number on another machine, while all machines exchange in pairs."""
-
-    machine: int
-    """The other one."""
-    bytes: int
-    """In each direction."""
-    seconds: float
-    """Shortest of several."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFacts(JsonAnswer):
-    directory: str
-    """The output directory, or the nearest directory above it that exists."""
-    error: str | None
-    """Why this rank cannot write there."""
-    visible_ranks: int
-    """Ranks whose files this rank sees."""
-    sees_rename: bool
-    lock: Literal["works", "not shared", "missing", "untested"]
-    """`not shared`: another machine's lock does not exclude this one."""
-    free_bytes: int | None
-    written_bytes: int
-    write_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,58 +74,18 @@ class RankHealth(RankLimits):
     inputs: dict[str, str]
     """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
     matmul_seconds: float
+    """Shortest of many."""
+    mean_matmul_seconds: float
+    """Mean in the best third of a second."""
+    differs: str | None = None
+    """How this machine differs from the first in recipe, variables or ports, so that `train` would not start; of its first rank."""
+    network: NetworkFacts | None = None
+    """Of the first rank of each machine; null on a single one."""
     collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
     links: list[LinkTime] = field(default_factory=list[LinkTime])
 
 
 AnyRank = TypeVar("AnyRank", bound=RankLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class MessageSize:
-    """A collective of the recipe that is to be measured. `bytes` is the full buffer."""
-
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
-    bytes: int
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class HealthRequest:
-    """What the command passes to the ranks of its machine, next to the recipe."""
-
-    messages: list[MessageSize]
-    checkpoint_bytes: int | None
-    gpus_before: list[GpuState]
-
-
-@dataclass(frozen=True, slots=True)
-class HealthFiles:
-    """The private directory of one command, which its ranks read and write. It has the names of a run directory for the launcher."""
-
-    path: Path
-
-    @property
-    def request(self) -> Path:
-        return self.path / "request.json"
-
-    @property
-    def facts(self) -> Path:
-        """Of all ranks of all machines; written by the first rank of this one."""
-        return self.path / "facts.json"
-
-    @property
-    def probe(self) -> Path:
-        """The path of what the ranks leave in the output directory while they measure."""
-        return self.path / "probe"
-
-    def phase(self, rank: int) -> Path:
-        """What a rank does now."""
-        return self.path / f"phase-{rank}"
-
-    def problem(self, rank: int) -> Path:
-        """Why a rank has failed."""
-        return self.path / f"problem-{rank}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +128,8 @@ def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str
 def judge_health(facts: Sequence[RankHealth], needs: HealthNeeds) -> list[HealthCheck]:
     """Judge the facts of all ranks, in the order of ranks."""
     judges: Sequence[Callable[[Sequence[RankHealth], HealthNeeds], HealthCheck | None]] = (
-        *(_versions, _clocks, *_LIMITS),
-        *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives, _links),
+        *(_versions, _settings, _clocks, *_LIMITS),
+        *(_output, _rename, _locks, _space, _write_rate, _inputs, _matmul, _collectives, _network, _links),
     )
     return [check for judge in judges if (check := judge(facts, needs)) is not None]
 
@@ -230,6 +157,14 @@ def _versions(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  
 def _machines(facts: Sequence[AnyRank]) -> list[AnyRank]:
     """Return the first rank of each machine."""
     return list({each.machine: each for each in reversed(facts)}.values())[::-1]
+
+
+def _settings(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    if len(_machines(facts)) == 1:
+        return None
+    found = [each.differs for each in facts if each.differs is not None]
+    fix = "pass the same recipe and `--set` and set the same variables on all machines, else `train` does not start"
+    return _check("settings", found, "the same recipe, devices and variables of NCCL and gloo on all machines", fix)
 
 
 def _clocks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
@@ -383,7 +318,7 @@ def _inputs(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # 
     ]
     if missing:
         return _check("inputs", missing, "", "`fsdp-tune validate` on that machine checks the paths of model and data")
-    found = differences([each.inputs for each in machines], [each.host for each in machines])
+    found = [words for each in machines[1:] for words in _differing_inputs(each, machines[0])]
     if found:
         return _check("inputs", found, "", "copy the same files to every machine")
     unseen = sorted({key for each in machines for key, text in each.inputs.items() if text == NOT_COMPARED})
@@ -392,18 +327,36 @@ def _inputs(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # 
     return _check("inputs", unseen_too, named, "download before the run, or see that every machine can", "warn")
 
 
-def slow_ranks(seconds: Sequence[float]) -> list[int]:
-    """Return the ranks whose time exceeds the lower median by more than 10 %: of two ranks, that of the faster one."""
+def _differing_inputs(mine: RankHealth, first: RankHealth) -> Iterator[str]:
+    absent = (None, NOT_COMPARED)
+    for key in sorted({*first.inputs, *mine.inputs}, key=[*first.inputs, *mine.inputs].index):
+        here, there = mine.inputs.get(key), first.inputs.get(key)
+        if here == there:
+            continue
+        if here in absent or there in absent:
+            without, other = (mine, first) if here in absent else (first, mine)
+            yield f"{without.host} does not have the files of `{key}`, which {other.host} has"
+        else:
+            yield f"the files of `{key}` on {mine.host} are not those on {first.host}"
+
+
+def slow_ranks(seconds: Sequence[float], share: float = SLOW_SHARE) -> list[int]:
+    """Return the ranks whose time exceeds the lower median by more than a share: of two ranks, that of the faster one."""
     middle = median_low(seconds)
-    return [rank for rank, own in enumerate(seconds) if own > SLOW_SHARE * middle]
+    return [rank for rank, own in enumerate(seconds) if own > share * middle]
 
 
 def _matmul(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
-    times = [each.matmul_seconds for each in facts]
+    times, means = [each.matmul_seconds for each in facts], [each.mean_matmul_seconds for each in facts]
     middle, slow = median_low(times), sorted(slow_ranks(times), key=lambda rank: -times[rank])
     found = [f"{facts[rank].label} takes {times[rank] / middle - 1:.0%} longer than the median for a matrix product" for rank in slow]
+    found += [
+        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median for matrix products in a row, "
+        "though not for a single one"
+        for rank in sorted(set(slow_ranks(means, SHARED_CORE_SHARE)) - set(slow), key=lambda rank: -means[rank])
+    ]
     state: State = "fail" if any(times[rank] > FAILING_SHARE * middle for rank in slow) else "warn"
-    fix = "each step waits for it: leave its machine out, or look for heat, a power cap, or another process there"
+    fix = "each step waits for it: leave its machine out, or look for heat, a power cap, a limit of the CPU, or another process there"
     return _check("matrix product", found, f"{middle * 1e3:.2f} ms, no rank more than {SLOW_SHARE - 1:.0%} slower", fix, state)
 
 
@@ -424,17 +377,56 @@ def _collectives(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck
     return _check("collectives", slow, good, fix, "warn")
 
 
+def _network(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
+    known = [(each.host, each.network) for each in _machines(facts) if each.network is not None]
+    if len(known) < 2:
+        return None
+    first_host, first = known[0]
+    found = [
+        f"gloo on {host} uses `{network.used}`, which is not an interface with an address for other machines"
+        for host, network in known
+        if network.used not in (None, *(each.name for each in network.interfaces))
+    ]
+    found += [
+        f"{host} has the interfaces {_listed(network)}; {first_host} has {_listed(first)}"
+        for host, network in known[1:]
+        if sorted((each.mbits, each.mtu) for each in network.interfaces) != sorted((each.mbits, each.mtu) for each in first.interfaces)
+    ]
+    fix = "check cable, rate and MTU; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of a machine"
+    return _check("network", found, f"{_listed(first)} on {first_host}, the same on all machines", fix, "warn")
+
+
+def _listed(network: NetworkFacts) -> str:
+    rates = {each.name: f"{each.mbits:,} Mbit/s" if each.mbits else "unknown rate" for each in network.interfaces}
+    return ", ".join(f"{each.name} ({rates[each.name]}, MTU {each.mtu})" for each in network.interfaces) or "none"
+
+
 def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
-    """Find slow pairs of machines, and the machines most of whose links are slow."""
+    """Find slow pairs of machines, the machines most of whose links are slow, and links that are slow for their interface."""
+    largest = max((link.bytes for each in facts for link in each.links), default=0)
     pairs: dict[tuple[int, int], float] = {}
+    rates: dict[tuple[int, int], float] = {}
     for each in facts:
         for link in each.links:
             pair = (min(each.machine, link.machine), max(each.machine, link.machine))
-            pairs[pair] = max(link.seconds, pairs.get(pair, 0.0))
-    if len(pairs) < LEAST_PAIRS:
+            pairs[pair] = max(link.seconds * largest / link.bytes, pairs.get(pair, 0.0))
+            way = (link.machine, each.machine)
+            rates[way] = rates.get(way, 0.0) + link.bytes / link.seconds  # all ranks of a machine exchange at once
+    if not pairs:
         return None
-    hosts = {each.machine: each.host for each in facts}
     usual = sorted(pairs.values())[len(pairs) // 8]
+    found, state = (
+        _slower_than_others(pairs, usual, {each.machine: each.host for each in facts}) if len(pairs) >= LEAST_PAIRS else ([], "warn")
+    )
+    found = found or _slower_than_interface(rates, facts)
+    good = f"{len(pairs)} pairs of machines, {usual * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
+    if len(pairs) < LEAST_PAIRS:
+        good = f"{format_bytes(min(rates.values()))}/s or more in each direction"
+    fix = "check cables, ports and switch, or leave the machine out: every collective over machines waits for the slowest link"
+    return _check("links", found, good, fix, state)
+
+
+def _slower_than_others(pairs: Mapping[tuple[int, int], float], usual: float, hosts: Mapping[int, str]) -> tuple[list[str], State]:
     slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * usual), key=lambda pair: -pairs[pair])
     links_of = Counter(machine for pair in pairs for machine in pair)
     left: list[tuple[int, int]] = slow
@@ -447,10 +439,21 @@ def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
         found.append(f"{hosts[machine]}: {number} of its links take {_times(min(times), usual)} to {_times(max(times), usual)}")
         left = [pair for pair in left if machine not in pair]
     found += [f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], usual)}" for first, second in left]
-    state: State = "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * usual for pair in slow) else "warn"
-    good = f"{len(pairs)} pairs of machines, {usual * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
-    fix = "leave the machine out, or check its cables, ports and switch: every collective over machines waits for the slowest link"
-    return _check("links", found, good, fix, state)
+    return found, "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * usual for pair in slow) else "warn"
+
+
+def _slower_than_interface(rates: Mapping[tuple[int, int], float], facts: Sequence[RankHealth]) -> list[str]:
+    """Describe each direction between two machines that is slow. `rates`: bytes a second, by sender and receiver."""
+    firsts = {each.machine: each for each in _machines(facts)}
+    found: list[str] = []
+    for way, rate in sorted(rates.items(), key=lambda pair: pair[1]):
+        sender, receiver = (firsts[machine] for machine in way)
+        known = [end.network.mbits for end in (sender, receiver) if end.network is not None and end.network.mbits]
+        mbits = min(known, default=USUAL_MBITS)
+        if rate * 8 / 1e6 < LEAST_RATE_SHARE * min(mbits, MOST_MBITS):
+            nominal = f"their interfaces have {mbits:,} Mbit/s" if known else "the rate of their interfaces is unknown"
+            found.append(f"{sender.host} to {receiver.host}: {rate * 8 / 1e6:,.0f} Mbit/s; {nominal}")
+    return found
 
 
 def _times(seconds: float, usual: float) -> str:

@@ -13,10 +13,12 @@ import os
 import resource
 import secrets
 import shutil
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -25,29 +27,28 @@ from pydantic import TypeAdapter
 
 from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.devices import gpu_states, host, versions
-from fsdp_tune.core.errors import PEER_LOST, FsdpTuneError, Problem
+from fsdp_tune.core.errors import PEER_LOST, FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.parent_death import die_with_launcher
 from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.launch.doctor_checks import (
-    MISSING,
-    NOT_COMPARED,
+from fsdp_tune.launch.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
+from fsdp_tune.recipe.references import can_only_be_a_path
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import describe_base, digest_of_samples
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import (
     CollectiveTime,
     HealthFiles,
     HealthRequest,
     LinkTime,
     MessageSize,
+    NetworkFacts,
+    NetworkInterface,
     OutputFacts,
-    RankHealth,
-    slow_ranks,
 )
-from fsdp_tune.recipe.references import can_only_be_a_path
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import describe_base, digest_of_samples
-from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import rank as ranks
 
 PROBE_PREFIX = ".fsdp-tune-doctor-"
@@ -56,13 +57,17 @@ SEEN_SECONDS = 3.0
 """A network file system may show a new file of another machine this late."""
 MATMUL_SIZES = {"cpu": 512}
 MATMUL_SIZE = 8192
-MATMUL_SECONDS, MATMUL_PASSES = 0.7, 4
-"""A rank counts as slow only if it is slow in each pass: another process may have used its core or device in one."""
+MATMUL_SECONDS, MATMUL_PASSES, WINDOW_SECONDS = 0.7, 6, 0.3
+"""A rank counts as slow only if it is slow in each pass: another process may have used its core or device in one. Products in a row are
+averaged over a window, which is longer than the period of a limit of the CPU (cgroup: 0.1 s)."""
 MESSAGE_SECONDS = 1.0
 CPU_MESSAGE_BYTES = 64 * MIB
 """Larger messages are measured at this size over gloo."""
 PAIR_BYTES, PAIR_SECONDS, MOST_ROUNDS = 16 * MIB, 0.3, 16
 """Exchanged by two ranks in each direction; time for a pair; pairs of each machine, of more machines evenly chosen."""
+SLOW_LINK_SECONDS, SLOW_LINK_PART = 2.0, 16
+"""A link on which `PAIR_BYTES` take longer is measured with this part of them, and messages over gloo get no more time than that."""
+CONTAINER_INTERFACES = ("lo", "docker", "br-", "veth", "virbr", "cni", "cali", "cilium", "flannel", "kube", "podman", "lxc", "tun", "tap")
 TOKENIZER_FILES = ("tokenizer*.json", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*", "config.json")
 
 
@@ -73,14 +78,23 @@ def main(arguments: list[str]) -> int:
     run = RunDir(files.path)
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
     request = TypeAdapter(HealthRequest).validate_json(files.request.read_bytes())
-    rank = ranks.read_rank(recipe, run)
     try:
-        _measure(recipe, rank, request, files)
+        _refuse_other_world(recipe)
+        _measure(recipe, ranks.read_rank(recipe, run), request, files)
     except Exception as error:  # noqa: BLE001  the command reports any error of a rank
         traceback.print_exc()
-        write_json(files.problem(rank.index), _problem(error).as_dict())
+        write_json(files.problem(int(os.environ.get("RANK", "0"))), _problem(error).as_dict())
         return 1
     return 0
+
+
+def _refuse_other_world(recipe: Recipe) -> None:
+    """Raises: FailedError if the machines together have started another number of ranks than this one's recipe has."""
+    started = int(os.environ["WORLD_SIZE"])
+    if started != recipe.world_size:
+        message = f"the machines started {started} ranks together, and the recipe of this one is for {recipe.world_size}"
+        hint = "pass the same recipe and `--set launch.num_processes=N` on all machines"
+        raise FailedError(Problem("world-size-mismatch", message, hint=hint))
 
 
 def _problem(error: Exception) -> Problem:
@@ -105,18 +119,23 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
     phase("joining the process group")
     device_type = ranks.start_process_group(recipe, rank)
     machine, is_first_here = int(os.environ.get("GROUP_RANK", "0")), rank.local_index == 0
+    on_several = recipe.launch.num_machines > 1
+    differs = _difference(recipe, machine, is_first_here=is_first_here) if on_several else None
+    # A machine whose model is missing has no sizes of its own, and messages of different sizes would never end.
+    messages, checkpoint_bytes = gather((request.messages, request.checkpoint_bytes))[0]
     phase("comparing clocks")
     clock_seconds = _clock_difference(rank)
     phase("reading the inputs")
     inputs = input_digests(recipe) if is_first_here else {}
     phase("writing in the output directory")
-    output = probe_output(Path(recipe.output_dir), request.checkpoint_bytes, rank, files, is_first_here=is_first_here)
+    output = probe_output(Path(recipe.output_dir), checkpoint_bytes, rank, files, is_first_here=is_first_here)
     phase("multiplying matrices")
-    matmul_seconds, gpu = _matmul_seconds(device_type, rank)
-    phase("sending messages")
-    timed = [_collective(each, device_type, rank) for each in request.messages]
+    matmul_seconds, mean_seconds, gpu = _matmul_seconds(device_type, rank)
     phase("sending messages between pairs of machines")
     links = time_links(device_type, rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    phase("sending messages")
+    slowest = min(gather(min((each.bytes / each.seconds for each in links), default=float("inf"))))
+    timed = [_collective(each, device_type, rank, slowest) for each in messages]
     facts = host()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     own = RankHealth(
@@ -132,6 +151,9 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
         output=output,
         inputs=inputs,
         matmul_seconds=matmul_seconds,
+        mean_matmul_seconds=mean_seconds,
+        differs=differs,
+        network=_network() if on_several and is_first_here else None,
         collectives=timed,
         links=links,
         gpu_before=request.gpus_before[rank.local_index] if rank.local_index < len(request.gpus_before) else None,
@@ -143,6 +165,35 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
         write_file(files.facts, TypeAdapter(list[RankHealth]).dump_json(every))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _difference(recipe: Recipe, machine: int, *, is_first_here: bool) -> str | None:
+    """Return how this machine differs from the first, versions apart; None if it does not, or if it is not its first rank. Collective."""
+    from fsdp_tune.launch.machines.machine import difference, identity_of
+    from fsdp_tune.worker.agreement import gather
+
+    mine = replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None  # versions are a check of their own
+    first = gather(mine)[0]
+    problem = None if mine is None or first is None else difference(machine, mine, first, 0.0)
+    return None if problem is None else problem.message
+
+
+def _network() -> NetworkFacts:
+    import psutil
+
+    used = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    names = [
+        name
+        for name, state in sorted(states.items())
+        if state.isup
+        and (name == used or not name.startswith(CONTAINER_INTERFACES))
+        and name != "lo"
+        and any(
+            each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith("fe80") for each in addresses.get(name, ())
+        )
+    ]
+    return NetworkFacts(used, [NetworkInterface(name, states[name].speed, states[name].mtu) for name in names])
 
 
 def _clock_difference(rank: ranks.Rank) -> float:
@@ -169,6 +220,8 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
     if name is not None:
         base = _or_missing(lambda: describe_base(name, recipe.model.revision))
         found["model"] = base if isinstance(base, str) else base.digest or NOT_COMPARED
+        if found["model"] == digest_of_samples([]):
+            found["model"] = f"{MISSING}there are no weights in `{name}`"
     tokenizer = recipe.model.tokenizer or name
     if tokenizer is not None and (folder := Path(tokenizer).expanduser()).is_dir():
         digest = _or_missing(lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}))
@@ -282,8 +335,11 @@ def _try_lock(descriptor: int, *, free: str, taken: str) -> str:
     return free
 
 
-def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, Any]:
-    """Return the shortest time of a matrix product on this rank, all ranks at work, and the state of its GPU meanwhile. Collective."""
+def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, float, Any]:
+    """Time matrix products on this rank, all ranks at work. Collective.
+
+    Returns the shortest time of one, the mean of those in the best window, and the state of the rank's GPU meanwhile.
+    """
     import torch
     import torch.distributed as dist
 
@@ -293,19 +349,33 @@ def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, Any]:
     dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
     left, right = (torch.randn(size, size, device=device_type, dtype=dtype) for _ in range(2))
     result, gpu = torch.empty_like(left), None
-    best = float("inf")
+    best = mean = float("inf")
     for _ in range(MATMUL_PASSES):
         dist.barrier()
-        ends = time.monotonic() + MATMUL_SECONDS
-        while time.monotonic() < ends:
+        times = [time.perf_counter()]
+        while times[-1] < times[0] + MATMUL_SECONDS:
             best = min(best, _timed(lambda: torch.mm(left, right, out=result), device_type))
+            times.append(time.perf_counter())
+        mean = min(mean, least_mean(times))
         if device_type == "cuda":
             torch.mm(left, right, out=result)  # is running while the driver is queried
             states = gpu_states(os.environ)
             gpu = states[rank.local_index] if rank.local_index < len(states) else None
-        if not slow_ranks(gather(best)):
+        every = gather((best, mean))
+        if not slow_ranks([each[0] for each in every]) and not slow_ranks([each[1] for each in every], SHARED_CORE_SHARE):
             break
-    return best, gpu
+    return best, mean, gpu
+
+
+def least_mean(times: Sequence[float]) -> float:
+    """Return the smallest mean time between consecutive `times` (seconds) over `WINDOW_SECONDS` or more; infinity if they are shorter."""
+    least, first = float("inf"), 0
+    for last, ends in enumerate(times):
+        while first + 1 < last and ends - times[first + 1] >= WINDOW_SECONDS:
+            first += 1
+        if ends - times[first] >= WINDOW_SECONDS:
+            least = min(least, (ends - times[first]) / (last - first))
+    return least
 
 
 def _timed(act: Callable[[], Any], device_type: str) -> float:
@@ -318,17 +388,17 @@ def _timed(act: Callable[[], Any], device_type: str) -> float:
     return time.perf_counter() - began
 
 
-def _collective(message: MessageSize, device_type: str, rank: ranks.Rank) -> CollectiveTime:
-    """Time a collective over all ranks at the size of the recipe's. Collective."""
+def _collective(message: MessageSize, device_type: str, rank: ranks.Rank, slowest: float) -> CollectiveTime:
+    """Time a collective over all ranks at the size of the recipe's. `slowest`: bytes a second of the slowest link. Collective."""
     import torch
     import torch.distributed as dist
 
     from fsdp_tune.worker.agreement import gather
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(message.dtype, torch.float32)
-    wanted = min(message.bytes, CPU_MESSAGE_BYTES) if device_type == "cpu" else message.bytes
+    wanted = min(message.bytes, CPU_MESSAGE_BYTES, max(MIB, slowest * SLOW_LINK_SECONDS)) if device_type == "cpu" else message.bytes
     world = rank.world_size
-    part = max(1, wanted // (dtype.itemsize * world))
+    part = max(1, int(wanted) // (dtype.itemsize * world))
     full, shard = (torch.zeros(count, dtype=dtype, device=device_type) for count in (part * world, part))
     act = {
         "all_gather": lambda: dist.all_gather_into_tensor(full, shard),
@@ -350,32 +420,47 @@ def pairs_of_round(machines: int, number: int) -> dict[int, int]:
     return {machine: other for machine, other in met.items() if max(machine, other) < machines}
 
 
-def _exchange(sent: Any, received: Any, peer: int | None) -> None:
+def _exchange(sent: Any, received: Any, peer: int | None, device_type: str) -> float:
+    """Exchange messages with a rank. Return the seconds until its message has arrived; on GPUs, until both have."""
     import torch.distributed as dist
 
-    if peer is not None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
-            work.wait()
+    if peer is None:
+        return 0.0
+    began = time.perf_counter()
+    first, *others = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)])
+    _timed(first.wait, device_type)
+    seconds = time.perf_counter() - began
+    for work in others:
+        work.wait()
+    return seconds
 
 
 def time_links(device_type: str, rank: ranks.Rank, ranks_per_machine: int) -> list[LinkTime]:
     """Exchange messages with the rank of the same local number on other machines, all machines in pairs at once. Collective."""
     import torch
+    import torch.distributed as dist
 
     from fsdp_tune.worker.agreement import gather
 
     machines, machine = rank.world_size // ranks_per_machine, rank.index // ranks_per_machine
     rounds = machines - 1 + machines % 2
-    sent, received = (torch.zeros(PAIR_BYTES, dtype=torch.uint8, device=device_type) for _ in range(2))
     found: list[LinkTime] = []
     for number in range(0, rounds, max(1, -(-rounds // MOST_ROUNDS))) if machines > 1 else ():
         other = pairs_of_round(machines, number).get(machine)
         peer = None if other is None else rank.index + (other - machine) * ranks_per_machine
-        first_seconds = _timed(lambda peer=peer: _exchange(sent, received, peer), device_type)  # connects them too
-        times = min(20, max(2, int(PAIR_SECONDS / max(1e-3, *gather(first_seconds)))))
+        size, seconds = PAIR_BYTES // SLOW_LINK_PART, 0.0
+        for part in (SLOW_LINK_PART, SLOW_LINK_PART, 1):  # the first connects them
+            if part == 1 and seconds * SLOW_LINK_PART > SLOW_LINK_SECONDS:
+                break
+            size = PAIR_BYTES // part
+            sent, received = (torch.zeros(size, dtype=torch.uint8, device=device_type) for _ in range(2))
+            seconds = max(gather(_exchange(sent, received, peer, device_type)))
+        best = float("inf")
+        for _ in range(min(20, max(2, int(PAIR_SECONDS / max(1e-3, seconds))))):
+            dist.barrier()  # else the time would contain the rest of what the peer sent before
+            best = min(best, _exchange(sent, received, peer, device_type))
         if other is not None:
-            seconds = min(_timed(lambda peer=peer: _exchange(sent, received, peer), device_type) for _ in range(times))
-            found.append(LinkTime(other, PAIR_BYTES, seconds))
+            found.append(LinkTime(other, size, best))
     return found
 
 

@@ -10,16 +10,14 @@ import pytest
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.launch.doctor_checks import (
-    CollectiveTime,
     HealthCheck,
     HealthNeeds,
-    LinkTime,
-    OutputFacts,
     RankHealth,
     differences,
     judge_health,
     slow_ranks,
 )
+from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, OutputFacts
 
 OUTPUT = OutputFacts("/runs", None, 4, True, "works", 100 * GIB, 64 * MIB, 0.5)
 GPU = GpuState(300 * MIB, 0, 1980, 0, 700.0, 700.0, ())
@@ -40,6 +38,7 @@ def healthy(rank: int) -> RankHealth:
         output=OUTPUT,
         inputs={"model": "blake2b:1", "data.train[0]": "blake2b:2"} if rank % 2 == 0 else {},
         matmul_seconds=0.010 + rank * 1e-5,
+        mean_matmul_seconds=0.0102,
         collectives=[CollectiveTime("all_gather", 400 * MIB, 0.011)],
         gpu_before=GPU,
         gpu=GPU,
