@@ -258,7 +258,7 @@ def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:
 
 
 def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
-    if any(each.output.error for each in facts) or needs.own_directories > 1:
+    if needs.own_directories > 1 or any(each.output.error or each.output.visible_ranks < len(facts) for each in facts):
         return None
     found = [f"{each.label} does not see that rank 0 has renamed a directory" for each in facts if not each.output.sees_rename]
     fix = "checkpoints are completed by a rename: shorten the attribute cache of the mount (NFS: `actimeo`), or use another file system"
@@ -445,8 +445,13 @@ def _slower_than_others(pairs: Mapping[tuple[int, int], float], usual: float, ho
 def _slower_than_interface(rates: Mapping[tuple[int, int], float], facts: Sequence[RankHealth]) -> list[str]:
     """Describe each direction between two machines that is slow. `rates`: bytes a second, by sender and receiver."""
     firsts = {each.machine: each for each in _machines(facts)}
+    means = [each.mean_matmul_seconds for each in facts]
+    # gloo's messages are copied by the CPU: of a rank that does not get its core, they say nothing about the link.
+    busy = set[int]() if facts[0].gpu else {facts[rank].machine for rank in slow_ranks(means, SHARED_CORE_SHARE)}
     found: list[str] = []
     for way, rate in sorted(rates.items(), key=lambda pair: pair[1]):
+        if busy & {*way}:
+            continue
         sender, receiver = (firsts[machine] for machine in way)
         known = [end.network.mbits for end in (sender, receiver) if end.network is not None and end.network.mbits]
         mbits = min(known, default=USUAL_MBITS)

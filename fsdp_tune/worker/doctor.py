@@ -63,8 +63,9 @@ averaged over a window, which is longer than the period of a limit of the CPU (c
 MESSAGE_SECONDS = 1.0
 CPU_MESSAGE_BYTES = 64 * MIB
 """Larger messages are measured at this size over gloo."""
-PAIR_BYTES, PAIR_SECONDS, MOST_ROUNDS = 16 * MIB, 0.3, 16
-"""Exchanged by two ranks in each direction; time for a pair; pairs of each machine, of more machines evenly chosen."""
+PAIR_BYTES, PAIR_SECONDS, LEAST_EXCHANGES, MOST_ROUNDS = 16 * MIB, 0.3, 5, 16
+"""Exchanged by two ranks in each direction; time for a pair, and exchanges also if they take longer, as another process may have used the
+core; pairs of each machine, of more machines evenly chosen."""
 SLOW_LINK_SECONDS, SLOW_LINK_PART = 2.0, 16
 """A link on which `PAIR_BYTES` take longer is measured with this part of them, and messages over gloo get no more time than that."""
 CONTAINER_INTERFACES = ("lo", "docker", "br-", "veth", "virbr", "cni", "cali", "cilium", "flannel", "kube", "podman", "lxc", "tun", "tap")
@@ -442,25 +443,27 @@ def time_links(device_type: str, rank: ranks.Rank, ranks_per_machine: int) -> li
 
     from fsdp_tune.worker.agreement import gather
 
+    def buffers(size_bytes: int) -> list[Any]:
+        return [torch.zeros(size_bytes, dtype=torch.uint8, device=device_type) for _ in range(2)]
+
     machines, machine = rank.world_size // ranks_per_machine, rank.index // ranks_per_machine
     rounds = machines - 1 + machines % 2
     found: list[LinkTime] = []
     for number in range(0, rounds, max(1, -(-rounds // MOST_ROUNDS))) if machines > 1 else ():
         other = pairs_of_round(machines, number).get(machine)
         peer = None if other is None else rank.index + (other - machine) * ranks_per_machine
-        size, seconds = PAIR_BYTES // SLOW_LINK_PART, 0.0
-        for part in (SLOW_LINK_PART, SLOW_LINK_PART, 1):  # the first connects them
-            if part == 1 and seconds * SLOW_LINK_PART > SLOW_LINK_SECONDS:
-                break
-            size = PAIR_BYTES // part
-            sent, received = (torch.zeros(size, dtype=torch.uint8, device=device_type) for _ in range(2))
+        sent, received = buffers(PAIR_BYTES // SLOW_LINK_PART)
+        gather(_exchange(sent, received, peer, device_type))  # connects them
+        seconds = max(gather(_exchange(sent, received, peer, device_type)))
+        if seconds * SLOW_LINK_PART <= SLOW_LINK_SECONDS:
+            sent, received = buffers(PAIR_BYTES)
             seconds = max(gather(_exchange(sent, received, peer, device_type)))
         best = float("inf")
-        for _ in range(min(20, max(2, int(PAIR_SECONDS / max(1e-3, seconds))))):
+        for _ in range(min(20, max(LEAST_EXCHANGES, int(PAIR_SECONDS / max(1e-3, seconds))))):
             dist.barrier()  # else the time would contain the rest of what the peer sent before
             best = min(best, _exchange(sent, received, peer, device_type))
         if other is not None:
-            found.append(LinkTime(other, size, best))
+            found.append(LinkTime(other, len(sent), best))
     return found
 
 

@@ -17,11 +17,14 @@ from fsdp_tune.launch.doctor_checks import (
     judge_health,
     slow_ranks,
 )
-from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, OutputFacts
+from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, NetworkFacts, NetworkInterface, OutputFacts
 
 OUTPUT = OutputFacts("/runs", None, 4, True, "works", 100 * GIB, 64 * MIB, 0.5)
 GPU = GpuState(300 * MIB, 0, 1980, 0, 700.0, 700.0, ())
 NEEDS = HealthNeeds(10 * GIB, 3, 2 * GIB, {"all_gather": 0.010}, uses_infiniband=True)
+
+
+ETH0 = NetworkInterface("eth0", 25_000, 1500)
 
 
 def healthy(rank: int) -> RankHealth:
@@ -39,6 +42,7 @@ def healthy(rank: int) -> RankHealth:
         inputs={"model": "blake2b:1", "data.train[0]": "blake2b:2"} if rank % 2 == 0 else {},
         matmul_seconds=0.010 + rank * 1e-5,
         mean_matmul_seconds=0.0102,
+        network=NetworkFacts("eth0", [ETH0]) if rank % 2 == 0 else None,
         collectives=[CollectiveTime("all_gather", 400 * MIB, 0.011)],
         gpu_before=GPU,
         gpu=GPU,
@@ -62,7 +66,7 @@ def found(checks: list[HealthCheck]) -> tuple[str, str, str]:
 def test_healthy_machines_pass_every_check() -> None:
     checks = judged()
     assert {check.state for check in checks} == {"ok"}
-    assert len(checks) == 14
+    assert len(checks) == 16
     assert {check.fix for check in checks} == {None}
 
 
@@ -101,8 +105,28 @@ def output(rank: int, **changes: object) -> RankHealth:
         (3, {"gpu": replace(GPU, power_limit_watts=400.0)}, "GPUs", "warn", "limited to 400 W of 700 W"),
         (1, {"matmul_seconds": 0.0115}, "matrix product", "warn", "rank 1 on a takes 15% longer"),
         (1, {"matmul_seconds": 0.020}, "matrix product", "fail", "rank 1 on a takes"),
-        (2, {"inputs": {"model": "blake2b:1"}}, "inputs", "fail", "b has data.train[0] None"),
+        (2, {"inputs": {"model": "blake2b:1"}}, "inputs", "fail", "b does not have the files of `data.train[0]`, which a has"),
+        (
+            2,
+            {"inputs": {"model": "blake2b:3", "data.train[0]": "blake2b:2"}},
+            "inputs",
+            "fail",
+            "the files of `model` on b are not those on a",
+        ),
+        (2, {"inputs": {"model": "not compared", "data.train[0]": "blake2b:2"}}, "inputs", "fail", "b does not have the files of `model`"),
         (2, {"inputs": {"model": "error: `m` does not exist", "data.train[0]": "blake2b:2"}}, "inputs", "fail", "b: `m` does not exist"),
+        (
+            1,
+            {"mean_matmul_seconds": 0.018},
+            "matrix product",
+            "warn",
+            "rank 1 on a takes 76% longer than the median for matrix products in a",
+        ),
+        (2, {"differs": "machine 1 (b) differs"}, "settings", "fail", "machine 1 (b) differs"),
+        (2, {"network": NetworkFacts("eth0", [ETH0, NetworkInterface("eth1", 0, 1500)])}, "network", "warn", "b has the interfaces eth0"),
+        (2, {"network": NetworkFacts("eth0", [replace(ETH0, mtu=9000)])}, "network", "warn", "eth0 (25,000 Mbit/s, MTU 9000); a has eth0"),
+        (2, {"network": NetworkFacts("eth0", [replace(ETH0, mbits=1000)])}, "network", "warn", "b has the interfaces eth0 (1,000 Mbit/s"),
+        (2, {"network": NetworkFacts("lo", [ETH0])}, "network", "warn", "gloo on b uses `lo`"),
         (1, {"collectives": [CollectiveTime("all_gather", 400 * MIB, 0.031)]}, "collectives", "warn", "31.0 ms, 10.0 ms by the link table"),
     ],
 )
@@ -121,7 +145,7 @@ def test_read_only_directory_of_one_rank_is_named_and_hides_its_consequences() -
 
 
 def test_directory_that_machines_do_not_share_fails() -> None:
-    name, state, finding = found(judged(rank2=output(2, visible_ranks=2)))
+    name, state, finding = found(judged(rank2=output(2, visible_ranks=2, sees_rename=False)))
     assert (name, state) == ("output directory", "fail")
     assert "sees the files of 2 of 4 ranks" in finding
 
@@ -152,7 +176,18 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
 def test_cpu_ranks_without_a_trace_are_judged_by_what_is_known() -> None:
     facts = [replace(healthy(rank), gpu=None, gpu_before=None, collectives=[]) for rank in range(4)]
     names = [check.name for check in judge_health(facts, HealthNeeds())]
-    assert names == ["versions", "clocks", "open files", "output directory", "rename", "locks", "inputs", "matrix product"]
+    assert names == [
+        "versions",
+        "settings",
+        "clocks",
+        "open files",
+        "output directory",
+        "rename",
+        "locks",
+        "inputs",
+        "matrix product",
+        "network",
+    ]
 
 
 def test_differences_name_values_that_only_one_has() -> None:
@@ -182,10 +217,51 @@ def test_slow_link_is_named_by_its_pair_or_its_machine(slow: dict[tuple[int, int
     assert (check.state, check.finding.startswith(words)) == (state, True), check.finding
 
 
-def test_links_of_two_machines_are_not_judged() -> None:
-    assert "links" not in {check.name for check in judge_health(linked({(0, 1): 9.0}, machines=2), HealthNeeds())}
-    (check,) = [check for check in judge_health(linked({}), HealthNeeds()) if check.name == "links"]
-    assert check.state == "ok"
+def test_interfaces_of_other_names_but_the_same_rates_are_equal() -> None:
+    other = NetworkFacts("ens5", [replace(ETH0, name="ens5")])
+    assert {check.state for check in judged(rank2=replace(healthy(2), network=other))} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("mbits", "seconds", "words"),
+    [
+        (25_000, 0.268, None),
+        (25_000, 0.274, "b to a: 980 Mbit/s; their interfaces have 25,000 Mbit/s"),
+        (1_000, 1.0, None),
+        (1_000, 1.2, "b to a: 224 Mbit/s; their interfaces have 1,000 Mbit/s"),
+        (0, 1.0, None),
+        (0, 1.2, "b to a: 224 Mbit/s; the rate of their interfaces is unknown"),
+    ],
+)
+def test_link_of_two_machines_is_compared_with_their_interfaces(mbits: int, seconds: float, words: str | None) -> None:
+    """Two ranks of each machine share the link: 16 MiB in a second each are 268 Mbit/s."""
+    network = NetworkFacts("eth0", [replace(ETH0, mbits=mbits)])
+    facts = [
+        replace(healthy(rank), network=network, links=[LinkTime(1 - rank // 2, 16 * MIB, seconds if rank < 2 else 0.01)])
+        for rank in range(4)
+    ]
+    (check,) = [check for check in judge_health(facts, HealthNeeds()) if check.name == "links"]
+    assert (check.state, check.finding.startswith(words or "")) == ("warn" if words else "ok", True), check.finding
+
+
+def test_rank_without_its_core_does_not_make_its_link_slow() -> None:
+    links = {0: [LinkTime(1, 16 * MIB, 9.0)], 2: [LinkTime(0, 16 * MIB, 9.0)]}
+    facts = [replace(healthy(rank), gpu=None, gpu_before=None, links=links.get(rank, [])) for rank in range(4)]
+    assert {check.name for check in judge_health(facts, HealthNeeds()) if check.state != "ok"} == {"links"}
+    facts[3] = replace(facts[3], mean_matmul_seconds=0.030)
+    assert {check.name for check in judge_health(facts, HealthNeeds()) if check.state != "ok"} == {"matrix product"}
+
+
+def test_link_that_was_measured_with_fewer_bytes_is_compared_by_its_rate() -> None:
+    facts = linked({(0, 2): 0.010})
+    halved = [
+        replace(
+            each, links=[replace(link, bytes=link.bytes // 16) if {each.machine, link.machine} == {0, 2} else link for link in each.links]
+        )
+        for each in facts
+    ]
+    (check,) = [check for check in judge_health(halved, HealthNeeds()) if check.name == "links"]
+    assert (check.state, check.finding.startswith("node0 and node2: 160.0 ms")) == ("fail", True), check.finding
 
 
 @pytest.mark.parametrize(
