@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.devices import GpuState
-from fsdp_tune.core.errors import Notice
+from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs import doctor
 from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.doctor_checks import HealthCheck, State
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.launch_files import HealthFiles
 from tests.launch.test_accelerate import plan, resolved
 
 IDLE = GpuState(300 << 20, 0, 1980, 0, 700.0, 700.0, ())
@@ -87,3 +90,20 @@ def test_checkpoints_of_a_resumed_run_have_their_room(tmp_path: Path, monkeypatc
     keeps_two = ["training.save_total_limit=2"]
     assert space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=False) == []
     assert len(space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=True)) == 1, "the run that --overwrite moves aside keeps its checkpoints"
+
+
+def test_failure_of_a_rank_with_another_number_is_reported_before_lost_peers(tmp_path: Path) -> None:
+    files, log = HealthFiles(tmp_path), tmp_path / "launcher.log"
+    log.write_text("")
+    for rank, problem in (
+        (1, Problem("lost-rank", "another rank is gone")),
+        (2, Problem("world-size-mismatch", "3 ranks", hint="do this")),
+    ):
+        files.problem(rank).write_text(json.dumps(problem.as_dict()))
+    check = doctor._failed(range(3, 5), files, 1, log)
+    assert (check.name, check.state, check.finding, check.fix) == ("ranks", "fail", "rank 2: 3 ranks", "do this")
+
+
+@pytest.mark.parametrize(("inputs", "shown"), [("ok", ["sizes"]), ("fail", [])])
+def test_step_that_cannot_be_traced_is_reported_unless_the_model_is_missing(inputs: State, shown: list[str]) -> None:
+    assert [each.name for each in doctor._traced(None, [HealthCheck("inputs", inputs, "")])] == shown

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.launch_files import LinkTime
 from fsdp_tune.worker import doctor
 from fsdp_tune.worker.doctor import pairs_of_round, time_links
@@ -68,27 +65,3 @@ def links_with_a_fixed_rate(bytes_per_second: float, pair_bytes: int) -> list[Li
 def test_slow_link_is_measured_with_fewer_bytes(pool: RankPool, bytes_per_second: float, measured: int) -> None:
     for (link,) in pool.run(2, links_with_a_fixed_rate, bytes_per_second, doctor.PAIR_BYTES):
         assert (link.bytes, link.seconds) == (measured, measured / bytes_per_second)
-
-
-@pytest.mark.parametrize(
-    ("running", "stopped", "least"),
-    [(1.0, 0.0, 0.010), (0.05, 0.05, 0.018), (0.04, 0.16, 0.030)],
-    ids=["free", "half of a core", "a fifth of a core"],
-)
-def test_products_in_a_row_show_a_limit_of_the_cpu(running: float, stopped: float, least: float) -> None:
-    times, now = [0.0], 0.0
-    while now < 0.7:
-        now += 0.010
-        if now % (running + stopped) > running:
-            now += stopped
-        times.append(now)
-    assert min(after - before for before, after in pairwise(times)) == pytest.approx(0.010)
-    assert least <= doctor.least_mean(times) < 4 * least
-    assert doctor.least_mean([0.0, 0.1]) == float("inf")
-
-
-def test_directory_without_weights_is_a_missing_input(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate({"model": {"name_or_path": str(tmp_path)}, "data": {"train": [{"path": "builtin:arithmetic"}]}})
-    assert doctor.input_digests(recipe)["model"] == f"error: there are no weights in `{tmp_path}`"
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert doctor.input_digests(recipe)["model"].startswith("blake2b:")
