@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,49 @@ def test_chat_template_as_text_is_kept_and_is_no_path(tmp_path: Path, text: dict
     kept = resolve(loaded.recipe, Machine("cuda", 4, 64, "H100"), cwd=tmp_path).recipe.data
     assert (kept if key == "data" else kept.train[0]).chat_template == TEMPLATE
     assert resolve_template(TEMPLATE) == TEMPLATE
+
+
+HANDBOOK = """\
+model_name_or_path: org/base
+dataset_mixture:
+  datasets:
+    - {id: org/chats, config: all, split: train_sft, columns: [messages], weight: 1.0}
+    - {id: org/more, config: SFT, split: think, columns: [messages, chat_template_kwargs], weight: 0.3}
+  test_split_size: 1000
+  seed: 0
+assistant_only_loss: true
+packing: true
+packing_strategy: ffd
+max_length: 2048
+"""
+
+
+def test_mixture_of_the_alignment_handbook(tmp_path: Path) -> None:
+    """Its recipes, and those of SmolLM3, had up to 128 questions."""
+    result = from_text(tmp_path, HANDBOOK)
+    recipe = parse_recipe(result.text, tmp_path / "made.yaml").recipe
+    assert [(each.path, each.name, each.split) for each in recipe.data.train] == [
+        ("org/chats", "all", "train_sft"),
+        ("org/more", "SFT", "think"),
+    ]
+    assert (values(result)["data.eval.rows"], values(result)["data.packing_strategy"]) == (1000, "bfd")
+    questions = [each.key for each in result.rows if each.fate is Fate.QUESTION]
+    assert questions == ["dataset_mixture.datasets[1].weight"]
+    assert values(from_text(tmp_path, HANDBOOK.replace("1000", "0.02")))["data.eval.fraction"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (HANDBOOK.replace("packing_strategy: ffd", "beta: 0.1"), "`beta` of TRL: this release has no preference tuning"),
+        ("model_name_or_path: a\ndo_eval: true\nmax_prompt_length: 9\nbeta: 1\n", "`beta` of TRL: this release has no preference tuning"),
+        ("step_scheduler: {num_epochs: 1}\nflow_matching: {adapter_type: simple}\n", "`flow_matching` of NeMo Automodel"),
+    ],
+)
+def test_other_training_is_refused_by_its_own_keys(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(FsdpTuneError, match=re.escape(words)) as caught:
+        from_text(tmp_path, text)
+    assert caught.value.problems[0].code == "no-counterpart"
 
 
 def test_llama_factory_trains_an_adapter_unless_it_says_otherwise(tmp_path: Path) -> None:
