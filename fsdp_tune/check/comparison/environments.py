@@ -94,7 +94,7 @@ def _make(folder: Path, python: Path, wanted: Sequence[str], home: str) -> None:
 
 
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-PARTLY = {"axolotl": ("axolotl.cli.config", "axolotl.common.datasets", "axolotl.train", "axolotl.core.builders")}
+PARTLY = {"axolotl": ("axolotl.cli.train", "axolotl.cli.config", "axolotl.common.datasets", "axolotl.train", "axolotl.core.builders")}
 """Packages most of whose requirements serve GPUs, clouds and servers → the modules that are used. Of the requirements those are installed
 that these modules import and this environment lacks, and those that compute, if this environment has a version that does not meet them."""
 TRIES = 40
@@ -353,7 +353,7 @@ class ToolChild:
         key = json.dumps(values, sort_keys=True, default=str)
         return self._known.get(key, until, lambda: self._computed(values, until))
 
-    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+    def started(self) -> JsonChild:
         if self._child is None:
             variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
             # A folder with this package alone: others of this environment must not hide those of the tool's.
@@ -361,11 +361,15 @@ class ToolChild:
             _link([PACKAGE], alone)
             variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone), **QUIET_LIBRARIES}
             self._child = JsonChild((self._python, *TOOL_SIDE), variables)
+        return self._child
+
+    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+        child = self.started()
         request = {"tool": self._tool, "values": values, "until": list(stages_until(until)), **self._inputs}
-        self._child.send(json.dumps(request, default=str))
-        found = self._child.receive()
+        child.send(json.dumps(request, default=str))
+        found = child.receive()
         if found is None:
-            message = f"{self._tool} did not compute its side with {self._python}: {self._child.failure()}"
+            message = f"{self._tool} did not compute its side with {self._python}: {child.failure()}"
             hint = f"`--tools import` compares the recipe that `import` makes; `--with {TOOLS[self._tool]}==VERSION` tries another version"
             raise failed_error("compare-failed", message, hint=hint)
         return Observation.from_json(found)

@@ -317,8 +317,7 @@ class _ToolSide(_ToolRows):
             batches += [self._collated(chosen[at : at + size], rows) for at in range(0, len(chosen), size)]
         args.max_steps, args.lr_scheduler_type, args.warmup_steps = request.trained_steps, transformers.SchedulerType.CONSTANT, 0
         args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
-        whole = {"batch_size": None, "shuffle": False}  # batches that are made already
-        trainer.get_train_dataloader = lambda: self.torch.utils.data.DataLoader(batches, **whole)
+        trainer.get_train_dataloader = lambda: batches  # of a DataLoader, axolotl changes how it reads its rows
         self._watch_losses(trainer)
         watch = _GradientWatch(trainer, transformers.TrainerCallback)
         trained = {plain_name(name): p for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -56,6 +56,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.lr_scheduler_type": "cosine",
         "training.warmup_steps": 0.03,
         "data.max_length": 512,
+        "data.overlong": "drop",
     },
     TRL: {
         "training.per_device_train_batch_size": 8,
