@@ -25,7 +25,7 @@ from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
 from fsdp_tune.core.processes import stop_signals_raise
-from fsdp_tune.core.units import MIB
+from fsdp_tune.core.units import MIB, shown
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
@@ -311,6 +311,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
+    errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
 }
 
@@ -319,7 +320,7 @@ def _file_system_problem(error: OSError, log: str) -> Problem:
     if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
         return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
-    names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    names = " → ".join(shown(str(name)) for name in (error.filename, error.filename2) if name is not None)
     remedy = _REMEDIES.get(error.errno or 0)
     hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)

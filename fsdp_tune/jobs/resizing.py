@@ -31,6 +31,7 @@ from fsdp_tune.launch.command.resume import Start, check, compare, decide, move_
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.store import SERVED_SECONDS
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension
@@ -271,3 +272,9 @@ def _copy_files(source: Path, target: Path) -> None:
 def recorded_devices() -> list[dict[str, Any]]:
     """Return the visible devices of this machine for environment.json."""
     return [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
+
+
+def announce_end(observer: Observer, machines: Machines, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Report why this command ends before it tells the other machines, which may take the limit of their last reading."""
+    if isinstance(error, FsdpTuneError) and machines.others:
+        observer.message(f"{error.problems[0].message}; this machine tells the others before it ends (at most {SERVED_SECONDS:g} s)")

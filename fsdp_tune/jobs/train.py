@@ -28,7 +28,7 @@ from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, sessi
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
-from fsdp_tune.jobs.resizing import OwnRun, Resizing, held_elsewhere, recorded_devices, refuse_manual_start
+from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
 from fsdp_tune.jobs.validate import inspect_model
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -176,6 +176,7 @@ class _Job:
             own = OwnRun(self.loaded, self.recipe, self.plan, self.extensions, self.options, self.observer, stack)
             folder = stack.enter_context(temporary_directory("channel-")) if self.recipe.has_own_directories else None
             machines = stack.enter_context(self._machines(own, folder))
+            stack.push(partial(announce_end, self.observer, machines))
             if folder is not None and self.plan.machine_rank > 0:
                 own.prepare(machines.advance)
             yield machines

@@ -26,6 +26,7 @@ from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.keys import Finding, given
+from fsdp_tune.recipe.schema.kinds import is_jinja
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS
 
@@ -120,7 +121,7 @@ class _Paths:
         if name is None or name.startswith("builtin:") or "://" in name:
             return name
         path = self.absolute(name)
-        if path.exists():
+        if exists(path):
             self.reasons[key] = "found on this machine"
             return str(path.resolve())
         if self.recorded.get(key) == str(path.resolve()):
@@ -183,7 +184,22 @@ FILE_ENDINGS = (
 
 
 def can_only_be_a_path(name: str) -> bool:
-    """Return whether a name cannot be a hub id (`name` or `owner/name`) because of its beginning, its ending, its slashes or a glob."""
+    """Return whether a name cannot be a hub id (`name` or `owner/name`) because of its beginning, its ending, its slashes or a glob.
+
+    The text of a chat template is neither.
+    """
+    return not is_jinja(name) and _looks_like_a_path(name)
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path exists; what is no path for the system, such as a text that is too long, does not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _looks_like_a_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)
 
 
@@ -204,12 +220,12 @@ def _start_inputs(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "model.name_or_path", model.name_or_path, model.revision
     if model.tokenizer is not None:
         yield "model.tokenizer", model.tokenizer, model.tokenizer_revision or "main"
-    if template is not None and "/" in template:  # all others are bundled
+    if template is not None and "/" in template and not is_jinja(template):  # all others are bundled
         yield "data.chat_template", template, "main"
 
 
 def _is_here(name: str, revision: str) -> bool:
-    if name.startswith("builtin:") or "://" in name or Path(name).exists():
+    if name.startswith("builtin:") or "://" in name or exists(Path(name)):
         return True
     return not can_only_be_a_path(name) and any(cached_model_file(name, revision, file) is not None for file in _FILES)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from fsdp_tune.jobs.answer_kinds import answers
 from fsdp_tune.jobs.answers import Remark
+from tests.answer_kinds import answers
 from tests.cuda.environment import environment_on
 
 Done = subprocess.CompletedProcess[str]

@@ -68,13 +68,13 @@ PLANTS: tuple[Plant, ...] = (
         drop("set_rng_state"),
         rows="F091 F042 F092 F094 F095 F097 F100 F043 F064 F141",
         by=(
-            "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3]",
-            "faults/test_train.py::rank_killed_in_any_phase_ends_the_others_and_the_run_resumes[1-forward-8]",
+            "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3-cpu]",
+            "faults/test_train.py::rank_killed_in_any_phase_ends_the_others_and_the_run_resumes[1-forward-8-cpu]",
             "faults/test_train.py::recomputation_draws_same_dropout_masks_after_resume",
             "faults/test_train.py::five_crashes_in_a_row_lose_nothing",
             "faults/test_train.py::run_with_all_ranks_killed_resumes",
             "faults/test_train.py::rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes",
-            "faults/test_train.py::signal_during_a_save_stops_after_it[60]",
+            "faults/test_train.py::signal_during_a_save_stops_after_it[60-cpu]",
         ),
     ),
     plant("optimizer state not restored", "worker.checkpoint.state:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
@@ -103,8 +103,8 @@ PLANTS: tuple[Plant, ...] = (
         replace("torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"),  # one draw, not restored
         rows="F091 F064",
         by=(
-            "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3]",
-            "faults/test_train.py::signal_during_a_save_stops_after_it[60]",
+            "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3-cpu]",
+            "faults/test_train.py::signal_during_a_save_stops_after_it[60-cpu]",
         ),
     ),
     plant(
@@ -362,7 +362,7 @@ PLANTS: tuple[Plant, ...] = (
         "worker.readback.trained:_adapters",
         never("module.scaling"),
         rows="F132",
-        by=("parity/test_breaks.py::run_stops_at_a_planted_bug_of_its_adapters[adapter scaled twice]",),
+        by=("parity/test_breaks.py::run_stops_at_a_planted_bug_of_its_adapters[cpu-adapter scaled twice]",),
     ),
     # surroundings
     plant(

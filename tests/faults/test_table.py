@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -51,6 +53,14 @@ def test_selected_tests_of_a_plant_cover_each_of_its_rows(plant: Plant) -> None:
     rows = [row for row in ROWS if row.id in plant.rows]
     assert named <= {test for row in rows for test in row.tests}
     assert all(named & set(row.tests) for row in rows)
+
+
+def test_selected_tests_have_parameters_that_exist() -> None:
+    """Pytest runs nothing for a parameter that is gone, and the planted bug then counts as not seen."""
+    selected = {test for plant in PLANTS for test in plant.by}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n0", *sorted({test.split("::")[0] for test in selected})]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert selected - {*listed, *(test.split("[")[0] for test in listed)} == set()
 
 
 def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> None:

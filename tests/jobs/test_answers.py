@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.jobs.answer_kinds import answers
 from fsdp_tune.planner.predict.predict import Plan
+from tests.answer_kinds import answers
 from tests.cli.conftest import refuse_undeclared
 from tests.structure.test_surface import commands
 

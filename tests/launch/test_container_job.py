@@ -21,6 +21,7 @@ from fsdp_tune.launch.submit.container_job import (
     LONGEST_NAME,
     ContainerJob,
     SecretReference,
+    as_yaml,
     container_job,
     is_subdomain,
     job_name,
@@ -291,6 +292,24 @@ def test_recipe_is_named_by_its_content() -> None:
 def test_dollar_of_an_override_reaches_the_shell() -> None:
     command = pod_spec(documents(made("launch.env={A_PATH: $(HOME)}"), "job"), "job")["containers"][0]["command"][-1]
     assert "A_PATH: $$(HOME)" in command
+
+
+NO_TEXT_IN_YAML_1_2 = re.compile(
+    r"null|Null|NULL|~|true|True|TRUE|false|False|FALSE|[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
+    r"|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?(\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN"
+    r"|[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"  # of YAML 1.1, and kept by the parser of Kubernetes
+)
+"""Plain scalars of the core schema (YAML 1.2.2, 10.3.2) that are no text."""
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "1e-5", "1E400", "12e03", "y", "N", "0o17", "on", "null", ".5", "+1", "-1e3", "1_000", "1:30", "2x", "T"]
+)
+def test_text_is_text_for_every_parser(text: str) -> None:
+    """PyYAML reads YAML 1.1 and leaves `1e3` plain, a number for the parsers of the engines."""
+    written = as_yaml({"value": text})
+    assert yaml.safe_load(written) == {"value": text}
+    assert not NO_TEXT_IN_YAML_1_2.fullmatch(written.removeprefix("value: ").strip())
 
 
 # ---- What a recipe must be like

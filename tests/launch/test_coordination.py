@@ -6,12 +6,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem, usage_error
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.resizing import announce_end
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import machine as one_machine
 from fsdp_tune.launch.machines import store
@@ -63,6 +67,32 @@ def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
         assert alone.environment() == {}
         assert not alone.is_poll_due()
     assert list(run.logs.iterdir()) == []
+
+
+class Listening(Observer):
+    def __init__(self) -> None:
+        self.heard: list[tuple[float, str]] = []
+
+    def message(self, text: str) -> None:
+        self.heard.append((time.monotonic(), text))
+
+
+def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir) -> None:
+    """A mistake of the first machine, started alone, was shown only when the others had been waited for."""
+    seen = Listening()
+
+    def end(machines: Machines) -> None:
+        with machines, ExitStack() as stack:
+            stack.push(partial(announce_end, seen, machines))
+            raise usage_error("no-rows", "the file is empty")
+
+    with pytest.raises(FsdpTuneError):
+        end(play.machine(0))
+    assert time.monotonic() - seen.heard[0][0] > 0.5
+    assert [text.partition(";")[0] for _, text in seen.heard] == ["the file is empty"]
+    with pytest.raises(FsdpTuneError):
+        end(Machines(run))
+    assert len(seen.heard) == 1
 
 
 def test_missing_machine_is_named(play: Play) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.foreign.ledger import Fate, leaves
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.read.tools import foreign_tool
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.keys import values_by_key
 from tests.recipe.foreign_files import ACCELERATE, AUTOMODEL, AXOLOTL, DATASET_INFO, FILES, FMS_DATA, SOUP, TRL, UNSLOTH
 
@@ -363,6 +367,74 @@ def test_keys_of_adapters_have_no_effect_without_one(tmp_path: Path) -> None:
     found = values(result)
     assert (found["lora"], found["quantization"]) == (None, None)
     assert row(result, "lora_r") == ("dropped", "no effect: the file trains no adapter")
+
+
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}</s>/{% endfor %}" + "{# long #}" * 500
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (
+            {"model_name_or_path": "gpt2", "dataset_name": "a/b", "max_length": 64, "assistant_only_loss": True, "chat_template": TEMPLATE},
+            "data",
+        ),
+        ({"base_model": "gpt2", "datasets": [{"path": "a/b"}], "chat_template": "jinja", "chat_template_jinja": TEMPLATE}, "data"),
+        ({"base_model": "gpt2", "datasets": [{"path": "a/b", "type": "chat_template", "chat_template_jinja": TEMPLATE}]}, "data.train[0]"),
+    ],
+)
+def test_chat_template_as_text_is_kept_and_is_no_path(tmp_path: Path, text: dict[str, Any], key: str) -> None:
+    """Alignment-handbook's configurations have it; a validation then took the text for a file's name."""
+    result = from_text(tmp_path, yaml.safe_dump(text))
+    loaded = parse_recipe(result.text, tmp_path / "made.yaml")
+    source = loaded.recipe.data if key == "data" else loaded.recipe.data.train[0]
+    assert source.chat_template == TEMPLATE
+    kept = resolve(loaded.recipe, Machine("cuda", 4, 64, "H100"), cwd=tmp_path).recipe.data
+    assert (kept if key == "data" else kept.train[0]).chat_template == TEMPLATE
+    assert resolve_template(TEMPLATE) == TEMPLATE
+
+
+HANDBOOK = """\
+model_name_or_path: org/base
+dataset_mixture:
+  datasets:
+    - {id: org/chats, config: all, split: train_sft, columns: [messages], weight: 1.0}
+    - {id: org/more, config: SFT, split: think, columns: [messages, chat_template_kwargs], weight: 0.3}
+  test_split_size: 1000
+  seed: 0
+assistant_only_loss: true
+packing: true
+packing_strategy: ffd
+max_length: 2048
+"""
+
+
+def test_mixture_of_the_alignment_handbook(tmp_path: Path) -> None:
+    """Its recipes, and those of SmolLM3, had up to 128 questions."""
+    result = from_text(tmp_path, HANDBOOK)
+    recipe = parse_recipe(result.text, tmp_path / "made.yaml").recipe
+    assert [(each.path, each.name, each.split) for each in recipe.data.train] == [
+        ("org/chats", "all", "train_sft"),
+        ("org/more", "SFT", "think"),
+    ]
+    assert (values(result)["data.eval.rows"], values(result)["data.packing_strategy"]) == (1000, "bfd")
+    questions = [each.key for each in result.rows if each.fate is Fate.QUESTION]
+    assert questions == ["dataset_mixture.datasets[1].weight"]
+    assert values(from_text(tmp_path, HANDBOOK.replace("1000", "0.02")))["data.eval.fraction"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (HANDBOOK.replace("packing_strategy: ffd", "beta: 0.1"), "`beta` of TRL: this release has no preference tuning"),
+        ("model_name_or_path: a\ndo_eval: true\nmax_prompt_length: 9\nbeta: 1\n", "`beta` of TRL: this release has no preference tuning"),
+        ("step_scheduler: {num_epochs: 1}\nflow_matching: {adapter_type: simple}\n", "`flow_matching` of NeMo Automodel"),
+    ],
+)
+def test_other_training_is_refused_by_its_own_keys(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(FsdpTuneError, match=re.escape(words)) as caught:
+        from_text(tmp_path, text)
+    assert caught.value.problems[0].code == "no-counterpart"
 
 
 def test_llama_factory_trains_an_adapter_unless_it_says_otherwise(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ GONE = "/gone/base"
         ({"data": {"chat_template": "/gone/chat.jinja"}}, ["data.chat_template"]),
         ({"data": {"chat_template": "org/not-cached"}}, ["data.chat_template"]),
         ({"data": {"chat_template": "chatml"}}, []),
+        ({"data": {"chat_template": "{% for m in messages %}{{ m.content }}</think>{% endfor %}"}}, []),
     ],
 )
 def test_files_that_are_gone_are_found_by_key(document: dict[str, Any], keys: list[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.recipe.references import can_only_be_a_path
+from fsdp_tune.recipe.schema.kinds import is_jinja
 
 MAX_TEMPLATE_BYTES = 1 << 20
 KEY = "data.chat_template"
@@ -112,9 +113,11 @@ def suggestion(encode: Callable[[list[str]], list[list[int]]], key: str = KEY) -
 
 
 def resolve_template(name: str, key: str = KEY) -> str:
-    """Return the Jinja text of a bundled name, a file, or a hub model. Raises: usage error (exit 2) if it is none of them."""
+    """Return the Jinja text of a bundled name, a file, a hub model, or itself. Raises: usage error (exit 2) for other names."""
     if name in BUNDLED:
         return bundled_text(name)
+    if is_jinja(name):
+        return name
     path = Path(name).expanduser()
     if path.is_file():
         return _read(path)

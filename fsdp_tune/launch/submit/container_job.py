@@ -102,12 +102,17 @@ class ContainerJob:
         return f"exec {shlex.join((*self.cluster.program, *self.cluster.arguments))}{rank}{more and f' {more}'}"
 
 
+_NO_TEXT_ELSEWHERE = re.compile(r"[-+.]?[0-9].*|[yYnN]")
+"""What the parsers of engines read as a number or truth value where PyYAML's, of YAML 1.1 without `y` and `1e3`, reads a text."""
+
+
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines line by line."""
+    """Writes a text of several lines line by line, and as a text for YAML 1.1, 1.2 and Go's mixture of both."""
 
 
 def _represent_text(_dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return yaml.ScalarNode("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else "'" if _NO_TEXT_ELSEWHERE.fullmatch(text) else None
+    return yaml.ScalarNode("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -59,7 +59,8 @@ _TELLING: dict[str, frozenset[str]] = {
         TRL: (
             "dataset_config dataset_train_split dataset_test_split use_peft dataset_text_field assistant_only_loss "
             "completion_only_loss lora_target_modules lora_r dataset_num_proc attn_implementation max_seq_length packing "
-            "packing_strategy load_in_4bit eos_token model_init_kwargs dataset_streaming use_bnb_nested_quant model_revision"
+            "packing_strategy load_in_4bit eos_token model_init_kwargs dataset_streaming use_bnb_nested_quant model_revision "
+            "dataset_mixture beta max_prompt_length max_completion_length num_generations reward_funcs"
         ),
         SWIFT: (
             "train_type tuner_type split_dataset_ratio quant_bits model_author attn_impl target_modules load_from_cache_file "

@@ -164,3 +164,8 @@ STRATEGIES: dict[ShardingStrategy, Strategy] = {
     "NO_SHARD": Strategy(3, is_sharded=False, is_hybrid=False, reshards=False),
 }
 """In the order in which the search tries them."""
+
+
+def is_jinja(template: str) -> bool:
+    """Return whether a chat template is given as its text, not by a name."""
+    return any(mark in template for mark in ("{%", "{{", "{#"))

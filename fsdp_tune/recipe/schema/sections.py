@@ -254,7 +254,7 @@ class Data(Section):
     loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
     """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for chats."""
     chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
-    """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | hub id; chats without a template are an error."""
+    """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | Jinja text | hub id; chats without one are an error."""
     ignore_columns: Annotated[list[Text], Effect(DATA, REFUSED)] = []
     """Keys of the rows to ignore, with their names in the files; in messages `messages.rating`. Others that no format reads are errors."""
     roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}

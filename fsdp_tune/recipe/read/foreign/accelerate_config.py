@@ -412,7 +412,7 @@ _PROCESSOR: Rules = {
     "sampling_stopping_strategy": same("data.mixture.stopping_strategy"),
     "seed": same("training.data_seed"),
     "streaming": same("data.streaming"),
-    "chat_template": question("write it to a file: `data: {chat_template: FILE.jinja}`", "data", "chat_template"),
+    "chat_template": chat_template("data.chat_template"),
     "odm": question("weights that change while training are `data: {curriculum: …}`", "data", "curriculum"),
 }
 _FMS_DATA: Rules = {"dataprocessor": section(_PROCESSOR), "datasets": _sets}

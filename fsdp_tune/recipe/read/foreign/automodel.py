@@ -434,6 +434,7 @@ _STEP: Rules = {
     **dict.fromkeys(("master_weights", "master_weight_bits", "store_param_remainders"), leave("the dtype of the weights is `model.dtype`")),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), leave("moments are fp32; `adamw_torch_8bit` keeps 8 bits")),
 }
+OTHER_MODELS = {"flow_matching": "diffusion models"}
 RULES: Rules = {
     "recipe": leave("supervised fine-tuning is what `train` does"),
     "step_scheduler": section(_STEPS),

@@ -6,6 +6,7 @@ Keys of TRL and of transformers' `run_clm.py` that mean something of their own.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
@@ -15,6 +16,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
     Rules,
+    SourceRule,
     by_synonym,
     fine_or,
     is_on,
@@ -22,7 +24,9 @@ from fsdp_tune.recipe.read.foreign.general import (
     off_or,
     question,
     same,
+    section,
     settle_all,
+    settle_by_name,
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
@@ -356,13 +360,44 @@ def _text_field(ledger: Ledger, path: Path, value: object) -> None:
         ledger.write(path, {(*_FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
 
 
-def _datasets(ledger: Ledger, path: Path, value: object) -> None:
-    """TRL's mixture."""
-    if not isinstance(value, list):
-        ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
-        return
-    for index in range(len(cast("list[Any]", value))):
-        settle_source(ledger, (*path, index), (*TRAIN, index))
+def _datasets(named: Mapping[str, SourceRule] | None = None) -> Rule:
+    """Return a rule for a mixture. `named`: as in `settle_source`."""
+
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
+        if not isinstance(value, list):
+            ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
+            return
+        for index in range(len(cast("list[Any]", value))):
+            settle_source(ledger, (*path, index), (*TRAIN, index), named)
+
+    return rule
+
+
+def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
+    """Of all rows: a number, or a share below 1."""
+    ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
+
+
+def _packing(ledger: Ledger, path: Path, value: Any) -> None:
+    """`ffd` is an older name of `bfd` in TRL."""
+    if value == "ffd":
+        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _kept_share(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    if value == 1:
+        ledger.drop(path, "all rows are used here too")
+    else:
+        ledger.ask(path, "a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*place, "max_rows"))
+
+
+_MIXED: dict[str, SourceRule] = {  # of the alignment handbook and its descendants
+    "id": lambda ledger, path, place, value: ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED),
+    "config": lambda ledger, path, place, value: ledger.write(path, {(*place, "name"): value}, Fate.CONVERTED),
+    "weight": _kept_share,
+}
 
 
 def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
@@ -416,10 +451,19 @@ TRL_RULES: Rules = {
     "dataset_test_split": _eval_split,
     "dataset_text_field": _text_field,
     "dataset_streaming": same("data.streaming"),
-    "datasets": _datasets,
+    "datasets": _datasets(),
+    "test_split_size": _held_out,
+    "dataset_mixture": section(
+        {
+            "datasets": _datasets(_MIXED),
+            "test_split_size": _held_out,
+            "seed": leave("rows are drawn by `training.data_seed`, and those held out by their contents"),
+        }
+    ),
     "model_init_kwargs": _init_kwargs,
     "assistant_only_loss": _only("assistant"),
     "completion_only_loss": _only("completion"),
+    "packing_strategy": _packing,
     "padding_free": leave("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
     **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), off_or("off", "there is no counterpart")),
@@ -430,8 +474,12 @@ TRL_RULES: Rules = {
 }
 """By name; see `general.settle_key`."""
 UNSUPPORTED = dict.fromkeys(
-    ("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs"), "preference tuning"
-)
+    (
+        *("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs", "beta"),
+        *("max_prompt_length", "max_completion_length", "precompute_ref_log_probs", "reference_free", "desirable_weight", "cpo_alpha"),
+    ),
+    "preference tuning",
+) | {"teacher_model_name_or_path": "distillation"}
 EXAMPLE_RULES: Rules = {
     **_SFT,
     "train_file": _of_the_set("path"),

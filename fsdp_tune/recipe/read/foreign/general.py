@@ -16,6 +16,7 @@ from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, fla
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
+from fsdp_tune.recipe.schema.kinds import is_jinja
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
@@ -97,8 +98,11 @@ def chat_template(key: str | Path) -> Rule:
         name = str(value)
         if name in ("tokenizer_default", "default"):
             ledger.drop(path, "the tokenizer's own is the default here too")
-        elif (same_name := _bundled(ledger, name)) or name.endswith((".jinja", ".jinja2")):
-            ledger.write(path, {key: same_name or name}, Fate.KEPT if (path[-1], same_name) == ("chat_template", name) else Fate.CONVERTED)
+        elif name == "jinja" and ledger.value(*path[:-1], f"{path[-1]}_jinja"):
+            ledger.drop(path, f"the template is `{path[-1]}_jinja`")
+        elif (same_name := _bundled(ledger, name)) or name.endswith((".jinja", ".jinja2")) or is_jinja(name):
+            is_same = path[-1] == "chat_template" and same_name in (None, name)
+            ledger.write(path, {key: same_name or name}, Fate.KEPT if is_same else Fate.CONVERTED)
         else:
             advice = SYNONYMS["template"].advice(name)
             ledger.ask(path, advice.words, tuple(key.split(".")) if isinstance(key, str) else key)

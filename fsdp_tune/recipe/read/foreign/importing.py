@@ -277,6 +277,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
         SWIFT: flat_options.SWIFT_UNSUPPORTED,
         TORCHTUNE: torchtune.UNSUPPORTED,
         TRL: completion.UNSUPPORTED,
+        AUTOMODEL: automodel.OTHER_MODELS,
     }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
