@@ -670,6 +670,11 @@ def test_axolotl_loads_warms_up_and_drops_as_its_trainer_does(tmp_path: Path, li
     assert values(found)[key] == value
 
 
+def test_axolotl_splits_texts(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\ndatasets: [{path: rows.jsonl, type: completion}]\n")
+    assert values(found)["data.overlong"] == "auto"
+
+
 def test_strategy_of_axolotl_that_is_not_known_is_a_question(tmp_path: Path) -> None:
     found = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\nexcess_length_strategy: wrap\n")
     assert row(found, "excess_length_strategy")[0] == "question"

@@ -200,6 +200,8 @@ def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
     found = DEFAULTS[ledger.tool]
     if _is_plain(ledger):
         return {key: value for key, value in found.items() if not key.startswith("training.")} | _TRAINER
+    if ledger.tool == AXOLOTL and any(target[-1] == "format" and setting.value == "text" for target, setting in ledger.settings.items()):
+        return {key: value for key, value in found.items() if key != "data.overlong"}  # axolotl splits texts, as is done here
     return dict(found)
 
 
