@@ -221,8 +221,8 @@ class CompareOptions:
     tools: Annotated[
         Literal["run", "import"],
         Option(
-            "run: TRL computes its configurations, in an environment made for it (`--with trl==X`: that version); import: their recipes "
-            "are compared.",
+            "run: TRL and axolotl compute their configurations, in an environment made for them (`--with trl==X`: that version); import: "
+            "their recipes are compared.",
         ),
     ] = "run"
     tolerance: Annotated[

@@ -279,7 +279,7 @@ some_new_option: 3
 def test_foreign_file_and_its_imported_recipe_are_equal_but_for_what_was_not_carried(here: Path) -> None:
     (here / "axolotl.yaml").write_text(AXOLOTL)
     fsdp_tune.import_recipe("axolotl.yaml", output="imported.yaml", num_gpus=2)
-    found = compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2)
+    found = compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2, tools="import")
     assert (found.a.kind, found.b.kind) == ("axolotl", "recipe")
     assert [stage.name for stage in found.stages if stage.status == "different"] == []
     assert found.equal
@@ -287,7 +287,7 @@ def test_foreign_file_and_its_imported_recipe_are_equal_but_for_what_was_not_car
     assert any("some_new_option" in line for line in found.not_compared)
     changed = (here / "imported.yaml").read_text().replace("learning_rate: 0.001", "learning_rate: 0.01")
     (here / "imported.yaml").write_text(changed)
-    assert first(compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2)) == ("rate", ["training.learning_rate"])
+    assert first(compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2, tools="import")) == ("rate", ["training.learning_rate"])
 
 
 def runs(here: Path, losses: Sequence[float], other: Sequence[float], **training: Any) -> CompareAnswer:

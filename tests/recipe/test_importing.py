@@ -650,6 +650,36 @@ def test_file_of_data_sets_of_fms_is_included(tmp_path: Path) -> None:
     assert recipe.data.mixture.stopping_strategy == "first_exhausted"
 
 
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("bf16: true", "model.dtype", "bf16"),
+        ("bf16: auto", "model.dtype", "bf16"),
+        ("bf16: false", "model.dtype", "fp32"),
+        ("bf16: true\nadapter: lora", "model.dtype", "fp32"),
+        ("warmup_steps: 1", "training.warmup_steps", 2),
+        ("warmup_steps: 3", "training.warmup_steps", 3),
+        ("debug: false", "data.overlong", "drop"),
+        ("excess_length_strategy: truncate", "data.overlong", "truncate"),
+        ("excess_length_strategy: raise", "data.overlong", "error"),
+    ],
+)
+def test_axolotl_loads_warms_up_and_drops_as_its_trainer_does(tmp_path: Path, line: str, key: str, value: object) -> None:
+    """Each was a difference between axolotl's own trainer and the imported recipe."""
+    found = from_text(tmp_path, f"base_model: gpt2\nsequence_len: 8\nmicro_batch_size: 1\n{line}\n")
+    assert values(found)[key] == value
+
+
+def test_axolotl_splits_texts(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\ndatasets: [{path: rows.jsonl, type: completion}]\n")
+    assert values(found)["data.overlong"] == "auto"
+
+
+def test_strategy_of_axolotl_that_is_not_known_is_a_question(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "base_model: gpt2\nsequence_len: 8\nexcess_length_strategy: wrap\n")
+    assert row(found, "excess_length_strategy")[0] == "question"
+
+
 def test_decay_of_adam_is_a_question(tmp_path: Path) -> None:
     found = from_text(tmp_path, AUTOMODEL.replace("weight_decay: 0", "weight_decay: 0.1"))
     assert row(found, "optimizer._target_")[0] == "question"

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from fsdp_tune.check.comparison.stages import Observation, stages_until
+from fsdp_tune.check.comparison.tool_trainers import PACKAGES
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
@@ -82,29 +84,104 @@ def _make(folder: Path, python: Path, wanted: Sequence[str], home: str) -> None:
     # finds there as installed; uv does not, so it installs what the requirements need.
     site = next((folder / "lib").glob("python*/site-packages"))
     (site / FALLBACK).write_text(f"{home}\n", encoding="utf-8")
-    if uv is not None:
-        _run([uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
-    else:
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", *wanted])
+    install = [uv, "pip", "install", "--quiet", "--python", str(python)] if uv is not None else [str(python), *PIP, "--upgrade"]
+    if others := [each for each in wanted if Requirement(each).name.lower() not in PARTLY]:
+        _run([*install, *others])
+    for each in wanted:
+        if (name := Requirement(each).name.lower()) in PARTLY:
+            _run([*install, "--no-deps", each])
+            _add_needed(install, python, name, {Requirement(other).name.lower() for other in wanted})
 
 
-def _run(command: Sequence[str]) -> None:
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+PARTLY = {"axolotl": ("axolotl.cli.train", "axolotl.cli.config", "axolotl.common.datasets", "axolotl.train", "axolotl.core.builders")}
+"""Packages most of whose requirements serve GPUs, clouds and servers → the modules that are used. Of the requirements those are installed
+that these modules import and this environment lacks, and those that compute, if this environment has a version that does not meet them."""
+TRIES = 40
+_METADATA = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires({!r}) or []))"
+_IMPORT = """
+import importlib, sys
+for name in {!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        sys.exit("{}" + str(error.name))
+"""
+_MISSING = "no module: "
+
+
+def _add_needed(install: Sequence[str], python: Path, name: str, given: Collection[str]) -> None:
+    """Install what a package needs, its requirements' versions included, and nothing in place of this environment's torch.
+
+    `given`: names that the user chose versions of. Raises: failed error as `_run`, or for a module that no requirement is named after.
+    """
+    code, text = _output([str(python), "-c", _METADATA.format(name)])
+    requirements = [Requirement(each) for each in (json.loads(text.splitlines()[-1]) if code == 0 else [])]
+    requirements = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    requirements = [each for each in requirements if canonicalize_name(each.name) not in {"torch", *given}]
+    held = python.parent.parent / "held.txt"
+    held.write_text(f"torch=={importlib.metadata.version('torch')}\n", encoding="utf-8")
+    install = [*install, "--constraint", str(held)]
+    computing = [each for each in requirements if canonicalize_name(each.name) in PACKAGES]
+    if stale := [f"{each.name}{each.specifier}" for each in computing if _is_other_version(each)]:
+        _run([*install, *stale])
+    tried: set[str] = set()
+    for _ in range(TRIES):
+        code, text = _output([str(python), "-c", _IMPORT.format(PARTLY[name], _MISSING)])
+        if code == 0:
+            return
+        module = text.rpartition(_MISSING)[2].strip() if _MISSING in text else ""
+        found = [each for each in requirements if _provides(each, module)]
+        if not module or not found or module in tried:
+            break
+        tried.add(module)
+        _run([*install, *(f"{each.name}{each.specifier}" for each in found)])
+    shown = " / ".join([line.strip() for line in text.splitlines() if line.strip()][-SHOWN_LINES:])
+    hint = f"`--tools import` compares the imported recipe; `--with {name}==VERSION` tries another version, `--with PACKAGE` adds a package"
+    raise failed_error("compare-environment", f"{name} was installed and cannot be imported: {shown}", hint=hint)
+
+
+def _is_other_version(requirement: Requirement) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return not requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True)
+    return False
+
+
+def _provides(requirement: Requirement, module: str) -> bool:
+    """Return whether a requirement is named after a module: `axolotl.contribs` is in `axolotl-contribs-mit` and `axolotl-contribs-lgpl`."""
+    name, parts = canonicalize_name(requirement.name), canonicalize_name(module)
+    top = canonicalize_name(module.partition(".")[0])
+    return name in (parts, top, f"python-{top}") or name.startswith(f"{parts}-")
+
+
+def _output(command: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command in a tool's environment."""
     with tempfile.TemporaryFile("w+") as output:
-        child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        child = children.start(command, _variables(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             code = child.wait()
         finally:
             children.end(child)
-        if code:
-            output.seek(0)
-            said = [line.strip() for line in output.read().splitlines() if line.strip()][-SHOWN_LINES:]
-            message = f"no environment could be made: `{shlex.join(command)}` ended with exit code {code}: {' / '.join(said)}"
-            hint = "check the name, the version and the package index; or make one yourself and give `--python ENVIRONMENT/bin/python`"
-            raise failed_error("compare-environment", message, hint=hint)
+        output.seek(0)
+        return code, output.read()
+
+
+def _variables() -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return variables | {"AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _run(command: Sequence[str]) -> None:
+    code, text = _output(command)
+    if code:
+        said = [line.strip() for line in text.splitlines() if line.strip()][-SHOWN_LINES:]
+        message = f"no environment could be made: `{shlex.join(command)}` ended with exit code {code}: {' / '.join(said)}"
+        hint = "check the name, the version and the package index; or make one yourself and give `--python ENVIRONMENT/bin/python`"
+        raise failed_error("compare-environment", message, hint=hint)
 
 
 OBSERVE = ("-P", "-m", "fsdp_tune.check.comparison.observe")
+TOOL_SIDE = ("-P", "-m", "fsdp_tune.check.comparison.tool_side")
 LENT = (
     *("accelerate", "annotated-types", "isal", "jinja2", "markupsafe", "ml_dtypes", "packaging", "peft", "psutil", "pydantic"),
     *("pydantic_core", "pyyaml", "typing-inspection", "typing_extensions", "xxhash"),
@@ -212,30 +289,48 @@ class ObservingChild:
         )
 
 
-TOOLS = {"TRL": "trl"}
-"""Tools that compute their own side → their package. `check/comparison/tool_side.py` has how."""
-NOT_SENT = (
+TOOLS = {"TRL": "trl", "axolotl": "axolotl"}
+"""Tools that compute their own side → their package. `check/comparison/tool_trainers.py` has how."""
+_NOT_SENT_TO_TRL = (
     *("env", "config", "trust_remote_code", "code_revision"),
     *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "tf32", "local_rank", "ddp_backend"),
     *("dataset_num_proc", "eval_steps", "save_steps", "logging_steps", "resume_from_checkpoint", "output_dir", "run_name"),
     *("gradient_checkpointing_kwargs", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "dataloader_prefetch_factor"),
     *("dataloader_persistent_workers", "hub_model_id", "hub_token", "hub_strategy", "metric_for_best_model", "greater_is_better"),
 )
+_NOT_SENT_TO_AXOLOTL = (
+    *("env", "trust_remote_code", "plugins", "deepspeed", "test_datasets", "gradient_checkpointing_kwargs", "auto_find_batch_size"),
+    *("hub_model_id", "hub_strategy", "push_dataset_to_hub", "wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch"),
+    *("mlflow_tracking_uri", "comet_api_key", "save_steps", "saves_per_epoch", "save_strategy", "eval_steps", "evals_per_epoch"),
+    *("eval_strategy", "logging_steps", "output_dir", "dataset_prepared_path", "resume_from_checkpoint", "torch_compile_backend"),
+    *("dataset_processes", "dataloader_prefetch_factor", "ddp", "ddp_timeout", "ddp_find_unused_parameters", "lora_model_dir"),
+    *("early_stopping_patience", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "dp_shard_size"),
+    *("dp_replicate_size", "load_best_model_at_end", "metric_for_best_model", "profiler_steps", "loss_watchdog_threshold"),
+    *("use_tensorboard", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+)
+NOT_SENT = {"TRL": _NOT_SENT_TO_TRL, "axolotl": _NOT_SENT_TO_AXOLOTL}
 """Options that a tool never gets: variables of its process, trust (which the request has), machines, and what is logged or saved."""
 
 
-OFF = (
+_OFF_IN_TRL = (
     *("do_eval", "push_to_hub", "use_liger_kernel", "use_liger", "gradient_checkpointing", "activation_offloading", "torch_compile"),
     *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
 )
-SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(OFF, False),
+_SETTINGS_OF_TRL: dict[str, Any] = {
+    **dict.fromkeys(_OFF_IN_TRL, False),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
     "report_to": "none",
     "use_cpu": True,
     "disable_tqdm": True,
     "dataloader_num_workers": 0,
 }
+_SETTINGS_OF_AXOLOTL: dict[str, Any] = {
+    **dict.fromkeys(("use_wandb", "use_mlflow", "use_comet", "gradient_checkpointing", "torch_compile", "tf32"), False),
+    **dict.fromkeys(("activation_offloading", "shuffle_merged_datasets", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False),
+    **dict.fromkeys(("dataset_num_proc", "val_set_size", "dataloader_num_workers"), 0),
+    "curriculum_sampling": True,
+}
+SETTINGS = {"TRL": _SETTINGS_OF_TRL, "axolotl": _SETTINGS_OF_AXOLOTL}
 """Options that change no number on the CPU, or that end a run there. The order of the rows is observed apart."""
 
 
@@ -244,7 +339,7 @@ class ToolChild:
 
     def __init__(self, python: str, tool: str, inputs: Mapping[str, Any]) -> None:
         """`inputs`: rows, model and sizes, the same for all requests."""
-        self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS}
+        self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS[tool]}
         self._child: JsonChild | None = None
         self._known = _ComputedStages()
 
@@ -254,20 +349,27 @@ class ToolChild:
 
     def observe(self, values: Mapping[str, Any], until: str) -> Observation:
         """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process ended."""
-        values = {name: value for name, value in values.items() if name not in NOT_SENT}
+        values = {name: value for name, value in values.items() if name not in NOT_SENT[self._tool]}
         key = json.dumps(values, sort_keys=True, default=str)
         return self._known.get(key, until, lambda: self._computed(values, until))
 
-    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+    def started(self) -> JsonChild:
         if self._child is None:
             variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **QUIET_LIBRARIES}
-            self._child = JsonChild((self._python, "-P", str(PACKAGE / "check" / "comparison" / "tool_side.py")), variables)
+            # A folder with this package alone: others of this environment must not hide those of the tool's.
+            alone = Path(str(self._inputs["rows"])).parent / "package"
+            _link([PACKAGE], alone)
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone), **QUIET_LIBRARIES}
+            self._child = JsonChild((self._python, *TOOL_SIDE), variables)
+        return self._child
+
+    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+        child = self.started()
         request = {"tool": self._tool, "values": values, "until": list(stages_until(until)), **self._inputs}
-        self._child.send(json.dumps(request, default=str))
-        found = self._child.receive()
+        child.send(json.dumps(request, default=str))
+        found = child.receive()
         if found is None:
-            message = f"{self._tool} did not compute its side with {self._python}: {self._child.failure()}"
+            message = f"{self._tool} did not compute its side with {self._python}: {child.failure()}"
             hint = f"`--tools import` compares the recipe that `import` makes; `--with {TOOLS[self._tool]}==VERSION` tries another version"
             raise failed_error("compare-failed", message, hint=hint)
         return Observation.from_json(found)

@@ -199,11 +199,12 @@ class Side:
         """Write what another tool needs to compute the same side: the rows as they are read, the model, and how much of both is used."""
         lines: list[str] = []
         recipe = self._sampled()
-        for opened in open_inputs(recipe, load_encoder(recipe), train_only=True):
+        for source, opened in enumerate(open_inputs(recipe, load_encoder(recipe), train_only=True)):
             read = ((file, row) for file, row in opened.source.read() if not isinstance(row, BadRow))
             for file, (number, values) in itertools.islice(read, opened.entry.max_rows):
                 name = f"example {len(lines)} ({_where((opened.source.names[file], number))})"
-                lines.append(json.dumps({"key": f"{opened.first_file + file}:{number}:1", "name": name, "values": values}, default=str))
+                key = f"{opened.first_file + file}:{number}:1"
+                lines.append(json.dumps({"key": key, "name": name, "source": source, "values": values}, default=str))
         rows = f"{self.inputs_file}.rows"
         Path(rows).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         inputs = {"rows": rows, "model": self.start, "epoch_steps": None if self.row_count is not None else NOMINAL_STEPS_OF_EPOCH}
@@ -293,7 +294,7 @@ class Side:
             raw["precision"]["mixed_precision"] = "bf16"
             self.left_out.append("fp8, which is computed in bf16 here")
         if self.is_beside_tool:
-            raw["quantization"] = None  # which TRL needs a GPU for
+            raw["quantization"] = None  # which tools need a GPU for
         if needs_cuda(recipe.model.attn_implementation):
             raw["model"]["attn_implementation"] = "auto"
         start = recipe.model.name_or_path

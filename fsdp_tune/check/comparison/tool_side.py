@@ -1,14 +1,14 @@
-"""Run the trainer of another tool on a small model and a few rows, and observe the stages of a comparison. Imports nothing of fsdp_tune.
+"""Run the trainer of another tool on a small model and a few rows, and observe the stages of a comparison.
 
-    python tool_side.py
+    python -m fsdp_tune.check.comparison.tool_side
 
-Started by its path with the interpreter of the tool's environment. A request is a line on stdin, a JSON object that `ToolChild` of
+Started with the interpreter of the tool's environment, which has no package that fsdp_tune needs: of fsdp_tune it imports only
+`check/comparison/tool_trainers.py`. A request is a line on stdin, a JSON object that `ToolChild` of
 `check/comparison/environments.py` makes: `values` are the options of the configuration, `settings` others in their place, `rows` is a file
-of lines {"key", "name", "values"} with the rows as they were read, `ranks` counts those that read other rows. Code of a model's repository
-runs only with the request's `trust_remote_code`. The answer is a line on stdout, the fields of an `Observation`.
+of lines {"key", "name", "source", "values"} with the rows as they were read, `ranks` counts those that read other rows. Code of a model's
+repository runs only with the request's `trust_remote_code`. The answer is a line on stdout, the fields of an `Observation`.
 
-TRL: `trl.SFTTrainer` is built as `trl sft` builds it, from the options that TRL's own parser reads. It is built without truncation and
-packing for the tokens, and again as the file has it for everything else.
+The trainer is built without truncation and packing for the tokens, and again as the file has it for everything else.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import groupby, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-IGNORE_INDEX = -100
-PACKAGES = ("trl", "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "numpy", "safetensors")
+from fsdp_tune.check.comparison.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolTrainers
+
 RANDOM = "the rows are in the order of torch's generator, and those of a recipe in that of a hash: other orders of the same rows"
 SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
 AUTOCAST = "autocast of the forward"
@@ -40,7 +39,6 @@ ROUNDING = "how half precision rounds: beside a tool, both sides compute in fp32
 DRAWN = (
     "first values of adapters and the masks of dropout, which each tool draws itself: both sides ran with the same values, without dropout"
 )
-Facts = dict[str, Any]
 
 
 # ---- What both sides of a comparison compute in the same way
@@ -103,7 +101,7 @@ def cut_length(length: int, trained: Sequence[int], most: int, after_first: int)
     return min(length, max(most, trained[0] + after_first if trained else 0))
 
 
-# ---- TRL
+# ---- A tool
 
 
 def versions() -> dict[str, str | None]:
@@ -125,6 +123,7 @@ class _ToolRows:
         lines = [json.loads(line) for line in Path(request.rows).read_text(encoding="utf-8").splitlines()]
         self.keys: list[str] = [line["key"] for line in lines]
         self.raw: list[dict[str, Any]] = [line["values"] for line in lines]
+        self.request.sources = [line.get("source", 0) for line in lines]
         self.names: dict[str, str] = {line["key"]: line["name"] for line in lines}
         self.tokens: dict[str, list[int]] = {}
 
@@ -169,27 +168,17 @@ class _ToolRows:
         return ["tokens of no example", 0, len(piece)]
 
 
-CODE = ("trust_remote_code", "code_revision", "weights_only", "use_kernels", "kernel_config", "allow_all_kernels", "attn_implementation")
-"""Fields of `model_init_kwargs` that let code of others run, and kernels."""
-KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type")
-ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
-
-
 NEEDED = ("tokens", "rows", "model")
 """Stages without which no later one can be computed."""
 
 
-class NotShownError(Exception):
-    """What the tool computes, and a comparison cannot see."""
-
-
-class _Trl(_ToolRows):
+class _ToolSide(_ToolRows):
     def __init__(self, request: Any) -> None:
         super().__init__(request)
-        self.trl: Any = importlib.import_module("trl")
         self.torch: Any = importlib.import_module("torch")
         self.data: list[Facts] = []
-        self.folder = tempfile.mkdtemp(dir=Path(request.rows).parent)
+        folder = tempfile.mkdtemp(dir=Path(request.rows).parent)
+        self.tool: ToolTrainers = TRAINERS[request.tool](request, self.raw, folder, self.leave_out)
         self.trainer: Any = None
         self.losses: list[float] = []
         self.sequences = 0  # of a step, on all ranks
@@ -204,86 +193,28 @@ class _Trl(_ToolRows):
             (self._train, ("loss", "gradients", "clipping", "update")),
         ]
 
-    # ---- Options
-
-    def _parsed(self, **changes: Any) -> tuple[Any, Any]:
-        """Return SFTConfig and ModelConfig, as TRL's parser reads the file with these changes."""
-        trl = self.trl
-        classes = [
-            getattr(trl, name) for name in ("ScriptArguments", "SFTConfig", "ModelConfig", "DatasetMixtureConfig") if hasattr(trl, name)
-        ]
-        known = {field.name for each in classes for field in fields(each)}
-        if kernels := [name for name in KERNELS if self.request.values.get(name)]:
-            self.leave_out(f"what needs a GPU in TRL: `{'`, `'.join(kernels)}`")
-        values = {name: value for name, value in self.request.values.items() if name not in KERNELS}
-        trust = {"trust_remote_code": self.request.trust_remote_code}
-        changes = {**self.request.settings, **changes, "output_dir": self.folder, **trust}
-        values |= {name: value for name, value in changes.items() if name in known}
-        path = Path(self.folder, "config.yaml")
-        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
-        found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
-        for word in (str(each) for each in found[-1]):
-            if word.startswith("--"):
-                self.leave_out(f"`{word.removeprefix('--')}`, which this TRL ignores")
-        by_class = {type(each).__name__: each for each in found[:-1]}
-        args, model_args = by_class["SFTConfig"], by_class["ModelConfig"]
-        options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE}
-        args.model_init_kwargs = options | trust
-        return args, model_args
-
-    def _built(self, **changes: Any) -> Any:
-        """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the given rows."""
-        datasets: Any = importlib.import_module("datasets")
-        transformers: Any = importlib.import_module("transformers")
-        args, model_args = self._parsed(**changes)
-        given = getattr(model_args, "dtype", None) or getattr(model_args, "torch_dtype", None)
-        name = "dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"
-        options = {name: given, **args.model_init_kwargs}
-        args.model_init_kwargs = {key: value for key, value in options.items() if value is not None}
-        own = {"revision": self.request.revision or "main", "trust_remote_code": self.request.trust_remote_code}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, **own)
-        columns = dict.fromkeys(name for row in self.raw for name in row)  # `from_list` has those of the first row
-        remarks = self
-
-        class Observed(self.trl.SFTTrainer):  # type: ignore[misc, name-defined]
-            def training_step(self, *positional: Any, **named: Any) -> Any:
-                loss = super().training_step(*positional, **named)
-                remarks.losses.append(float(loss))
-                return loss
-
-        return Observed(
-            model=self.request.model,
-            args=args,
-            train_dataset=datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in self.raw]),
-            processing_class=tokenizer,
-            peft_config=self.trl.get_peft_config(model_args),
-        )
-
     # ---- Data
 
     def _examples(self) -> None:
-        longest = {"max_length": None, "packing": False, "padding_free": False, "max_seq_length": 1 << 20}
-        trainer = self._built(**longest)
-        rows = [_columns(row) for row in trainer.train_dataset]
+        trainer = self.tool.complete()
+        rows = self.tool.rows(trainer)
         if len(rows) != len(self.keys):
             raise ValueError(f"{len(self.keys)} rows became {len(rows)} examples")
-        batches = [trainer.data_collator([row]) for row in rows]
+        batches = [self.tool.collated(trainer, [row]) for row in rows]
         labels = [batch["labels"][0, : len(row["input_ids"])].tolist() for batch, row in zip(batches, rows, strict=True)]
         tokenizer = trainer.processing_class
         self.set_examples([list(row["input_ids"]) for row in rows], labels, tokenizer.decode)
 
     def _rows(self) -> None:
         request = self.request
-        args, _ = self._parsed()
-        micro_batch = args.per_device_train_batch_size
-        self.sequences = micro_batch * args.gradient_accumulation_steps * request.ranks
-        count = min(self.sequences, request.model_rows)
-        size = min(micro_batch, count)
-        self.autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-        settings = {"bf16": False, "fp16": False, "per_device_train_batch_size": size}
-        self.trainer = trainer = self._built(**settings, gradient_accumulation_steps=math.ceil(count / size))
-        self.data[:] = [_columns(row) for row in trainer.train_dataset]
-        is_wrapped = bool(trainer.args.packing) and "seq_lengths" not in self.data[0]
+        batch = self.tool.batch()
+        micro_batch, self.autocast = batch.micro_batch, batch.autocast
+        self.sequences = micro_batch * batch.accumulation * request.ranks
+        self.count = min(self.sequences, request.model_rows)
+        self.size = min(micro_batch, self.count)
+        self.trainer = trainer = self.tool.small(self.size, math.ceil(self.count / self.size))
+        self.data[:] = self.tool.rows(trainer)
+        is_wrapped = bool(getattr(trainer.args, "packing", False)) and "seq_lengths" not in self.data[0]
         self.set_rows([(list(row["input_ids"]), row.get("seq_lengths")) for row in self.data], is_wrapped=is_wrapped)
         self.stages["batch"] = {"values": {"sequences": self.sequences}}
         items: Facts = {}
@@ -295,7 +226,7 @@ class _Trl(_ToolRows):
         self.stages["order"] = self._order()
 
     def _collated(self, indices: Sequence[int], rows: Sequence[Facts] | None = None) -> Facts:
-        return self.trainer.data_collator([dict((rows or self.data)[index]) for index in indices])
+        return self.tool.collated(self.trainer, [(rows or self.data)[index] for index in indices])
 
     def _items(self, batches: Sequence[Facts]) -> Any:
         """Return the number by which the Trainer divides the loss of a step; its own words if it does not."""
@@ -303,6 +234,8 @@ class _Trl(_ToolRows):
         if "device" in inspect.signature(self.trainer.get_batch_samples).parameters:
             given.append(self.torch.device("cpu"))
         found = self.trainer.get_batch_samples(*given)[1]
+        if found is None and len(batches) == self.request.ranks == 1:
+            found = _trained(batches[0]["labels"])
         return "a mean of each micro-batch" if found is None else int(found)
 
     def _order(self) -> Facts:
@@ -312,7 +245,7 @@ class _Trl(_ToolRows):
         index_of = {ids: number for number, ids in reversed(list(enumerate(rows)))}
         read: list[int] = []
         try:
-            trainer.data_collator = lambda examples: {"rows": [index_of[tuple(example["input_ids"])] for example in examples]}
+            trainer.data_collator = lambda examples: {"rows": [index_of[tuple(_ids(example))] for example in examples]}
             for batch in trainer.get_train_dataloader():
                 read += batch["rows"]
         finally:
@@ -320,7 +253,7 @@ class _Trl(_ToolRows):
         pieces, size = self.stages["rows"]["values"], self.sequences
         first = [pieces[f"row {number}"][0][0] for number in read]
         steps = {f"step {step + 1}": [first[at] for at in step_rows(step, len(read), size)] for step in range(self.request.ordered_steps)}
-        shuffles = read != [index_of[ids] for ids in rows] or self.request.values.get("shuffle_dataset")
+        shuffles = read != [index_of[ids] for ids in rows] or self.tool.shuffles
         return {"values": steps, "assumed": RANDOM if shuffles else None}
 
     # ---- Model
@@ -367,7 +300,8 @@ class _Trl(_ToolRows):
             logits_of[f"row-id {number}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
             with torch.no_grad():
                 loss = self.trainer.compute_loss(model, {**inputs, "labels": labels}, num_items_in_batch=torch.tensor(1))
-            losses[f"row-id {number}"] = float(loss)
+            is_mean = not getattr(self.trainer, "model_accepts_loss_kwargs", True)
+            losses[f"row-id {number}"] = float(loss) * (_trained(labels) if is_mean else 1)
         self.stages["logits"], self.stages["row_losses"] = {"values": logits_of}, {"values": losses}
 
     def _train(self) -> None:
@@ -376,15 +310,15 @@ class _Trl(_ToolRows):
         trainer, request = self.trainer, self.request
         rows, args = self._cut(), trainer.args
         self.losses.clear()
-        count, size = min(self.sequences, request.model_rows), args.per_device_train_batch_size
+        count, size = self.count, self.size
         batches: list[Facts] = []
         for step in range(request.trained_steps):
             chosen = step_rows(step, len(rows), self.sequences)[: request.model_rows]
             batches += [self._collated(chosen[at : at + size], rows) for at in range(0, len(chosen), size)]
         args.max_steps, args.lr_scheduler_type, args.warmup_steps = request.trained_steps, transformers.SchedulerType.CONSTANT, 0
         args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
-        whole = {"batch_size": None, "shuffle": False}  # batches that are made already
-        trainer.get_train_dataloader = lambda: self.torch.utils.data.DataLoader(batches, **whole)
+        trainer.get_train_dataloader = lambda: batches  # of a DataLoader, axolotl changes how it reads its rows
+        self._watch_losses(trainer)
         watch = _GradientWatch(trainer, transformers.TrainerCallback)
         trained = {plain_name(name): p for name, p in trainer.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
@@ -394,6 +328,16 @@ class _Trl(_ToolRows):
         self.stages["loss"] = {"values": {"step 1": sum(self.losses[:micro_batches])}}
         self.stages["gradients"], self.stages["clipping"] = watch.stages(float(args.max_grad_norm or 0.0))
         self.stages["update"] = {"values": {name: summary(p.detach().double() - before[name]) for name, p in trained.items()}}
+
+    def _watch_losses(self, trainer: Any) -> None:
+        step = trainer.training_step
+
+        def observed(*positional: Any, **named: Any) -> Any:
+            loss = step(*positional, **named)
+            self.losses.append(float(loss))
+            return loss
+
+        trainer.training_step = observed
 
     def _rate(self) -> None:
         """Return the learning rate of each step, by the Trainer's own scheduler."""
@@ -422,8 +366,14 @@ class _Trl(_ToolRows):
         self.stages["rate"] = {"values": values, "assumed": assumed}
 
 
-def _columns(row: Facts) -> Facts:
-    return {name: value for name, value in row.items() if name in ROW_COLUMNS and value is not None}
+def _trained(labels: Any) -> int:
+    """Return the number of targets, of which the first token of a row is none."""
+    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def _ids(example: Any) -> list[int]:
+    """Return the tokens of a row, which axolotl packs from a list of examples."""
+    return [token for part in example for token in part["input_ids"]] if isinstance(example, list) else list(example["input_ids"])
 
 
 class _GradientWatch:
@@ -461,7 +411,7 @@ class _GradientWatch:
 
 def _answer(request: Any) -> Facts:
     """Return the observation of one request. What fails gets its reason: it is what cannot be compared, nor what depends on it."""
-    side, failed, blocked = _Trl(request), list[str](), ""
+    side, failed, blocked = _ToolSide(request), list[str](), ""
     for compute, names in side.parts():
         wanted = [name for name in names if name in request.until and name not in side.stages]
         if not wanted:

@@ -297,6 +297,29 @@ def _batch(ledger: Ledger, path: Path, value: Any) -> None:
         )
 
 
+def _bf16(ledger: Ledger, path: Path, value: Any) -> None:
+    """axolotl loads the weights in bf16 too, and trains them so. Beside an adapter, frozen matrices are stored in it here too."""
+    settle_by_name(ledger, path, value)
+    if str(value).lower() in ("true", "auto", "full") and ledger.value("adapter") is None:
+        ledger.set(("model", "dtype"), "bf16", f"{path[-1]}: axolotl loads the weights in it", Weight.IMPLIED)
+
+
+def _warmup(ledger: Ledger, path: Path, value: Any) -> None:
+    """axolotl warms up for two steps where one is written."""
+    if type(value) is int and value == 1:
+        ledger.write(path, {"training.warmup_steps": 2}, Fate.COMPUTED, "axolotl makes two steps of one")
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _excess(ledger: Ledger, path: Path, value: Any) -> None:
+    names = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    if (name := names.get(str(value).lower())) is None:
+        ledger.ask(path, "longer rows: `data: {overlong: drop}`, `truncate` or `error`", ("data", "overlong"))
+    else:
+        ledger.write(path, {"data.overlong": name}, Fate.CONVERTED)
+
+
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"
 _OTHER_KERNELS = "a kernel of axolotl; kernels are chosen in `kernels:` and by `model.attn_implementation`"
@@ -312,6 +335,9 @@ RULES: Rules = {
     "pretraining_dataset": _pretraining,
     **dict.fromkeys(("chat_template", "chat_template_jinja"), _chat_template),
     "lr_scheduler": _schedule,
+    **_all(("bf16", "bfloat16"), _bf16),
+    "warmup_steps": _warmup,
+    "excess_length_strategy": _excess,
     "adapter": _adapter,
     **_all(("evals_per_epoch", "saves_per_epoch"), _share_of_epoch),
     "special_tokens": _special_tokens,

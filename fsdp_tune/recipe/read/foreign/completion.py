@@ -60,6 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.lr_scheduler_type": "cosine",
         "training.warmup_steps": 0.03,
         "data.max_length": 512,
+        "data.overlong": "drop",
     },
     TRL: {
         "training.per_device_train_batch_size": 8,
@@ -199,6 +200,8 @@ def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
     found = DEFAULTS[ledger.tool]
     if _is_plain(ledger):
         return {key: value for key, value in found.items() if not key.startswith("training.")} | _TRAINER
+    if ledger.tool == AXOLOTL and any(target[-1] == "format" and setting.value == "text" for target, setting in ledger.settings.items()):
+        return {key: value for key, value in found.items() if key != "data.overlong"}  # axolotl splits texts, as is done here
     return dict(found)
 
 

@@ -1,0 +1,299 @@
+"""Build the trainer of a tool from the options of its configuration, with a small model and given rows. Imports nothing of a tool on load.
+
+TRL: `trl.SFTTrainer`, as `trl sft` builds it from the options that TRL's own parser reads. axolotl: its configuration, data and trainer
+builder, as `axolotl train` calls them, with the dtypes of a GPU that has bf16. The trainers compute on the CPU, in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+Facts = dict[str, Any]
+IGNORE_INDEX = -100
+PACKAGES = ("axolotl", "trl", "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "numpy", "safetensors")
+"""Packages that compute: their versions are shown, and those that a tool requires are installed."""
+CODE = ("trust_remote_code", "code_revision", "weights_only", "use_kernels", "kernel_config", "allow_all_kernels", "attn_implementation")
+"""Fields of `model_init_kwargs` that let code of others run, and kernels."""
+KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type")
+ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
+
+
+class NotShownError(Exception):
+    """What the tool computes, and a comparison cannot see."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a step on one rank, and its precision, as the tool reads the options."""
+
+    micro_batch: int
+    """Rows of a micro-batch."""
+    accumulation: int
+    autocast: str
+    """`bf16`, `fp16` or `no`."""
+
+
+class ToolTrainers(Protocol):
+    """How a tool makes its trainers."""
+
+    shuffles: bool
+    """Whether the rows of a run are in a random order, also if those of `rows` are not."""
+
+    def complete(self) -> Any:
+        """Return a trainer whose rows are the examples: neither truncated nor packed."""
+        ...
+
+    def batch(self) -> Batch: ...
+
+    def small(self, size: int, accumulation: int) -> Any:
+        """Return the trainer of the file, with so many rows in a micro-batch and micro-batches in a step."""
+        ...
+
+    def rows(self, trainer: Any) -> list[Facts]:
+        """Return the rows that run through the model, with `seq_lengths` where the tool packs examples into them."""
+        ...
+
+    def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts: ...
+
+
+def _columns(row: Mapping[str, Any]) -> Facts:
+    return {name: value for name, value in row.items() if name in ROW_COLUMNS and value is not None}
+
+
+class TrlTrainers:
+    def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
+        self.trl: Any = importlib.import_module("trl")
+        self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
+        self.shuffles = bool(request.values.get("shuffle_dataset"))
+
+    def complete(self) -> Any:
+        return self._built(max_length=None, packing=False, padding_free=False, max_seq_length=1 << 20)
+
+    def batch(self) -> Batch:
+        args, _ = self._parsed()
+        autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        return Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, autocast)
+
+    def small(self, size: int, accumulation: int) -> Any:
+        return self._built(bf16=False, fp16=False, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+
+    def rows(self, trainer: Any) -> list[Facts]:
+        return [_columns(row) for row in trainer.train_dataset]
+
+    def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts:
+        return trainer.data_collator([dict(row) for row in rows])
+
+    def _parsed(self, **changes: Any) -> tuple[Any, Any]:
+        """Return SFTConfig and ModelConfig, as TRL's parser reads the file with these changes."""
+        trl = self.trl
+        classes = [
+            getattr(trl, name) for name in ("ScriptArguments", "SFTConfig", "ModelConfig", "DatasetMixtureConfig") if hasattr(trl, name)
+        ]
+        known = {field.name for each in classes for field in fields(each)}
+        if kernels := [name for name in KERNELS if self.request.values.get(name)]:
+            self.leave_out(f"what needs a GPU in TRL: `{'`, `'.join(kernels)}`")
+        values = {name: value for name, value in self.request.values.items() if name not in KERNELS}
+        trust = {"trust_remote_code": self.request.trust_remote_code}
+        changes = {**self.request.settings, **changes, "output_dir": self.folder, **trust}
+        values |= {name: value for name, value in changes.items() if name in known}
+        path = Path(self.folder, "config.yaml")
+        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+        for word in (str(each) for each in found[-1]):
+            if word.startswith("--"):
+                self.leave_out(f"`{word.removeprefix('--')}`, which this TRL ignores")
+        by_class = {type(each).__name__: each for each in found[:-1]}
+        args, model_args = by_class["SFTConfig"], by_class["ModelConfig"]
+        options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE}
+        args.model_init_kwargs = options | trust
+        return args, model_args
+
+    def _built(self, **changes: Any) -> Any:
+        """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the given rows."""
+        datasets: Any = importlib.import_module("datasets")
+        transformers: Any = importlib.import_module("transformers")
+        args, model_args = self._parsed(**changes)
+        given = getattr(model_args, "dtype", None) or getattr(model_args, "torch_dtype", None)
+        name = "dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"
+        options = {name: given, **args.model_init_kwargs}
+        args.model_init_kwargs = {key: value for key, value in options.items() if value is not None}
+        own = {"revision": self.request.revision or "main", "trust_remote_code": self.request.trust_remote_code}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, **own)
+        columns = dict.fromkeys(name for row in self.raw for name in row)  # `from_list` has those of the first row
+        return self.trl.SFTTrainer(
+            model=self.request.model,
+            args=args,
+            train_dataset=datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in self.raw]),
+            processing_class=tokenizer,
+            peft_config=self.trl.get_peft_config(model_args),
+        )
+
+
+QUANTISED = ("load_in_4bit", "load_in_8bit")
+ATTENTION = (
+    *("attn_implementation", "flash_attention", "xformers_attention", "sage_attention", "flex_attention"),
+    *("sdp_attention", "eager_attention"),
+)
+"""Options of axolotl that choose a kernel."""
+ISOLATING = ("flash_attention", "xformers_attention", "sage_attention", "flex_attention")
+"""Attentions with which axolotl joins the rows of a micro-batch to one, in which examples do not see each other."""
+STREAMS = ("streaming", "pretraining_dataset", "skip_prepare_dataset")
+FSDP = ("fsdp", "fsdp_config")
+OF_A_FILE = ("path", "ds_type", "data_files", "name", "split", "revision", "shards", "shards_idx", "preprocess_shards", "trust_remote_code")
+"""Options of an entry of `datasets` that say where its rows are."""
+
+
+class AxolotlTrainers:
+    def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
+        self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
+        values = request.values
+        self.shuffles = not values.get("curriculum_sampling")
+        tempfile.tempdir = folder  # axolotl keeps a copy of each configuration
+        os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", HF_DATASETS_CACHE=f"{folder}/datasets")
+        if streams := [name for name in STREAMS if request.values.get(name)]:
+            raise ValueError(f"`{'`, `'.join(streams)}`: rows that are made while the run reads them are not compared")
+        config: Any = importlib.import_module("axolotl.cli.config")
+        rules: Any = importlib.import_module("axolotl.utils.config")
+        sft: Any = importlib.import_module("axolotl.utils.data.sft")
+        # As on a GPU with bf16: `bf16: auto` is true there, and without one the file would be refused.
+        config.gpu_capabilities = _capabilities
+        rules.is_torch_bf16_gpu_available = lambda *_, **__: True
+        config.prepare_debug_log = lambda *_, **__: None  # it takes the standard output
+        sft.save_preprocessed_dataset = lambda *_, **__: None  # its processes hang after threads were started
+        self._config, self._train = config, importlib.import_module("axolotl.train")
+        self._mapping = importlib.import_module("axolotl.utils.dict").DictDefault
+        self._datasets: Any = importlib.import_module("axolotl.common.datasets")
+        self._files = self._written()
+
+    def complete(self) -> Any:
+        return self._built(sequence_len=1 << 20, sample_packing=False)
+
+    def batch(self) -> Batch:
+        cfg = self._read()
+        autocast = "bf16" if cfg.bf16 else "fp16" if cfg.fp16 else "no"
+        return Batch(1 if self._joins() else cfg.micro_batch_size, cfg.gradient_accumulation_steps, autocast)
+
+    def small(self, size: int, accumulation: int) -> Any:
+        # The capacity of a joined row is that of a micro-batch.
+        sizes = {} if self._joins() else {"micro_batch_size": size}
+        return self._built(gradient_accumulation_steps=accumulation, batch_size=None, **sizes)
+
+    def rows(self, trainer: Any) -> list[Facts]:
+        rows = [_columns(row) for row in trainer.train_dataset]
+        if not trainer.args.sample_packing:
+            return rows
+        bins = [chosen for batch in trainer.get_train_dataloader().batch_sampler for chosen in batch]
+        return [_joined([rows[index] for index in chosen]) for chosen in bins]
+
+    def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts:
+        if not trainer.args.sample_packing:
+            return dict(trainer.data_collator([dict(row) for row in rows]))
+        found = dict(trainer.data_collator([_apart(row) for row in rows]))
+        if self._joins():
+            found.pop("attention_mask", None)  # the examples are those that `position_ids` begin
+        return found
+
+    def _joins(self) -> bool:
+        values = self.request.values
+        is_isolating = any(values.get(name) for name in ISOLATING) or str(values.get("attn_implementation")).startswith("fl")
+        return bool(values.get("sample_packing")) and is_isolating and not values.get("multipack_real_batches")
+
+    def _written(self) -> list[str]:
+        """Write the rows of each entry of `datasets` to a file."""
+        rows: dict[int, list[Facts]] = {}
+        for source, row in zip(self.request.sources, self.raw, strict=True):
+            rows.setdefault(source, []).append(row)
+        paths: list[str] = []
+        for source in range(len(self.request.values.get("datasets") or [])):
+            path = Path(self.folder, f"rows-{source}.jsonl")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows.get(source, [])), encoding="utf-8")
+            paths.append(str(path))
+        return paths
+
+    def _read(self, **changes: Any) -> Any:
+        """Return the configuration as axolotl reads the file with these changes."""
+        request = self.request
+        if dropped := [name for name in QUANTISED if request.values.get(name)]:
+            self.leave_out(f"what needs a GPU in axolotl: `{'`, `'.join(dropped)}`")
+        values = {name: value for name, value in request.values.items() if name not in (*QUANTISED, *ATTENTION, *FSDP)}
+        if values.get("adapter") == "qlora":
+            values["adapter"] = "lora"
+        if self._joins():
+            values["multipack_real_batches"] = False
+        values |= request.settings | changes
+        entries = [
+            {**{name: value for name, value in entry.items() if name not in OF_A_FILE}, "path": path, "ds_type": "json", "split": "train"}
+            for entry, path in zip(values["datasets"], self._files, strict=True)
+        ]
+        values |= {"datasets": entries, "base_model": request.model, "base_model_config": None, "tokenizer_config": request.tokenizer}
+        values |= {"trust_remote_code": request.trust_remote_code, "revision_of_model": request.revision or "main"}
+        values |= {"output_dir": self.folder, "dataset_prepared_path": tempfile.mkdtemp(dir=self.folder)}
+        return self._config.load_cfg(self._mapping({name: value for name, value in values.items() if value is not None}))
+
+    def _built(self, **changes: Any) -> Any:
+        """Return a trainer as `axolotl train` makes it, with the small model, the tokenizer of the file and the given rows."""
+        request = self.request
+        utilities: Any = importlib.import_module("axolotl.utils.trainer")
+        cfg = self._read(**changes)
+        meta = self._datasets.load_datasets(cfg=cfg)
+        # The dtypes are those of the file, and all is computed in fp32.
+        cfg.bf16 = cfg.fp16 = False
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        for name in FSDP:  # the loader leaves the dtypes alone with it
+            value = request.values.get(name)
+            cfg[name] = self._mapping(value) if isinstance(value, dict) else value
+        model, tokenizer, peft_config, processor = self._train.setup_model_and_tokenizer(cfg)
+        for name in FSDP:
+            cfg[name] = None
+        total = math.ceil(meta.total_num_steps / request.ranks)
+        if request.epoch_steps is not None:
+            total = math.ceil(float(cfg.num_epochs) * request.epoch_steps)
+        if cfg.max_steps:
+            total = min(total, cfg.max_steps)
+        with contextlib.suppress(AttributeError):
+            model.config.use_cache = False
+        return utilities.setup_trainer(
+            cfg=cfg,
+            train_dataset=meta.train_dataset,
+            eval_dataset=None,
+            model=model,
+            tokenizer=tokenizer,
+            processor=processor,
+            total_num_steps=total,
+            peft_config=peft_config,
+        )
+
+
+def _capabilities() -> tuple[Facts, Facts]:
+    torch: Any = importlib.import_module("torch")
+    found = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "compute_capability": "sm_90"}
+    return found, {"torch_version": str(torch.__version__).partition("+")[0]}
+
+
+def _joined(rows: Sequence[Facts]) -> Facts:
+    """Return the row into which examples are packed."""
+    found = {name: [value for row in rows for value in row[name]] for name in rows[0]}
+    return {**found, "seq_lengths": [len(row["input_ids"]) for row in rows]}
+
+
+def _apart(row: Facts) -> list[Facts]:
+    """Return the examples of a packed row."""
+    found: list[Facts] = []
+    at = 0
+    for length in row["seq_lengths"]:
+        found.append({name: value[at : at + length] for name, value in row.items() if name != "seq_lengths"})
+        at += length
+    return found
+
+
+TRAINERS: dict[str, Callable[..., ToolTrainers]] = {"TRL": TrlTrainers, "axolotl": AxolotlTrainers}
+"""By the name of the tool."""
