@@ -32,7 +32,7 @@ class NotShownError(Exception):
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchOptions:
     """The batch of a step on one rank, and its precision, as the tool reads the options."""
 
     micro_batch: int
@@ -52,7 +52,7 @@ class ToolTrainers(Protocol):
         """Return a trainer whose rows are the examples: neither truncated nor packed."""
         ...
 
-    def batch(self) -> Batch: ...
+    def batch(self) -> BatchOptions: ...
 
     def small(self, size: int, accumulation: int) -> Any:
         """Return the trainer of the file, with so many rows in a micro-batch and micro-batches in a step."""
@@ -78,10 +78,10 @@ class TrlTrainers:
     def complete(self) -> Any:
         return self._built(max_length=None, packing=False, padding_free=False, max_seq_length=1 << 20)
 
-    def batch(self) -> Batch:
+    def batch(self) -> BatchOptions:
         args, _ = self._parsed()
         autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-        return Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, autocast)
+        return BatchOptions(args.per_device_train_batch_size, args.gradient_accumulation_steps, autocast)
 
     def small(self, size: int, accumulation: int) -> Any:
         return self._built(bf16=False, fp16=False, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
@@ -177,10 +177,10 @@ class AxolotlTrainers:
     def complete(self) -> Any:
         return self._built(sequence_len=1 << 20, sample_packing=False)
 
-    def batch(self) -> Batch:
+    def batch(self) -> BatchOptions:
         cfg = self._read()
         autocast = "bf16" if cfg.bf16 else "fp16" if cfg.fp16 else "no"
-        return Batch(1 if self._joins() else cfg.micro_batch_size, cfg.gradient_accumulation_steps, autocast)
+        return BatchOptions(1 if self._joins() else cfg.micro_batch_size, cfg.gradient_accumulation_steps, autocast)
 
     def small(self, size: int, accumulation: int) -> Any:
         # The capacity of a joined row is that of a micro-batch.

@@ -455,13 +455,7 @@ TRL_RULES: Rules = {
     "dataset_streaming": same("data.streaming"),
     "datasets": _datasets(),
     "test_split_size": _held_out,
-    "dataset_mixture": section(
-        {
-            "datasets": _datasets(_MIXED),
-            "test_split_size": _held_out,
-            "seed": leave("rows are drawn by `training.data_seed`, and those held out by their contents"),
-        }
-    ),
+    "dataset_mixture": section({"datasets": _datasets(_MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}),
     "model_init_kwargs": _init_kwargs,
     "assistant_only_loss": _only("assistant"),
     "completion_only_loss": _only("completion"),
