@@ -320,7 +320,8 @@ def _file_system_problem(error: OSError, log: str) -> Problem:
     if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
         return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
-    names = " → ".join(shown(str(name)) for name in (error.filename, error.filename2) if name is not None)
+    given = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    names = " → ".join(map(shown, given) if error.errno == errno.ENAMETOOLONG else given)
     remedy = _REMEDIES.get(error.errno or 0)
     hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)

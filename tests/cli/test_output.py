@@ -121,6 +121,17 @@ def test_full_disk_is_reported_with_file_and_remedy(
     )
 
 
+def test_text_that_is_no_name_of_a_file_is_shortened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    name = tmp_path / ("a" * 300)
+    with pytest.raises(OSError, match="too long") as caught:
+        name.exists()
+    assert ended(False, caught.value, log_directory=tmp_path) == 1
+    first, second = capsys.readouterr().err.splitlines()[:2]
+    assert first.endswith("…: File name too long")
+    assert len(first) < 100
+    assert second.startswith("hint: this text was taken for the name of a file; write a shorter one")
+
+
 def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """tokenizers, safetensors and hf_xet raise their own exceptions with the text of an I/O error."""
     with pytest.raises(OSError, match="File too large") as caught, rust_errors_as_os_errors(tmp_path / "model"):
