@@ -188,19 +188,16 @@ def can_only_be_a_path(name: str) -> bool:
 
     The text of a chat template is neither.
     """
-    return not is_jinja(name) and _looks_like_a_path(name)
+    is_path = name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)
+    return is_path and not is_jinja(name)
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; what is no path for the system, such as a text that is too long, does not."""
+    """Return whether a path exists. A text that is too long for a path counts as absent."""
     try:
         return path.exists()
     except OSError:
         return False
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)
 
 
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "chat_template.jinja")

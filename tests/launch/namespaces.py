@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 HOSTS = ("machine-a", "machine-b")
 NAMES = tuple(f"{host}-{os.getpid()}" for host in HOSTS)
 ROUTER = f"router-{os.getpid()}"
@@ -56,6 +58,12 @@ class Wire:
     def _route(verb: str) -> None:
         for address in ADDRESSES:
             ip("-n", ROUTER, "route", verb, "blackhole", f"{address}/32")
+
+
+def marks_of_machines() -> list[pytest.MarkDecorator]:
+    """Return the marks of a file whose tests run commands on machines that are namespaces."""
+    reason = reason_without()
+    return [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 
 @contextmanager

@@ -299,7 +299,7 @@ NO_TEXT_IN_YAML_1_2 = re.compile(
     r"|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?(\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN"
     r"|[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"  # of YAML 1.1, and kept by the parser of Kubernetes
 )
-"""Plain scalars of the core schema (YAML 1.2.2, 10.3.2) that are no text."""
+"""Plain scalars of the core schema (YAML 1.2.2, 10.3.2) that are not strings."""
 
 
 @pytest.mark.parametrize(

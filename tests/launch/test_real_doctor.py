@@ -27,15 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer
 from tests.conftest import REPOSITORY
-from tests.launch.namespaces import ADDRESSES, HOSTS, INTERFACE, NAMES, ip, on_machine, reason_without, two_namespaces
+from tests.launch.namespaces import ADDRESSES, HOSTS, INTERFACE, NAMES, ip, marks_of_machines, on_machine, two_namespaces
 
-REASON = reason_without()
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.ranks,
-    pytest.mark.slow,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = marks_of_machines()
 LIMIT_SECONDS = 250.0
 CLEAN_RUNS = int(os.environ.get("FSDP_TUNE_TEST_CLEAN_RUNS", "3"))
 STOPPED_SECONDS, RUNNING_SECONDS = 0.16, 0.04

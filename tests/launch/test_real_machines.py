@@ -18,16 +18,10 @@ import pytest
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.conftest import REPOSITORY
-from tests.launch.namespaces import ADDRESSES, INTERFACE, Wire, on_machine, reason_without, two_namespaces
+from tests.launch.namespaces import ADDRESSES, INTERFACE, Wire, marks_of_machines, on_machine, two_namespaces
 from tests.parity.runs import lines, loss_lines
 
-REASON = reason_without()
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.ranks,
-    pytest.mark.slow,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = marks_of_machines()
 LIMIT_SECONDS = 400.0
 
 

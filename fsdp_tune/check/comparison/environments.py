@@ -355,12 +355,11 @@ class ToolChild:
 
     def started(self) -> JsonChild:
         if self._child is None:
-            variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
             # A folder with this package alone: others of this environment must not hide those of the tool's.
             alone = Path(str(self._inputs["rows"])).parent / "package"
             _link([PACKAGE], alone)
-            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone), **QUIET_LIBRARIES}
-            self._child = JsonChild((self._python, *TOOL_SIDE), variables)
+            variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone), **QUIET_LIBRARIES}
+            self._child = JsonChild((self._python, *TOOL_SIDE), _variables() | variables)
         return self._child
 
     def _computed(self, values: Mapping[str, Any], until: str) -> Observation:

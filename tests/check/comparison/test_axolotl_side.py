@@ -6,16 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from packaging.requirements import Requirement
 
-import fsdp_tune
 from fsdp_tune.check.comparison import environments, tool_trainers
 from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, python_with
 from fsdp_tune.check.comparison.stages import Observation, stages_until
@@ -43,17 +42,8 @@ AXOLOTL: dict[str, Any] = {
 }
 FSDP = {"fsdp_version": 2, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "reshard_after_forward": True}}
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-
-
-def written(files: Path, name: str, **changes: Any) -> str:
-    values = {key: value for key, value in {**AXOLOTL, **changes}.items() if value is not None}
-    (files / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    return f"{name}.yaml"
-
-
-def recipe_of(files: Path, **changes: Any) -> str:
-    fsdp_tune.import_recipe(written(files, "plain", **changes), output="recipe.yaml", num_gpus=1, force=True)
-    return "recipe.yaml"
+written = partial(shared.written, options=AXOLOTL)
+recipe_of = partial(shared.recipe_of, options=AXOLOTL)
 
 
 # ---- The environment, with a stand-in for pip

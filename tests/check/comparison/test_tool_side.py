@@ -91,14 +91,14 @@ def here(child: Any, recipe: Recipe, until: str, inputs: Path | None = None) -> 
     return Side(request).observe()
 
 
-def written(files: Path, name: str, **changes: Any) -> str:
-    values = {key: value for key, value in {**TRL, **changes}.items() if value is not None}
+def written(files: Path, name: str, options: Mapping[str, Any] = TRL, **changes: Any) -> str:
+    values = {key: value for key, value in {**options, **changes}.items() if value is not None}
     (files / f"{name}.yaml").write_text(yaml.safe_dump(values))
     return f"{name}.yaml"
 
 
-def recipe_of(files: Path, **changes: Any) -> str:
-    fsdp_tune.import_recipe(written(files, "plain", **changes), output="recipe.yaml", num_gpus=1, force=True)
+def recipe_of(files: Path, options: Mapping[str, Any] = TRL, **changes: Any) -> str:
+    fsdp_tune.import_recipe(written(files, "plain", options, **changes), output="recipe.yaml", num_gpus=1, force=True)
     return "recipe.yaml"
 
 
