@@ -37,8 +37,6 @@ from fsdp_tune.check.comparison.stages import (
     FP32_TOLERANCE,
     HALF_TOLERANCE,
     NEVER_COMPARED,
-    OTHER_VERSIONS_HALF_TOLERANCE,
-    OTHER_VERSIONS_TOLERANCE,
     TOLERANCE,
     ComparedStage,
     DifferentStep,
@@ -47,7 +45,9 @@ from fsdp_tune.check.comparison.stages import (
     compare_lines,
     compare_observations,
     compare_stage,
-    in_order,
+    open_words,
+    other_tolerance,
+    without_weights,
 )
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
@@ -73,7 +73,7 @@ from fsdp_tune.jobs.served import (
     not_compared_lines,
 )
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.pages.run_record import RunRecord, differences, read_run
+from fsdp_tune.pages.run_record import differences, read_run
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file, options_of
 from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
@@ -81,6 +81,7 @@ from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 
+_TEMPLATES = frozenset(BUNDLED)
 Versions = dict[str, list[str | None]]
 """Library → its version in A and in B, of those that differ."""
 
@@ -178,7 +179,7 @@ def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: Compare
         is_command = path.is_file() and path.suffix in (".sh", ".bash", ".txt")
         if not is_command and not any(problem.code == "foreign-configuration" for problem in error.problems):
             raise
-        imported = import_file(path, num_gpus=options.num_gpus, templates=frozenset(BUNDLED))
+        imported = import_file(path, num_gpus=options.num_gpus, templates=_TEMPLATES)
         loaded = parse_recipe(imported.text, path, overrides, name=path.stem)
     return _resolved(name, loaded, imported, options, observer)
 
@@ -227,7 +228,8 @@ class _Result:
         self.environment = differences([one.environment, other.environment])
         key, other_key = (each.data.key if each.data else None for each in (one, other))
         self.before = [compare_digests("data", key, other_key, "data.json")]
-        self.before.append(compare_digests("data_order", _order_digest(one), _order_digest(other), "readback.json"))
+        order, other_order = (each.readback.facts.data_order_digest if each.readback else None for each in (one, other))
+        self.before.append(compare_digests("data_order", order, other_order, "readback.json"))
         is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self.a, self.b))
         given = self.options.tolerance
         self.tolerance = given if given is not None else FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE
@@ -281,10 +283,6 @@ class _Result:
         return SideAnswer(side.name, side.kind, self.interpreters[index], side.not_carried, overrides, self.tool_versions[index])
 
 
-def _order_digest(run: RunRecord) -> str | None:
-    return run.readback.facts.data_order_digest if run.readback is not None else None
-
-
 def _without(side: _Side, options: Sequence[KeyPath]) -> _Side:
     """Return a side that its tool computes without some of its options."""
     return replace(side, options=with_values(side.options or {}, {}, options))
@@ -305,7 +303,6 @@ class _Walk:
         observer.phase("computing A and B")
         self._paths: list[KeyPath] = []
         self._ignored: dict[KeyPath, str] = {}
-        self._tolerance = TOLERANCE
         self._is_turned = result.b.options is not None and result.a.options is None
         self._kept, self._changed = (result.b, result.a) if self._is_turned else (result.a, result.b)
         tools = [side for side in (result.a, result.b) if side.options is not None]
@@ -317,6 +314,7 @@ class _Walk:
         if python is not None:
             self._there = stack.enter_context(ObservingChild(find_interpreter(python), folder, **settings))
         self._tools = {side.name: self._tool_of(side) for side in tools}
+        self._tolerance = self._tolerance_of()
 
     def _tool_of(self, side: _Side) -> ToolChild:
         """Return the process in which a tool computes a side, on the rows and the model of the recipe that `import` makes."""
@@ -336,8 +334,7 @@ class _Walk:
     def _observe(self, side: _Side, until: str) -> Observation:
         if side.options is None:
             return (self._here if side is self._result.a else self._there).observe(side.recipe, until)
-        found = self._tools[side.name].observe(side.options, until)
-        return found if self._result.a.recipe.data.shuffle and self._result.b.recipe.data.shuffle else in_order(found)
+        return self._tools[side.name].observe(side.options, until)
 
     def run(self) -> None:
         result, last = self._result, "update"
@@ -353,43 +350,44 @@ class _Walk:
         )
         if self._there is not self._here or self._tools:
             result.environment |= {name: found for name, found in versions.items() if name in a.versions and name in b.versions}
-        self._tolerance = self._tolerance_of()
         result.tolerance = result.tolerance or self._tolerance
-        result.stages = [self._of_own_weights(stage) for stage in compare_observations(a, b, self._tolerance)]
+        result.stages = compare_observations(a, b, self._tolerance)
+        models = [(side.recipe.model.name_or_path, side.recipe.model.revision) for side in (result.a, result.b)]
+        if self._options.model == "small" and models[0] != models[1]:
+            result.stages = without_weights(result.stages, *(str(name) for name, _ in models))
         result.failed = [f"{side.kind} did not compute all of {side.name}: {each.failed}" for side, each in sides if each.failed]
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
         result.causes = list(self._causes(b if self._is_turned else a, result.stages, versions))
 
     def _as_read(self, a: Observation, b: Observation) -> None:
-        """Leave out of each side's recipe what a tool was told and does not read, and find the keys in which the recipes then differ."""
+        """Import each side again without what its tool does not read, and find the keys in which the recipes then differ."""
         one, other = (self._read_by_tool(side, seen) for side, seen in ((self._result.a, a), (self._result.b, b)))
         resolved = set(different_paths(one.resolved, other.resolved))
         self._paths = [path for path in different_paths(one.written, other.written) if is_among(path, resolved)]
         self._kept, self._changed = (other, one) if self._is_turned else (one, other)
 
     def _read_by_tool(self, side: _Side, seen: Observation) -> _Side:
-        rows = [row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored and row.targets]
-        if side.options is None or not rows:
+        # The rows are those of the file in any case.
+        named = [row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored]
+        rows = [
+            row for row in named if row.targets and not any(target[:2] in (("data", "train"), ("data", "eval")) for target in row.targets)
+        ]
+        if side.options is None or side.imported is None or not rows:
             return side
         self._ignored |= {target: f"`{row.key}` of {side.name}, which {side.kind} ignores" for row in rows for target in row.targets}
-        written = side.loaded.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        recipe = self._valid(side, with_values(written, {}, [target for row in rows for target in row.targets]))
-        return side if recipe is None else replace(side, loaded=replace(side.loaded, recipe=recipe[0]), recipe=recipe[1])
+        ignored = frozenset(str(row.path[0]) for row in rows)
+        try:
+            path, gpus = side.imported.path, self._options.num_gpus
+            imported = import_file(path, tool=side.kind, num_gpus=gpus, templates=_TEMPLATES, ignored=ignored)
+            loaded = parse_recipe(imported.text, path, (), name=path.stem)
+            return replace(_resolved(side.name, loaded, imported, self._options, Observer()), options=side.options)
+        except FsdpTuneError:
+            return side
 
     def _compared(self, stage: str, kept: Observation, changed: Observation) -> ComparedStage:
         sides = (changed, kept) if self._is_turned else (kept, changed)
         return compare_stage(stage, *sides, self._tolerance)
-
-    def _of_own_weights(self, stage: ComparedStage) -> ComparedStage:
-        """Return a stage; equal random weights say nothing about two models that start from other files."""
-        a, b = (side.recipe.model for side in (self._result.a, self._result.b))
-        if stage.name != "weights" or self._options.model == "full" or (a.name_or_path, a.revision) == (b.name_or_path, b.revision):
-            return stage
-        why = (
-            f"A starts from `{a.name_or_path}` and B from `{b.name_or_path}`, and both ran with random weights (`--model full` loads them)"
-        )
-        return replace(stage, status="not_compared", detail=why, difference=None)
 
     def _causes(self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
         """Yield the first difference with its cause, then what is left with the kept side's values of that cause, and so on."""
@@ -432,9 +430,8 @@ class _Walk:
         else:
             side = self._kept if self._kept.options is not None else self._changed
         assert side.imported is not None, "a tool computes it"
-        decisions = [each for each in side.imported.decisions if each[0].startswith("data.") is (stage in DATA_STAGES)]
         values = {dotted(path): value_at(side.options, path) for path in found}
-        return bool(found), cause_in_tool(side.kind, side.name, values, [f"`{key}`: {words}" for key, words in decisions])
+        return bool(found), cause_in_tool(side.kind, side.name, values, open_words(stage, side.imported.decisions, kept, changed))
 
     def _needless(self, side: _Side, compared: Callable[[_Side], ComparedStage]) -> tuple[KeyPath, ...]:
         """Return the options of a tool's side without which a stage is equal."""
@@ -442,15 +439,13 @@ class _Walk:
             return ()
         rows = [row for row in side.imported.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)]
         lost = [row.path for row in rows if value_at(side.options, row.path) is not None]
-        return causing(lost, lambda chosen: compared(_without(side, chosen)).status == "equal")
+        return causing(lost, lambda chosen: compared(_without(side, chosen)).is_settled)
 
     def _tolerance_of(self) -> float:
         if self._options.tolerance is not None:
             return self._options.tolerance
-        if self._there is self._here and not self._tools:
-            return TOLERANCE
         is_fp32 = bool(self._tools) or all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
-        return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
+        return TOLERANCE if self._there is self._here and not self._tools else other_tolerance(is_fp32=is_fp32)
 
     def _cause(
         self, stage: str, kept: Observation, versions: Versions, fixed: tuple[KeyPath, ...]
@@ -460,7 +455,7 @@ class _Walk:
 
         def vanishes(chosen: Sequence[KeyPath], child: ObservingChild) -> bool:
             changed = self._changed_with((*fixed, *chosen), stage, child)
-            return changed is not None and self._compared(stage, kept, changed).status == "equal"
+            return changed is not None and self._compared(stage, kept, changed).is_settled
 
         if found := causing(candidates, lambda chosen: vanishes(chosen, self._there)):
             return found, self._of_keys(found)
@@ -496,5 +491,10 @@ class _Walk:
         keys = self._described(found)
         values = [key.b if self._is_turned else key.a for key in keys]
         settings = dict(setting_of(self._kept.written, path, value) for path, value in zip(found, values, strict=True))
-        ignored = [text for path, text in self._ignored.items() if is_among(path, set(found))]
-        return cause_of_keys(keys, settings, ("B", "A") if self._is_turned else ("A", "B"), list(dict.fromkeys(ignored)))
+        ignored = {text: self._has(path) for path, text in self._ignored.items() if is_among(path, set(found))}
+        return cause_of_keys(keys, settings, ("B", "A") if self._is_turned else ("A", "B"), ignored)
+
+    def _has(self, path: KeyPath) -> bool:
+        """Return whether the changed side has the value that an option of the kept side, which its tool ignores, gives a recipe."""
+        given = self._result.b if self._is_turned else self._result.a
+        return value_at(given.written, path) == value_at(self._changed.written, path)

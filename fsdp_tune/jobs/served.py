@@ -130,17 +130,18 @@ def cause_not_shown(stage: str, changing: list[DifferentKey], environment: dict[
     return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
 
 
-def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Sequence[str]) -> Cause:
+def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
     """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
 
-    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of which
-    keys were made, and which the tool does not read.
+    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of the kept
+    side that its tool does not read, and whether the other side has the values that they give a recipe.
     """
     kept, changed = sides
     named = ", ".join(f"`{key.key}`" for key in keys)
     text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
-    if ignored:
-        text = f"{named}: {changed} has it from {', '.join(ignored)}; without it the difference vanishes"
+    had, others = ([option for option, has in ignored.items() if has is wanted] for wanted in (True, False))
+    text = f"{named}: {changed} has it from {', '.join(had)}; with {kept}'s value the difference vanishes" if had else text
+    text += "".join(f"; {kept} was told {option}" for option in others)
     options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
     unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
     ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]

@@ -165,8 +165,8 @@ class Side:
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
             self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
-        self.stages["order"], self.stages["items"] = StageFacts(order), StageFacts(items)
-        self.row_count = len(store)
+        self.stages["order"] = StageFacts(order, drawn_by="a hash" if self.recipe.data.shuffle else None)
+        self.stages["items"], self.row_count = StageFacts(items), len(store)
         if self.recipe.data.streaming:
             reason = "a stream is shuffled and packed as it is read, which is not done here"
             names = ("rows", "order", "items") if self.recipe.data.packing else ("order", "items")

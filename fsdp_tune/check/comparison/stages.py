@@ -38,6 +38,7 @@ STAGES: dict[str, str] = {
     "update": "change of each parameter in two steps at the peak learning rate",
 }
 """In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
+RANDOM = "both draw the order of their rows, by other generators: torch's in a tool, a hash in a recipe"
 DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items")
 NEVER_COMPARED = (
     "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
@@ -62,6 +63,8 @@ class StageFacts:
     reason: str | None = None
     assumed: str | None = None
     """What the values assume. They are compared only with values of the same assumption."""
+    drawn_by: str | None = None
+    """Of an order of rows: what draws it. Two that are drawn are compared only if the same generator draws them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +113,10 @@ class ComparedStage(JsonAnswer):
     """Places that were compared: rows, parameters, steps."""
     different_places: int = 0
 
-
-def in_order(side: Observation) -> Observation:
-    """Return an observation whose order of the rows counts, also where the tool shuffles: the other side does not."""
-    order = side.stages.get("order")
-    return side if order is None else replace(side, stages={**side.stages, "order": replace(order, assumed=None)})
+    @property
+    def is_settled(self) -> bool:
+        """Whether the sides are as equal as they can be: two orders that are drawn are not compared."""
+        return self.status == "equal" or self.detail == RANDOM
 
 
 Compared = tuple[int, int, StageDifference | None, float]
@@ -132,6 +134,8 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         return ComparedStage(name, title, "not_compared", detail or "it was not computed")
     if own.assumed != other.assumed:
         return ComparedStage(name, title, "not_compared", f"{'A' if own.assumed else 'B'}: {own.assumed or other.assumed}")
+    if own.drawn_by and other.drawn_by and own.drawn_by != other.drawn_by:
+        return ComparedStage(name, title, "not_compared", RANDOM)
     if name in OF_ROWS and has_rows(a) is not has_rows(b):
         return ComparedStage(name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read")
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
@@ -141,6 +145,31 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
     detail = f"within {largest:.1e}; the last bits differ" if largest else None
     return ComparedStage(name, title, "equal", detail, None, places)
+
+
+def without_weights(stages: Sequence[ComparedStage], a: str, b: str) -> list[ComparedStage]:
+    """Return stages of two models without that of the weights: equal random ones say nothing about models that start from other files."""
+    detail = f"A starts from `{a}` and B from `{b}`, and both ran with random weights (`--model full` loads them)"
+    return [replace(stage, status="not_compared", detail=detail, difference=None) if stage.name == "weights" else stage for stage in stages]
+
+
+def other_tolerance(*, is_fp32: bool) -> float:
+    """Return the tolerance between two environments."""
+    return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
+
+
+def open_words(stage: str, decisions: Sequence[tuple[str, str]], a: Observation, b: Observation) -> list[str]:
+    """Return what may be behind a difference that no key causes: what an import leaves open there, and other rows of the same examples."""
+    words = [
+        f"`{key}`: {each}"
+        for key, each in decisions
+        if (stage == "labels" if key == "data.loss_on" else key.startswith("data.") is (stage in DATA_STAGES))
+    ]
+    if stage == "rows":
+        pieces = [sorted(json.dumps(piece) for row in side.stages[stage].values.values() for piece in row) for side in (a, b)]
+        if pieces[0] == pieces[1]:
+            words.insert(0, "the same pieces of examples stand in other rows, since each packs by its own rule")
+    return words
 
 
 def has_rows(side: Observation) -> bool:

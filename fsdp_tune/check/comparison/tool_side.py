@@ -31,7 +31,6 @@ from typing import Any
 
 from fsdp_tune.check.comparison.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolTrainers
 
-RANDOM = "the rows are in the order of torch's generator, and those of a recipe in that of a hash: other orders of the same rows"
 SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
 AUTOCAST = "autocast of the forward"
 """A place in the stage `dtypes`."""
@@ -241,6 +240,8 @@ class _ToolSide(_ToolRows):
     def _order(self) -> Facts:
         """Return the first rows of the Trainer's own sampler."""
         trainer, kept = self.trainer, self.trainer.data_collator
+        if hidden := self.tool.own_order(trainer):
+            return {"reason": hidden}
         rows = [tuple(row["input_ids"]) for row in self.data]
         index_of = {ids: number for number, ids in reversed(list(enumerate(rows)))}
         read: list[int] = []
@@ -253,8 +254,7 @@ class _ToolSide(_ToolRows):
         pieces, size = self.stages["rows"]["values"], self.sequences
         first = [pieces[f"row {number}"][0][0] for number in read]
         steps = {f"step {step + 1}": [first[at] for at in step_rows(step, len(read), size)] for step in range(self.request.ordered_steps)}
-        shuffles = read != [index_of[ids] for ids in rows] or self.tool.shuffles
-        return {"values": steps, "assumed": RANDOM if shuffles else None}
+        return {"values": steps, "drawn_by": None if read == [index_of[ids] for ids in rows] else "torch's generator"}
 
     # ---- Model
 

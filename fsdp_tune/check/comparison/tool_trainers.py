@@ -45,8 +45,6 @@ class BatchOptions:
 class ToolTrainers(Protocol):
     """How a tool makes its trainers."""
 
-    shuffles: bool
-    """Whether the rows of a run are in a random order, also if those of `rows` are not."""
     ignored: list[str]
     """Options of the configuration that the tool does not read: known once a trainer is built."""
 
@@ -66,6 +64,10 @@ class ToolTrainers(Protocol):
 
     def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts: ...
 
+    def own_order(self, trainer: Any) -> str | None:
+        """Let the sampler of a trainer of `small` have the order that the file says. Returns why it cannot, if so."""
+        ...
+
 
 def _columns(row: Mapping[str, Any]) -> Facts:
     return {name: value for name, value in row.items() if name in ROW_COLUMNS and value is not None}
@@ -75,7 +77,6 @@ class TrlTrainers:
     def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
         self.trl: Any = importlib.import_module("trl")
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
-        self.shuffles = bool(request.values.get("shuffle_dataset"))
         self.ignored: list[str] = []
 
     def complete(self) -> Any:
@@ -94,6 +95,9 @@ class TrlTrainers:
 
     def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts:
         return trainer.data_collator([dict(row) for row in rows])
+
+    def own_order(self, trainer: Any) -> str | None:  # noqa: ARG002  its sampler is the file's
+        return "TRL shuffles the rows before all else (`shuffle_dataset`)" if self.request.values.get("shuffle_dataset") else None
 
     def _parsed(self, **changes: Any) -> tuple[Any, Any]:
         """Return SFTConfig and ModelConfig, as TRL's parser reads the file with these changes."""
@@ -158,8 +162,6 @@ OF_A_FILE = ("path", "ds_type", "data_files", "name", "split", "revision", "shar
 class AxolotlTrainers:
     def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
-        values = request.values
-        self.shuffles = not values.get("curriculum_sampling")
         self.ignored: list[str] = []
         tempfile.tempdir = folder  # axolotl keeps a copy of each configuration
         os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", HF_DATASETS_CACHE=f"{folder}/datasets")
@@ -206,6 +208,13 @@ class AxolotlTrainers:
         if self._joins():
             found.pop("attention_mask", None)  # the examples are those that `position_ids` begin
         return found
+
+    def own_order(self, trainer: Any) -> str | None:
+        in_order = bool(self.request.values.get("curriculum_sampling"))
+        if not in_order and trainer.args.sample_packing:
+            return "axolotl packs rows that it draws at random"
+        trainer.args.curriculum_sampling = in_order
+        return None
 
     def _joins(self) -> bool:
         values = self.request.values

@@ -176,6 +176,17 @@ def test_rows_of_a_micro_batch_are_one_where_attention_isolates_examples(tmp_pat
 
 
 @pytest.mark.usefixtures("calls")
+def test_order_is_the_one_of_the_file_though_the_rows_are_read_in_order(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(sample_packing=False, curriculum_sampling=True))
+    assert trainers(tmp_path, shuffle_merged_datasets=False).own_order(trainer) is None
+    assert not trainer.args.curriculum_sampling
+    trainer.args.sample_packing = True
+    assert "at random" in str(trainers(tmp_path).own_order(trainer))
+    assert trainers(tmp_path, curriculum_sampling=True).own_order(trainer) is None
+    assert trainer.args.curriculum_sampling
+
+
+@pytest.mark.usefixtures("calls")
 def test_streams_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`pretraining_dataset`"):
         trainers(tmp_path, pretraining_dataset="acme/text")

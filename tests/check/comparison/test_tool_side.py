@@ -25,7 +25,7 @@ from fsdp_tune.check.comparison import tool_side
 from fsdp_tune.check.comparison.causes import option_paths
 from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, needed_requirements
 from fsdp_tune.check.comparison.observe import Side
-from fsdp_tune.check.comparison.stages import Observation, StageFacts, stages_until
+from fsdp_tune.check.comparison.stages import RANDOM, Observation, StageFacts, open_words, stages_until
 from fsdp_tune.cli.compare import comparison_page, verdict_of
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
@@ -113,6 +113,9 @@ def keys(found: CompareAnswer) -> list[str]:
 # ---- With a stand-in
 
 
+OLD_OPTIONS = ("chat_template", "warmup_ratio", "max_seq_length", "dataset_mixture")
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     """In place of TRL: the recipe that `import` makes, with a loss that noise doubles where `neftune_noise_alpha` is set, or a mean of
@@ -120,8 +123,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     monkeypatch.setattr(ObservingChild, "computed", here)
 
     def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
-        ignored = tuple(name for name in values if name in ("chat_template", "warmup_ratio"))
-        (files / "stand-in.yaml").write_text(yaml.safe_dump({name: value for name, value in values.items() if name not in ignored}))
+        ignored = tuple(name for name in values if name in OLD_OPTIONS)
+        (files / "stand-in.yaml").write_text(
+            yaml.safe_dump({name: value for name, value in values.items() if name not in ignored or "dataset" in name})
+        )
         fsdp_tune.import_recipe("stand-in.yaml", output="stand-in-recipe.yaml", num_gpus=1, force=True)
         from fsdp_tune.jobs.observer import Observer
         from fsdp_tune.jobs.recipes import resolve_recipe
@@ -132,7 +137,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
         found = Side({"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **settings}).observe()
         stages = dict(found.stages)
         if (order := stages.get("order")) is not None:
-            stages["order"] = StageFacts(order.values, assumed=tool_side.RANDOM)
+            drawn_by = "torch's generator" if recipe.data.shuffle else None
+            stages["order"] = StageFacts(order.values, order.reason, drawn_by=drawn_by)
         if ("neftune_noise_alpha" in values or "average_tokens_across_devices" in values) and "loss" in stages:
             stages["loss"] = StageFacts({"step 1": 2.0 * stages["loss"].values["step 1"]})
         return Observation(stages, found.names, found.texts, {**found.versions, "trl": "1.0"}, found.left_out, None, ignored)
@@ -151,7 +157,7 @@ def test_configuration_and_its_recipe_are_equal_but_for_the_order(files: Path) -
     assert (found.a.tool_version, found.b.tool_version) == ("1.0", None)
     status = {stage.name: stage.status for stage in found.stages}
     assert {name for name, each in status.items() if each != "equal"} == {"order"}
-    assert any("torch's generator" in line for line in found.not_compared)
+    assert any(RANDOM in line for line in found.not_compared)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -206,15 +212,60 @@ def test_option_that_the_tool_ignores_is_the_cause_of_what_the_recipe_has_from_i
         ["training.warmup_steps"],
         ["training.weight_decay"],
     ]
-    recipe_side = "A" if turned else "B"
+    recipe_side, tool_side = ("A", "B") if turned else ("B", "A")
     assert [cause.text for cause in causes[:2] if cause] == [
-        f"`{key}`: {recipe_side} has it from `{option}` of trl.yaml, which TRL ignores; without it the difference vanishes"
+        f"`{key}`: {recipe_side} has it from `{option}` of trl.yaml, which TRL ignores; with {tool_side}'s value the difference vanishes"
         for key, option in (("data.chat_template", "chat_template"), ("training.warmup_steps", "warmup_ratio"))
     ]
     assert [cause.hint for cause in causes[:2] if cause] == [
-        f"a recipe without `data.chat_template` gives {recipe_side} the numbers of {'B' if turned else 'A'} at this stage",
-        f"`--set training.warmup_steps=0.0` gives {recipe_side} the numbers of {'B' if turned else 'A'} at this stage",
+        f"a recipe without `data.chat_template` gives {recipe_side} the numbers of {tool_side} at this stage",
+        f"`--set training.warmup_steps=0.0` gives {recipe_side} the numbers of {tool_side} at this stage",
     ]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_default_of_the_tool_is_back_where_it_ignores_an_option(files: Path) -> None:
+    """TRL cuts rows at 1,024 tokens, and a recipe at as many as the small model has positions."""
+    rows = [{"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 400}]} for _ in range(12)]
+    (files / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"max_length": None, "max_seq_length": 64, "datasets": [{"path": "json", "data_files": "long.jsonl"}]}
+    found = compared(written(files, "trl", **options), recipe_of(files, **options))
+    assert (first(found), keys(found)) == ("rows", ["data.max_length"])
+    assert found.cause is not None
+    assert "B has it from `max_seq_length` of trl.yaml, which TRL ignores" in found.cause.text
+    assert found.cause.hint == "`--set data.max_length=1024` gives B the numbers of A at this stage"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_ignored_sources_do_not_hide_another_ignored_option(files: Path) -> None:
+    options = {"datasets": None, "dataset_mixture": {"datasets": [{"path": "json", "data_files": "chat.jsonl"}]}}
+    options |= {"chat_template": TEMPLATE.replace("<|im_end|>", "<|stop|>"), "attn_implementation": "eager"}
+    found = compared(written(files, "trl", **options), recipe_of(files, **options))
+    assert (first(found), keys(found)) == ("tokens", ["data.chat_template"])
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_value_of_the_other_side_is_not_said_to_come_from_an_ignored_option(files: Path) -> None:
+    found = compared(written(files, "trl", warmup_ratio=0.5), recipe_of(files, warmup_steps=3))
+    assert keys(found) == ["training.warmup_steps"]
+    assert found.cause is not None
+    assert found.cause.text == (
+        "`training.warmup_steps`: with A's value in B the difference vanishes; A was told `warmup_ratio` of trl.yaml, which TRL ignores"
+    )
+
+
+def test_rows_of_the_same_pieces_and_open_decisions_are_named_where_they_count() -> None:
+    rows = [{"row 0": [["a", 0, 3], ["b", 0, 2]], "row 1": [["c", 0, 4]]}, {"row 0": [["c", 0, 4], ["b", 0, 2]], "row 1": [["a", 0, 3]]}]
+    a, b = (Observation({"rows": StageFacts(each)}, {}, {}, {}, ()) for each in rows)
+    decisions = [("data.loss_on", "which tokens"), ("data.overlong", "cut or drop"), ("training.seed", "which")]
+    assert open_words("rows", decisions, a, b) == [
+        "the same pieces of examples stand in other rows, since each packs by its own rule",
+        "`data.overlong`: cut or drop",
+    ]
+    other = Observation({"rows": StageFacts({"row 0": [["c", 0, 3]]})}, {}, {}, {}, ())
+    assert open_words("rows", decisions, a, other) == ["`data.overlong`: cut or drop"]
+    assert open_words("labels", decisions, a, b) == ["`data.loss_on`: which tokens", "`data.overlong`: cut or drop"]
+    assert open_words("update", decisions, a, b) == ["`training.seed`: which"]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -536,9 +587,19 @@ def test_option_of_another_trl_is_named_where_the_recipe_has_it(files: Path) -> 
     found = compared(written(files, "trl", **options), recipe_of(files, **options))
     causes = [found.cause, *(each.cause for each in found.later)]
     assert [cause.text for cause in causes if cause] == [
-        f"`{key}`: B has it from `{option}` of trl.yaml, which TRL ignores; without it the difference vanishes"
+        f"`{key}`: B has it from `{option}` of trl.yaml, which TRL ignores; with A's value the difference vanishes"
         for key, option in (("data.chat_template", "chat_template"), ("model.dtype", "torch_dtype"))
     ]
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.usefixtures("trl")
+def test_random_order_of_trl_differs_from_the_order_of_the_file(files: Path) -> None:
+    recipe = recipe_of(files)
+    (files / "sorted.yaml").write_text((files / recipe).read_text().replace("data:\n", "data:\n  shuffle: false\n"))
+    found = compared(written(files, "trl"), "sorted.yaml")
+    assert (first(found), keys(found)) == ("order", ["data.shuffle"])
 
 
 @needs_trl

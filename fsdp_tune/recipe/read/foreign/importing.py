@@ -226,9 +226,17 @@ class ImportedRecipe:
         return {fate.value: found[fate] for fate in Fate}
 
 
-def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None = None, templates: Collection[str] = ()) -> ImportedRecipe:
+def import_file(
+    path: FilePath,
+    *,
+    tool: str | None = None,
+    num_gpus: int | None = None,
+    templates: Collection[str] = (),
+    ignored: Collection[str] = (),
+) -> ImportedRecipe:
     """Turn a configuration of another tool into a recipe. `tool` is recognised if it is not given; `num_gpus` is the number of ranks that
-    it was made for, if the file does not say it; `templates` are the names of bundled chat templates.
+    it was made for, if the file does not say it; `templates` are the names of bundled chat templates; `ignored` are keys that the tool
+    does not read, and that are dropped.
 
     The text loads as a recipe: a value that the reader of recipes refuses has become a question. Raises: FsdpTuneError for a file that is
     not readable, of no known tool, or for another kind of training.
@@ -240,7 +248,7 @@ def import_file(path: FilePath, *, tool: str | None = None, num_gpus: int | None
     ledger = Ledger(found.values, found.lines, found.tool, templates)
     python_script.settle_computed(ledger, found.computed)
     _include(ledger, found)
-    rules = RULES[found.tool]
+    rules = {**RULES[found.tool], **dict.fromkeys(ignored, leave("the tool does not read it"))}
     settle_all(ledger, (), {**rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED})
     ask_each(ledger, ())
     complete(ledger, num_gpus)
