@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,10 +25,9 @@ from fsdp_tune.check.comparison.causes import (
     is_among,
     is_named,
     option_paths,
-    set_fields,
+    setting_of,
     value_at,
     with_values,
-    yaml_value,
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
 from fsdp_tune.check.comparison.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
@@ -38,6 +36,7 @@ from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
+    NEVER_COMPARED,
     OTHER_VERSIONS_HALF_TOLERANCE,
     OTHER_VERSIONS_TOLERANCE,
     TOLERANCE,
@@ -53,7 +52,7 @@ from fsdp_tune.check.comparison.stages import (
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.processes import default_cache_directory
-from fsdp_tune.core.secrets import MASK, mask_text
+from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.answers import ImportedKey
@@ -65,7 +64,9 @@ from fsdp_tune.jobs.served import (
     CompareAnswer,
     LaterDifference,
     SideAnswer,
+    cause_in_tool,
     cause_not_shown,
+    cause_of_keys,
     cause_of_versions,
     compare_with_server,
     first_of,
@@ -82,11 +83,6 @@ from fsdp_tune.run.directory import RunDir
 
 Versions = dict[str, list[str | None]]
 """Library → its version in A and in B, of those that differ."""
-NEVER_COMPARED = (
-    "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
-    "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
-    "evaluation, checkpoints and everything after the second step, except the learning rate",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +251,7 @@ class _Result:
             left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
         found = first_of(stages)
         causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
+        shown_cause = causes[0].cause if causes else None
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
         if self.stages and not self.failed and all(each.cause is not None and each.cause.is_shown for each in self.causes):
             written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
@@ -268,11 +265,7 @@ class _Result:
             environment=self.environment,
             stages=stages,
             first=found,
-            cause=causes[0].cause
-            if causes and causes[0].cause
-            else cause_not_shown(found.stage, changing, self.environment)
-            if found
-            else None,
+            cause=shown_cause or (cause_not_shown(found.stage, changing, self.environment) if found else None),
             later=causes[1:] if causes else self.causes,
             first_step=self.first_step,
             first_bits=self.first_bits,
@@ -292,6 +285,11 @@ def _order_digest(run: RunRecord) -> str | None:
     return run.readback.facts.data_order_digest if run.readback is not None else None
 
 
+def _without(side: _Side, options: Sequence[KeyPath]) -> _Side:
+    """Return a side that its tool computes without some of its options."""
+    return replace(side, options=with_values(side.options or {}, {}, options))
+
+
 class _Walk:
     """The stages of two sides, and the search for the cause of the first difference.
 
@@ -305,8 +303,8 @@ class _Walk:
         for side in (result.a, result.b):
             refuse_code(side.recipe, options.allowed, starts_ranks=False)
         observer.phase("computing A and B")
-        resolved = set(different_paths(result.a.resolved, result.b.resolved))
-        self._paths = [path for path in different_paths(result.a.written, result.b.written) if is_among(path, resolved)]
+        self._paths: list[KeyPath] = []
+        self._ignored: dict[KeyPath, str] = {}
         self._tolerance = TOLERANCE
         self._is_turned = result.b.options is not None and result.a.options is None
         self._kept, self._changed = (result.b, result.a) if self._is_turned else (result.a, result.b)
@@ -339,13 +337,13 @@ class _Walk:
         if side.options is None:
             return (self._here if side is self._result.a else self._there).observe(side.recipe, until)
         found = self._tools[side.name].observe(side.options, until)
-        other = self._changed if side is self._kept else self._kept
-        return found if other.recipe.data.shuffle else in_order(found)
+        return found if self._result.a.recipe.data.shuffle and self._result.b.recipe.data.shuffle else in_order(found)
 
     def run(self) -> None:
         result, last = self._result, "update"
         a, b = (self._observe(side, last) for side in (result.a, result.b))
         sides = ((result.a, a), (result.b, b))
+        self._as_read(a, b)
         own = str(self._options.python or sys.executable)
         is_own = (result.a.options is not None, result.b.options is not None or not self._tools)
         result.interpreters = (own if is_own[0] else sys.executable, own if is_own[1] else sys.executable)
@@ -362,6 +360,22 @@ class _Walk:
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
         result.causes = list(self._causes(b if self._is_turned else a, result.stages, versions))
+
+    def _as_read(self, a: Observation, b: Observation) -> None:
+        """Leave out of each side's recipe what a tool was told and does not read, and find the keys in which the recipes then differ."""
+        one, other = (self._read_by_tool(side, seen) for side, seen in ((self._result.a, a), (self._result.b, b)))
+        resolved = set(different_paths(one.resolved, other.resolved))
+        self._paths = [path for path in different_paths(one.written, other.written) if is_among(path, resolved)]
+        self._kept, self._changed = (other, one) if self._is_turned else (one, other)
+
+    def _read_by_tool(self, side: _Side, seen: Observation) -> _Side:
+        rows = [row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored and row.targets]
+        if side.options is None or not rows:
+            return side
+        self._ignored |= {target: f"`{row.key}` of {side.name}, which {side.kind} ignores" for row in rows for target in row.targets}
+        written = side.loaded.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        recipe = self._valid(side, with_values(written, {}, [target for row in rows for target in row.targets]))
+        return side if recipe is None else replace(side, loaded=replace(side.loaded, recipe=recipe[0]), recipe=recipe[1])
 
     def _compared(self, stage: str, kept: Observation, changed: Observation) -> ComparedStage:
         sides = (changed, kept) if self._is_turned else (kept, changed)
@@ -380,57 +394,55 @@ class _Walk:
     def _causes(self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
         """Yield the first difference with its cause, then what is left with the kept side's values of that cause, and so on."""
         fixed: tuple[KeyPath, ...] = ()
-        dropped: tuple[KeyPath, ...] = ()
         different = {stage.name for stage in stages if stage.status == "different"}
         while (found := first_of(stages)) is not None and found.stage in different:
             keys, cause = self._cause(found.stage, kept, versions, fixed)
-            alone: tuple[KeyPath, ...] = ()
-            if cause is None and self._kept.options is not None:
-                alone, cause = self._cause_in_tool(found.stage, fixed, dropped)
+            is_left_out = False
+            if cause is None and self._tools:
+                is_left_out, cause = self._cause_in_tools(found.stage, kept, fixed)
             yield LaterDifference(found, cause)
-            if not (keys or alone):
+            if not (keys or is_left_out):
                 return
-            fixed, dropped = (*fixed, *keys), (*dropped, *alone)
-            if alone:
-                kept = self._without(dropped, "update")
-            changed = self._changed_with(fixed, "update", self._there)
+            fixed = (*fixed, *keys)
+            kept, changed = self._observe(self._kept, "update"), self._changed_with(fixed, "update", self._there)
             assert changed is not None, "it was computed to find the cause"
             stages = compare_observations(*((changed, kept) if self._is_turned else (kept, changed)), self._tolerance)
-
-    def _without(self, options: Sequence[KeyPath], until: str) -> Observation:
-        """Compute the kept side by its tool, without some of its options."""
-        return self._observe(replace(self._kept, options=with_values(self._kept.options or {}, {}, options)), until)
 
     def _changed_with(self, paths: Sequence[KeyPath], until: str, child: ObservingChild) -> Observation | None:
         """Compute the changed side with values of the kept one; None for a combination that no recipe may have."""
         if self._changed.options is not None:
-            kept, own = self._kept.options or {}, self._changed.options
-            rows = [row for side in (self._changed, self._kept) for row in (side.imported.rows if side.imported else ())]
-            chosen = option_paths(paths, [(row.path, row.targets) for row in rows], (kept, own))
-            return self._observe(replace(self._changed, options=with_values(own, kept, chosen)), until)
+            return self._tool_with(self._changed, paths, until)
         recipe = self._recipe_with(paths)
         return None if recipe is None else child.observe(recipe, until)
 
-    def _cause_in_tool(
-        self, stage: str, fixed: tuple[KeyPath, ...], dropped: tuple[KeyPath, ...]
-    ) -> tuple[tuple[KeyPath, ...], Cause | None]:
-        """Return the options of the kept side's tool without which the stage is equal, and the cause."""
-        changed, options, imported = self._changed_with(fixed, stage, self._there), self._kept.options, self._kept.imported
+    def _tool_with(self, side: _Side, paths: Sequence[KeyPath], until: str) -> Observation:
+        kept, own = self._kept.options or {}, side.options or {}
+        rows = [row for each in (side, self._kept) for row in (each.imported.rows if each.imported else ())]
+        chosen = option_paths(paths, [(row.path, row.targets) for row in rows], (kept, own))
+        return self._observe(replace(side, options=with_values(own, kept, chosen)), until)
+
+    def _cause_in_tools(self, stage: str, kept: Observation, fixed: tuple[KeyPath, ...]) -> tuple[bool, Cause]:
+        """Leave out of a tool's side the options without which the stage is equal. Return whether there are any, and the cause."""
+        changed = self._changed_with(fixed, stage, self._there)
         assert changed is not None
-        assert options is not None
-        assert imported is not None
-        lost = [row.path for row in imported.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)]
-        lost = [path for path in lost if path not in dropped and value_at(options, path) is not None]
-        found = causing(lost, lambda chosen: self._compared(stage, self._without((*dropped, *chosen), stage), changed).status == "equal")
-        tool, name = self._kept.kind, self._kept.name
-        if found:
-            named = ", ".join(f"`{dotted(path)}: {yaml_value(value_at(options, path))}`" for path in found)
-            return found, Cause(
-                [], {}, is_shown=True, text=f"{named} of {name}: without it {tool} gives what the other side has", hint=None
-            )
-        open_ones = [f"`{key}`: {words}" for key, words in imported.decisions if key.startswith("data.") is (stage in DATA_STAGES)]
-        text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_ones])
-        return (), Cause([], {}, is_shown=False, text=text, hint=None)
+        if found := self._needless(self._kept, lambda less: self._compared(stage, self._observe(less, stage), changed)):
+            side, self._kept = self._kept, _without(self._kept, found)
+        elif found := self._needless(self._changed, lambda less: self._compared(stage, kept, self._tool_with(less, fixed, stage))):
+            side, self._changed = self._changed, _without(self._changed, found)
+        else:
+            side = self._kept if self._kept.options is not None else self._changed
+        assert side.imported is not None, "a tool computes it"
+        decisions = [each for each in side.imported.decisions if each[0].startswith("data.") is (stage in DATA_STAGES)]
+        values = {dotted(path): value_at(side.options, path) for path in found}
+        return bool(found), cause_in_tool(side.kind, side.name, values, [f"`{key}`: {words}" for key, words in decisions])
+
+    def _needless(self, side: _Side, compared: Callable[[_Side], ComparedStage]) -> tuple[KeyPath, ...]:
+        """Return the options of a tool's side without which a stage is equal."""
+        if side.options is None or side.imported is None:
+            return ()
+        rows = [row for row in side.imported.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)]
+        lost = [row.path for row in rows if value_at(side.options, row.path) is not None]
+        return causing(lost, lambda chosen: compared(_without(side, chosen)).status == "equal")
 
     def _tolerance_of(self) -> float:
         if self._options.tolerance is not None:
@@ -461,10 +473,14 @@ class _Walk:
 
     def _recipe_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
         """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no recipe may have them."""
-        document = with_values(self._changed.written, self._kept.written, paths)
+        found = self._valid(self._changed, with_values(self._changed.written, self._kept.written, paths))
+        return found[1] if found else None
+
+    def _valid(self, side: _Side, document: dict[str, Any]) -> tuple[Recipe, Recipe] | None:
+        """Return a recipe in the place of a side's, and the same resolved; None if no recipe may be so."""
         try:
-            loaded = replace(self._changed.loaded, recipe=Recipe.model_validate(document), notices=())
-            return resolve_recipe(loaded, self._options.allowed, Observer()).recipe
+            loaded = replace(side.loaded, recipe=Recipe.model_validate(document), notices=())
+            return loaded.recipe, resolve_recipe(loaded, self._options.allowed, Observer()).recipe
         except ValidationError:
             return None
         except FsdpTuneError as error:
@@ -473,26 +489,12 @@ class _Walk:
             return None
 
     def _described(self, paths: Sequence[KeyPath]) -> list[DifferentKey]:
-        a, b = self._result.a.written, self._result.b.written
+        a, b = (self._changed.written, self._kept.written) if self._is_turned else (self._kept.written, self._changed.written)
         return [different_key(path, value_at(a, path), value_at(b, path)) for path in paths]
 
     def _of_keys(self, found: Sequence[KeyPath]) -> Cause:
         keys = self._described(found)
-        named = ", ".join(f"`{key.key}`" for key in keys)
-        kept, changed = ("B", "A") if self._is_turned else ("A", "B")
-        text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
         values = [key.b if self._is_turned else key.a for key in keys]
-        settings = dict(self._setting(path, value) for path, value in zip(found, values, strict=True))
-        options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
-        unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
-        ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
-        hint = None if MASK in options else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
-        return Cause(keys, {}, is_shown=True, text=text, hint=hint)
-
-    def _setting(self, path: KeyPath, value: Any) -> tuple[str, Any]:
-        """Return the key and value that `--set` takes: of an entry of a list, the whole list."""
-        at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
-        if at is None or value is None:
-            return dotted(path), value
-        whole = path[:at]
-        return dotted(whole), set_fields(different_key(whole, value_at(self._kept.written, whole), None).a)
+        settings = dict(setting_of(self._kept.written, path, value) for path, value in zip(found, values, strict=True))
+        ignored = [text for path, text in self._ignored.items() if is_among(path, set(found))]
+        return cause_of_keys(keys, settings, ("B", "A") if self._is_turned else ("A", "B"), list(dict.fromkeys(ignored)))

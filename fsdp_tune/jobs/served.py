@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fsdp_tune.check.comparison.causes import DifferentKey
+from fsdp_tune.check.comparison.causes import DifferentKey, yaml_value
 from fsdp_tune.check.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
 from fsdp_tune.check.comparison.served import (
     OF_ONE_TOKEN,
@@ -23,6 +25,7 @@ from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, Stag
 from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.prompts import prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
@@ -125,6 +128,34 @@ def cause_not_shown(stage: str, changing: list[DifferentKey], environment: dict[
         text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
         return Cause([], environment, is_shown=False, text=text, hint=None)
     return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
+
+
+def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Sequence[str]) -> Cause:
+    """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
+
+    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of which
+    keys were made, and which the tool does not read.
+    """
+    kept, changed = sides
+    named = ", ".join(f"`{key.key}`" for key in keys)
+    text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
+    if ignored:
+        text = f"{named}: {changed} has it from {', '.join(ignored)}; without it the difference vanishes"
+    options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
+    unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
+    ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
+    hint = None if MASK in options else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
+    return Cause(keys, {}, is_shown=True, text=text, hint=hint)
+
+
+def cause_in_tool(tool: str, name: str, options: Mapping[str, Any], open_decisions: Sequence[str]) -> Cause:
+    """Return the cause of a difference from a configuration that no recipe shows: its `options` without which it vanishes, if any."""
+    if not options:
+        text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_decisions])
+        return Cause([], {}, is_shown=False, text=text, hint=None)
+    named = ", ".join(f"`{key}: {yaml_value(value)}`" for key, value in options.items())
+    text = f"{named} of {name}: without it {tool} gives what the other side has"
+    return Cause([], {}, is_shown=True, text=text, hint=None)
 
 
 def cause_of_versions(stage: str, versions: dict[str, list[str | None]], keys: Sequence[DifferentKey]) -> Cause:

@@ -132,7 +132,7 @@ def test_twenty_kills_equal_uninterrupted_run(tmp_path: Path, request: pytest.Fi
 @on_devices
 @pytest.mark.parametrize("how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"])
 def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | str, device: str) -> None:
-    run = written(tmp_path, "run", steps=4, device=device, **{"launch.hang_timeout": "8s"})
+    run = written(tmp_path, "run", steps=4, device=device, **{"launch.hang_timeout": "20s"})
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == 0
     (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]

@@ -73,7 +73,7 @@ def with_values(document: Mapping[str, object], source: Mapping[str, object], pa
         if isinstance(part, int):
             if isinstance(holder, list):
                 json_list(holder)[part] = value
-        elif isinstance(holder_of_value, dict) and part not in holder_of_value:
+        elif not isinstance(holder_of_value, dict) or part not in holder_of_value:
             json_object(holder).pop(part, None)
         else:
             json_object(holder)[part] = value
@@ -176,6 +176,15 @@ def set_fields(value: Any) -> Any:
         fields = {name: set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
         return {name: each for name, each in fields.items() if each is not None and each != {}}
     return [set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def setting_of(written: Mapping[str, object], path: Path, value: Any) -> tuple[str, Any]:
+    """Return the key and value that `--set` takes: of an entry of a list, the whole list of the document."""
+    at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
+    if at is None or value is None:
+        return dotted(path), value
+    whole = path[:at]
+    return dotted(whole), set_fields(different_key(whole, value_at(written, whole), None).a)
 
 
 def yaml_value(value: Any) -> str:

@@ -39,6 +39,11 @@ STAGES: dict[str, str] = {
 }
 """In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
 DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items")
+NEVER_COMPARED = (
+    "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
+    "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
+    "evaluation, checkpoints and everything after the second step, except the learning rate",
+)
 OF_ROWS = ("logits", "row_losses", "loss", "gradients", "clipping", "update")
 """Stages of the model that depend on the rows."""
 TOLERANCE = 1e-6
@@ -73,11 +78,14 @@ class Observation:
     """What the observation does not cover, a sentence each."""
     failed: str | None = None
     """The first thing that a tool did not compute: its words."""
+    ignored: tuple[str, ...] = ()
+    """Options of its configuration that the tool does not read."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
-        return cls(stages, raw["names"], raw["texts"], raw["versions"], tuple(raw["left_out"]), raw.get("failed"))
+        lists = (tuple(raw["left_out"]), raw.get("failed"), tuple(raw.get("ignored", ())))
+        return cls(stages, raw["names"], raw["texts"], raw["versions"], *lists)
 
 
 @dataclass(frozen=True, slots=True)

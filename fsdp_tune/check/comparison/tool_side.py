@@ -430,7 +430,7 @@ def _answer(request: Any) -> Facts:
             side.stages.setdefault(name, {"reason": reason})
     stages = {name: {"values": {}, "reason": None, "assumed": None, **facts} for name, facts in side.stages.items()}
     found = {"stages": stages, "names": side.names, "texts": side.texts, "versions": versions(), "left_out": side.left_out}
-    return found | {"failed": next(iter(failed), None)}
+    return found | {"failed": next(iter(failed), None), "ignored": side.tool.ignored}
 
 
 def main() -> None:

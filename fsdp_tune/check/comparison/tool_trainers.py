@@ -47,6 +47,8 @@ class ToolTrainers(Protocol):
 
     shuffles: bool
     """Whether the rows of a run are in a random order, also if those of `rows` are not."""
+    ignored: list[str]
+    """Options of the configuration that the tool does not read: known once a trainer is built."""
 
     def complete(self) -> Any:
         """Return a trainer whose rows are the examples: neither truncated nor packed."""
@@ -74,6 +76,7 @@ class TrlTrainers:
         self.trl: Any = importlib.import_module("trl")
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
         self.shuffles = bool(request.values.get("shuffle_dataset"))
+        self.ignored: list[str] = []
 
     def complete(self) -> Any:
         return self._built(max_length=None, packing=False, padding_free=False, max_seq_length=1 << 20)
@@ -108,9 +111,9 @@ class TrlTrainers:
         path = Path(self.folder, "config.yaml")
         path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
         found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
-        for word in (str(each) for each in found[-1]):
-            if word.startswith("--"):
-                self.leave_out(f"`{word.removeprefix('--')}`, which this TRL ignores")
+        self.ignored = [word.removeprefix("--") for word in map(str, found[-1]) if word.startswith("--")]
+        for name in self.ignored:
+            self.leave_out(f"`{name}`, which this TRL ignores")
         by_class = {type(each).__name__: each for each in found[:-1]}
         args, model_args = by_class["SFTConfig"], by_class["ModelConfig"]
         options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE}
@@ -157,6 +160,7 @@ class AxolotlTrainers:
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
         values = request.values
         self.shuffles = not values.get("curriculum_sampling")
+        self.ignored: list[str] = []
         tempfile.tempdir = folder  # axolotl keeps a copy of each configuration
         os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", HF_DATASETS_CACHE=f"{folder}/datasets")
         if streams := [name for name in STREAMS if request.values.get(name)]:
@@ -172,6 +176,7 @@ class AxolotlTrainers:
         self._config, self._train = config, importlib.import_module("axolotl.train")
         self._mapping = importlib.import_module("axolotl.utils.dict").DictDefault
         self._datasets: Any = importlib.import_module("axolotl.common.datasets")
+        self._known = importlib.import_module("axolotl.utils.schemas.config").AxolotlInputConfig.model_fields
         self._files = self._written()
 
     def complete(self) -> Any:
@@ -237,7 +242,11 @@ class AxolotlTrainers:
         values |= {"datasets": entries, "base_model": request.model, "base_model_config": None, "tokenizer_config": request.tokenizer}
         values |= {"trust_remote_code": request.trust_remote_code, "revision_of_model": request.revision or "main"}
         values |= {"output_dir": self.folder, "dataset_prepared_path": tempfile.mkdtemp(dir=self.folder)}
-        return self._config.load_cfg(self._mapping({name: value for name, value in values.items() if value is not None}))
+        cfg = self._config.load_cfg(self._mapping({name: value for name, value in values.items() if value is not None}))
+        self.ignored = [name for name, value in values.items() if value is not None and name not in self._known and name not in cfg]
+        for name in self.ignored:
+            self.leave_out(f"`{name}`, which this axolotl ignores")
+        return cfg
 
     def _built(self, **changes: Any) -> Any:
         """Return a trainer as `axolotl train` makes it, with the small model, the tokenizer of the file and the given rows."""

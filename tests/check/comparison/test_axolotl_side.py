@@ -117,11 +117,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
     def load_cfg(cfg: Options) -> Options:
         read.append(cfg)
-        return cfg
+        return Options({name: value for name, value in cfg.items() if name not in ("learning_rat", "bfloat16")})
 
     config, anything = SimpleNamespace(load_cfg=load_cfg), SimpleNamespace(DictDefault=Options)
+    fields = SimpleNamespace(AxolotlInputConfig=SimpleNamespace(model_fields={"bfloat16": None}))
     real = tool_trainers.importlib.import_module
-    modules = {"axolotl.cli.config": config}
+    modules = {"axolotl.cli.config": config, "axolotl.utils.schemas.config": fields}
     monkeypatch.setattr(
         tool_trainers.importlib, "import_module", lambda name: modules.get(name) or (anything if "axolotl" in name else real(name))
     )
@@ -156,6 +157,14 @@ def test_what_needs_a_gpu_is_left_out_and_listed(calls: list[Options], tmp_path:
     assert calls[0]["adapter"] == "lora"
     assert not {"load_in_4bit", "flash_attention", "fsdp_config"} & set(calls[0])
     assert left_out == ["what needs a GPU in axolotl: `load_in_4bit`"]
+
+
+@pytest.mark.usefixtures("calls")
+def test_option_that_axolotl_neither_declares_nor_keeps_is_one_that_it_ignores(tmp_path: Path) -> None:
+    left_out: list[str] = []
+    found = trainers(tmp_path, left_out, learning_rat=1e-3, bfloat16=True, weight_decay=None)
+    found.batch()
+    assert (found.ignored, left_out) == (["learning_rat"], ["`learning_rat`, which this axolotl ignores"])
 
 
 @pytest.mark.usefixtures("calls")

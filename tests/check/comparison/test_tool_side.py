@@ -115,11 +115,13 @@ def keys(found: CompareAnswer) -> list[str]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
-    """In place of TRL: the recipe that `import` makes, with a loss that noise doubles where `neftune_noise_alpha` is set."""
+    """In place of TRL: the recipe that `import` makes, with a loss that noise doubles where `neftune_noise_alpha` is set, or a mean of
+    another kind. As the newest TRL does, it ignores options of older ones."""
     monkeypatch.setattr(ObservingChild, "computed", here)
 
     def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
-        (files / "stand-in.yaml").write_text(yaml.safe_dump(dict(values)))
+        ignored = tuple(name for name in values if name in ("chat_template", "warmup_ratio"))
+        (files / "stand-in.yaml").write_text(yaml.safe_dump({name: value for name, value in values.items() if name not in ignored}))
         fsdp_tune.import_recipe("stand-in.yaml", output="stand-in-recipe.yaml", num_gpus=1, force=True)
         from fsdp_tune.jobs.observer import Observer
         from fsdp_tune.jobs.recipes import resolve_recipe
@@ -131,9 +133,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
         stages = dict(found.stages)
         if (order := stages.get("order")) is not None:
             stages["order"] = StageFacts(order.values, assumed=tool_side.RANDOM)
-        if "neftune_noise_alpha" in values and "loss" in stages:
+        if ("neftune_noise_alpha" in values or "average_tokens_across_devices" in values) and "loss" in stages:
             stages["loss"] = StageFacts({"step 1": 2.0 * stages["loss"].values["step 1"]})
-        return Observation(stages, found.names, found.texts, {**found.versions, "trl": "1.0"}, found.left_out)
+        return Observation(stages, found.names, found.texts, {**found.versions, "trl": "1.0"}, found.left_out, None, ignored)
 
     monkeypatch.setattr(ToolChild, "_computed", computed)
 
@@ -175,6 +177,43 @@ def test_option_that_a_recipe_lacks_is_found_by_leaving_it_out_of_the_tool(files
     assert "`neftune_noise_alpha: 5` of trl.yaml" in found.cause.text
     assert [(each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None) for each in found.later] == [
         ("update", ["training.weight_decay"])
+    ]
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("second", [False, True])
+def test_option_that_no_recipe_has_is_found_in_either_of_two_configurations(files: Path, *, second: bool) -> None:
+    sides = (written(files, "one", average_tokens_across_devices=False), written(files, "other", weight_decay=0.1))
+    found = compared(*(reversed(sides) if second else sides))
+    assert found.cause is not None
+    assert found.cause.text == "`average_tokens_across_devices: false` of one.yaml: without it TRL gives what the other side has"
+    assert [(each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None) for each in found.later] == [
+        ("update", ["training.weight_decay"])
+    ]
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("turned", [False, True])
+def test_option_that_the_tool_ignores_is_the_cause_of_what_the_recipe_has_from_it(files: Path, *, turned: bool) -> None:
+    template = TEMPLATE.replace("<|im_end|>", "<|stop|>")
+    options = {"chat_template": template, "warmup_ratio": 0.5}
+    sides = (written(files, "trl", weight_decay=0.1, **options), recipe_of(files, **options))
+    found = compared(*(reversed(sides) if turned else sides))
+    causes = [found.cause, *(each.cause for each in found.later)]
+    assert [first(found), *(each.difference.stage for each in found.later)] == ["tokens", "rate", "update"]
+    assert [[key.key for key in cause.keys] for cause in causes if cause] == [
+        ["data.chat_template"],
+        ["training.warmup_steps"],
+        ["training.weight_decay"],
+    ]
+    recipe_side = "A" if turned else "B"
+    assert [cause.text for cause in causes[:2] if cause] == [
+        f"`{key}`: {recipe_side} has it from `{option}` of trl.yaml, which TRL ignores; without it the difference vanishes"
+        for key, option in (("data.chat_template", "chat_template"), ("training.warmup_steps", "warmup_ratio"))
+    ]
+    assert [cause.hint for cause in causes[:2] if cause] == [
+        f"a recipe without `data.chat_template` gives {recipe_side} the numbers of {'B' if turned else 'A'} at this stage",
+        f"`--set training.warmup_steps=0.0` gives {recipe_side} the numbers of {'B' if turned else 'A'} at this stage",
     ]
 
 
@@ -487,6 +526,19 @@ def test_trl_computes_what_the_imported_recipe_computes(files: Path, changes: di
     assert [stage.name for stage in found.stages if stage.status == "different"] == []
     assert [stage.name for stage in found.stages if stage.status == "not_compared"] == ["order"]
     assert found.a.tool_version is not None
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.usefixtures("trl")
+def test_option_of_another_trl_is_named_where_the_recipe_has_it(files: Path) -> None:
+    options = {"chat_template": TEMPLATE.replace("<|im_end|>", "<|stop|>"), "torch_dtype": "bfloat16"}
+    found = compared(written(files, "trl", **options), recipe_of(files, **options))
+    causes = [found.cause, *(each.cause for each in found.later)]
+    assert [cause.text for cause in causes if cause] == [
+        f"`{key}`: B has it from `{option}` of trl.yaml, which TRL ignores; without it the difference vanishes"
+        for key, option in (("data.chat_template", "chat_template"), ("model.dtype", "torch_dtype"))
+    ]
 
 
 @needs_trl
