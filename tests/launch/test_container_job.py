@@ -303,7 +303,30 @@ NO_TEXT_IN_YAML_1_2 = re.compile(
 
 
 @pytest.mark.parametrize(
-    "text", ["1e3", "1e-5", "1E400", "12e03", "y", "N", "0o17", "on", "null", ".5", "+1", "-1e3", "1_000", "1:30", "2x", "T"]
+    "text",
+    [
+        "1e3",
+        "1e-5",
+        "1E400",
+        "12e03",
+        "y",
+        "N",
+        "0o17",
+        "0X1F",
+        "0O17",
+        "-0o17",
+        "+0o7",
+        "0B11",
+        "on",
+        "null",
+        ".5",
+        "+1",
+        "-1e3",
+        "1_000",
+        "1:30",
+        "2x",
+        "T",
+    ],
 )
 def test_text_is_text_for_every_parser(text: str) -> None:
     """PyYAML reads YAML 1.1 and leaves `1e3` plain, a number for the parsers of the engines."""
