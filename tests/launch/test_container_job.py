@@ -303,36 +303,19 @@ NO_TEXT_IN_YAML_1_2 = re.compile(
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "1e3",
-        "1e-5",
-        "1E400",
-        "12e03",
-        "y",
-        "N",
-        "0o17",
-        "0X1F",
-        "0O17",
-        "-0o17",
-        "+0o7",
-        "0B11",
-        "on",
-        "null",
-        ".5",
-        "+1",
-        "-1e3",
-        "1_000",
-        "1:30",
-        "2x",
-        "T",
-    ],
+    "text", ["1e3", "1e-5", "1E400", "12e03", "y", "N", "0o17", "on", "null", ".5", "+1", "-1e3", "1_000", "1:30", "2x", "T"]
 )
 def test_text_is_text_for_every_parser(text: str) -> None:
     """PyYAML reads YAML 1.1 and leaves `1e3` plain, a number for the parsers of the engines."""
     written = as_yaml({"value": text})
     assert yaml.safe_load(written) == {"value": text}
     assert not NO_TEXT_IN_YAML_1_2.fullmatch(written.removeprefix("value: ").strip())
+
+
+@pytest.mark.parametrize("text", ["0x1F", "0X1F", "-0x1F", "0o17", "0O17", "-0o17", "+0o7", "0b11", "0B11", "-0B1_1"])
+def test_integer_of_another_base_in_go_is_quoted(text: str) -> None:
+    """The parsers of the engines read it by Go's `ParseInt(text, 0, 64)`, which takes a sign and prefixes of either case."""
+    assert as_yaml({"value": text}) == f"value: '{text}'\n"
 
 
 # ---- What a recipe must be like
