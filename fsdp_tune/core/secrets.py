@@ -7,6 +7,8 @@ and files that may contain a secret are readable by their owner only.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any, cast
 
 MASK = "***"
 _NAME = re.compile(
@@ -133,6 +135,27 @@ def mask_text(text: str) -> str:
 def masked(name: str, value: str) -> str:
     """Return the value of a variable with secrets replaced, for files and the screen."""
     return MASK if has_secret_name(name) or _WANDB_KEY.fullmatch(value.strip()) else mask_text(value)
+
+
+_SPECIAL_TOKEN = re.compile(r"(?:^|_)(?:bos|eos|pad|unk|cls|sep|mask|eot|eom|sot|image|special|new)_tokens?$", re.IGNORECASE)
+"""Names of tokens of a vocabulary."""
+
+
+def mask_values(value: Any, name: str = "") -> Any:
+    """Return a tree of mappings and lists with the texts in it that are secrets, by their key or their shape, replaced.
+
+    `name`: the key of `value`. What a key of a secret's name holds is replaced in whole, and numbers of a password's name too.
+    """
+    if isinstance(value, Mapping):
+        return {key: mask_values(inner, str(key)) for key, inner in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [mask_values(inner, name) for inner in cast("list[Any]", value)]
+    name = "" if _SPECIAL_TOKEN.search(name) else name
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return MASK if has_secret_name(name) and "token" not in name.lower() else value
+    if not isinstance(value, str) or not value:
+        return value
+    return MASK if has_secret_name(name) else mask_text(value)
 
 
 def _grants_access(parameter: str) -> bool:

@@ -312,6 +312,12 @@ def test_text_is_text_for_every_parser(text: str) -> None:
     assert not NO_TEXT_IN_YAML_1_2.fullmatch(written.removeprefix("value: ").strip())
 
 
+@pytest.mark.parametrize("text", ["0x1F", "0X1F", "-0x1F", "0o17", "0O17", "-0o17", "+0o7", "0b11", "0B11", "-0B1_1"])
+def test_integer_of_another_base_in_go_is_quoted(text: str) -> None:
+    """The parsers of the engines read it by Go's `ParseInt(text, 0, 64)`, which takes a sign and prefixes of either case."""
+    assert as_yaml({"value": text}) == f"value: '{text}'\n"
+
+
 # ---- What a recipe must be like
 
 

@@ -15,7 +15,7 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
-from fsdp_tune.recipe.read.foreign.ledger import Fate, leaves
+from fsdp_tune.recipe.read.foreign.ledger import Fate, flattened, leaves
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.read.tools import foreign_tool
 from fsdp_tune.recipe.resolve import resolve
@@ -172,7 +172,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "fms-command": {"model.name_or_path": "bigscience/bloom-560m", "model.dtype": "bf16", "launch.num_processes": 8},
     "axolotl": {
         "model.name_or_path": "Qwen/Qwen2.5-1.5B",
-        "data.chat_template": "qwen2.5",
+        "data.chat_template": None,
         "data.eval.fraction": 0.02,
         "data.packing": True,
         "data.eval_packing": False,
@@ -689,3 +689,157 @@ def test_variable_of_the_shell_in_place_of_a_model_is_a_question(tmp_path: Path)
     found = from_text(tmp_path, "trl sft --model_name_or_path $MODEL --dataset_name $ROWS --learning_rate 1e-5\n", "a.sh")
     assert row(found, "model_name_or_path")[0] == "question"
     assert values(found)["model.name_or_path"] == "MODEL"
+
+
+# ---- Null, rows to evaluate, order, long rows, secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "row_key", "key"),
+    [
+        ("model_name_or_path: a\ndataset_name: b\npacking: true\nmax_length: null\n", "max_length", "data.max_length"),
+        ("base_model: gpt2\nmicro_batch_size: 1\nsequence_len:\n", "sequence_len", "data.max_length"),
+        ("model_name_or_path: a\ndataset_name: b\npacking: true\nuse_peft: true\nlora_r: null\n", "lora_r", "lora.r"),
+        (
+            "model_name_or_path: a\nstage: sft\ntemplate: x\nper_device_train_batch_size: null\n",
+            "per_device_train_batch_size",
+            "training.per_device_train_batch_size",
+        ),
+    ],
+)
+def test_null_is_a_question_and_never_the_default_of_a_key_left_out(tmp_path: Path, text: str, row_key: str, key: str) -> None:
+    """TRL truncates nothing with `max_length: null`, and at 1,024 without the key."""
+    result = from_text(tmp_path, text)
+    (found,) = [each for each in result.rows if each.key == row_key]
+    assert (found.fate, found.targets) == (Fate.QUESTION, (tuple(key.split(".")),))
+    section, _, name = key.partition(".")
+    assert name not in (yaml.safe_load(result.text).get(section) or {})
+
+
+def test_null_that_is_the_default_of_the_tool_is_no_question(tmp_path: Path) -> None:
+    text = "base_model: gpt2\nsequence_len: 8\nwarmup_steps:\nlr_scheduler:\nexcess_length_strategy:\n"
+    result = from_text(tmp_path, text)
+    assert row(result, "lr_scheduler") == ("dropped", "no value")
+    assert (values(result)["training.warmup_steps"], values(result)["data.overlong"]) == (0.03, "drop")
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "path"),
+    [
+        ("base_model: g\nsequence_len: 8\ntest_datasets: [{path: e}]\nval_set_size: 0.1\n", "val_set_size", "e"),
+        ("base_model: g\nsequence_len: 8\nval_set_size: 0.1\ntest_datasets: [{path: e}]\n", "test_datasets[0].path", None),
+    ],
+)
+def test_held_out_share_beside_rows_of_evaluation_is_a_question(tmp_path: Path, text: str, asked: str, path: str | None) -> None:
+    result = from_text(tmp_path, text)
+    fate, words = row(result, asked)
+    assert (fate, words.partition(" from ")[0]) == ("question", "`data.eval` has another value")
+    evaluated = parse_recipe(result.text, Path("r.yaml")).recipe.data.eval
+    assert [each.path for each in evaluated] == [path] if isinstance(evaluated, list) else path is None
+
+
+def test_trl_holds_out_rows_of_a_mixture_alone(tmp_path: Path) -> None:
+    """`get_dataset` of TRL splits a mixture; the single data set has its own split."""
+    text = "model_name_or_path: g\ndataset_name: a\npacking: true\neval_strategy: steps\ndataset_test_split: test\ntest_split_size: 0.1\n"
+    single, mixed = from_text(tmp_path, text), from_text(tmp_path, text + "datasets: [{path: b}, {path: c}]\n", tool="TRL")
+    assert row(single, "test_split_size")[0] == row(mixed, "dataset_test_split")[0] == "dropped"
+    recipe = parse_recipe(single.text, Path("r.yaml")).recipe
+    assert [(each.path, each.split) for each in recipe.data.eval] == [("a", "test")]  # type: ignore[union-attr]
+    assert (values(mixed)["data.eval.fraction"], [each["path"] for each in values(mixed)["data.train"]]) == (0.1, ["b", "c"])
+    assert row(mixed, "dataset_name") == ("dropped", "the mixture is read, and not the single data set")
+
+
+def test_mixture_of_the_older_alignment_handbook(tmp_path: Path) -> None:
+    text = "model_name_or_path: g\ndataset_mixer: {org/a: 1.0, org/b: 0.5}\ndataset_splits: [train_sft, test_sft]\n"
+    result = from_text(tmp_path, text)
+    assert result.tool == "TRL"
+    assert [each["path"] for each in values(result)["data.train"]] == ["org/a", "org/b"]
+    assert [each.key for each in result.rows if each.fate is Fate.QUESTION] == ["dataset_mixer.org/b", "dataset_splits"]
+
+
+def test_mixture_alone_tells_the_tool_of_the_file() -> None:
+    assert foreign_tool({"model_name_or_path": "a", "dataset_mixture": {"datasets": []}}) == "TRL"
+
+
+AXOLOTL_ROWS = "base_model: g\nsequence_len: 8\ndatasets: [{path: a, type: completion}, {path: b, type: chat_template}]\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "shuffle", "asked"),
+    [
+        ("shuffle_merged_datasets: false\n", True, []),
+        ("shuffle_merged_datasets: true\n", True, []),
+        ("curriculum_sampling: false\n", True, []),
+        ("curriculum_sampling: true\n", True, ["curriculum_sampling"]),
+        ("curriculum_sampling: true\nshuffle_merged_datasets: false\n", False, []),
+        ("curriculum_sampling: true\nsample_packing: true\nshuffle_merged_datasets: false\n", False, []),
+    ],
+)
+def test_only_the_sequential_sampler_of_axolotl_keeps_the_order(tmp_path: Path, lines: str, shuffle: bool, asked: list[str]) -> None:
+    result = from_text(tmp_path, AXOLOTL_ROWS + lines)
+    assert values(result)["data.shuffle"] is shuffle
+    assert [each.key for each in result.rows if each.fate is Fate.QUESTION] == asked
+
+
+def test_sampler_of_one_data_set_and_stream_of_axolotl(tmp_path: Path) -> None:
+    one = "base_model: g\nsequence_len: 8\ndatasets: [{path: a}]\ncurriculum_sampling: true\n"
+    stream = "base_model: g\nsequence_len: 8\npretraining_dataset: [{path: a}]\nmax_steps: 5\nshuffle_merged_datasets: false\n"
+    assert [values(from_text(tmp_path, text))["data.shuffle"] for text in (one, stream)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "fate"),
+    [
+        ("base_model: g\nsequence_len: 8\ndatasets: [{path: a, type: completion}]\n", "drop", "dropped"),
+        ("base_model: g\nsequence_len: 8\ndatasets: [{path: a, type: completion}]\n", "raise", "dropped"),
+        (AXOLOTL_ROWS, "truncate", "dropped"),
+        (AXOLOTL_ROWS, "drop", "question"),
+        (AXOLOTL_ROWS, "raise", "question"),
+    ],
+)
+def test_axolotl_cuts_texts_into_pieces_before_its_strategy(tmp_path: Path, text: str, strategy: str, fate: str) -> None:
+    result = from_text(tmp_path, text + f"excess_length_strategy: {strategy}\n")
+    assert (values(result)["data.overlong"], row(result, "excess_length_strategy")[0]) == ("auto", fate)
+
+
+def test_default_for_long_rows_of_axolotl_is_a_question_beside_texts(tmp_path: Path) -> None:
+    assert "data.overlong" in dict(from_text(tmp_path, AXOLOTL_ROWS).decisions)
+
+
+def test_chat_template_of_axolotl_is_that_of_the_chats(tmp_path: Path) -> None:
+    rows = "base_model: g\nsequence_len: 8\nchat_template: chatml\ndatasets: [{path: a, type: chat_template}, {path: b, type: alpaca}]\n"
+    result = from_text(tmp_path, rows)
+    data = parse_recipe(result.text, Path("r.yaml")).recipe.data
+    assert (data.chat_template, [each.chat_template for each in data.train]) == (None, ["chatml", None])
+    assert "data.train[1]" in dict(result.decisions)
+
+
+SECRETS = {
+    "my_password": "hunter2secretvalue",
+    "tracker_api_key": "abcd1234efgh5678ijkl",
+    "env": {"FOO_SECRET": "xyzzy-plugh-1234", "FOO_PASSWORD": 98765432},
+    "dataset_kwargs": {"storage_options": {"key": "not-of-a-known-shape", "secret": "wJalrXUtnFEMIK7MDENG"}},
+    "unknown": {"deep": [{"url": "https://user:pa55word-of-it@host/x"}]},
+}
+
+
+def test_secrets_in_questions_and_comments_are_masked(tmp_path: Path) -> None:
+    text = TRL + yaml.safe_dump(SECRETS) + "seed: 7  # token=abcdef0123456789\n"
+    result = from_text(tmp_path, text)
+    shown = result.text + json.dumps([each.as_dict() for each in result.rows])
+    written = [str(value) for path, value in flattened(SECRETS) if path[-1] != "url"]
+    assert len(written) == 6
+    assert [each for each in (*written, "pa55word", "abcdef0123456789") if each in shown] == []
+    assert "`my_password: '***'`" in result.text
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("wandb_api_key", "set WANDB_API_KEY, or log in with `wandb login`"),
+        ("hub_token", "set HF_TOKEN, or log in with `hf auth login`"),
+        ("api_key", "set the variable that its reader takes"),
+    ],
+)
+def test_reason_names_the_variable_of_the_secret(tmp_path: Path, key: str, words: str) -> None:
+    assert row(from_text(tmp_path, TRL + f"{key}: abcdefgh\n"), key) == ("dropped", f"a recipe never contains a secret: {words}")

@@ -102,7 +102,7 @@ class ContainerJob:
         return f"exec {shlex.join((*self.cluster.program, *self.cluster.arguments))}{rank}{more and f' {more}'}"
 
 
-_NO_TEXT_ELSEWHERE = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|0[obx][0-9a-fA-F_]+|[yYnN]")
+_NO_TEXT_ELSEWHERE = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?0[oObBxX][0-9a-fA-F_]+|[yYnN]")
 """What the parsers of engines read as a number or truth value where PyYAML's, of YAML 1.1 without `y` and `1e3`, reads a text."""
 
 

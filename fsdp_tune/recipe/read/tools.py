@@ -99,6 +99,8 @@ _ALONE = {
     "training_data_path": FMS,
     "data_config_path": FMS,
     "step_scheduler": AUTOMODEL,
+    "dataset_mixture": TRL,
+    "dataset_mixer": TRL,
 }
 """Keys that tell a tool alone."""
 _LEAST = 2

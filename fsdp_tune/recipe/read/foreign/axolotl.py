@@ -253,18 +253,47 @@ def _least_rate(ledger: Ledger, path: Path, value: Any) -> None:
 
 def _chat_template(ledger: Ledger, path: Path, value: Any) -> None:
     """axolotl renders rows of the type `chat_template` by it; here it would render alpaca rows too."""
-    entries = [*_entries(ledger, "datasets"), *_entries(ledger, "test_datasets")]
-    kinds = {str(entry.get("type", "")).partition(".")[0] for entry in entries}
-    if kinds and kinds <= {"alpaca", "completion", "input_output"}:
-        ledger.drop(path, f"it is not used for rows of {enumerated(sorted(kinds), 'and')}, and here it would change how they are rendered")
+    entries = _entries(ledger)
+    named = {_kind(entry) for entry in entries.values()}
+    chats = [place for place, entry in entries.items() if _kind(entry) == "chat_template"]
+    if named and named <= _WITHOUT_TEMPLATE:
+        ledger.drop(path, f"it is not used for rows of {enumerated(sorted(named), 'and')}, and here it would change how they are rendered")
+    elif chats and "alpaca" in named:
+        _template_of_chats(ledger, path, value, [place for place in chats if not entries[place].keys() & _TEMPLATES])
+        for place in (place for place, entry in entries.items() if _kind(entry) == "alpaca"):
+            words = "axolotl renders these rows by the prompt of Stanford Alpaca; here that needs a tokenizer without a chat template"
+            if (place, words) not in ledger.decisions:
+                ledger.decide(place, words)
     else:
         chat_template("data.chat_template")(ledger, path, value)
 
 
-def _entries(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    found = ledger.value(name)
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
+def _template_of_chats(ledger: Ledger, path: Path, value: Any, places: list[Path]) -> None:
+    if places:
+        first, *more = ((*place, "chat_template") for place in places)
+        chat_template(first, *more)(ledger, path, value)
+    else:
+        ledger.drop(path, "each data set of chats has its own")
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    """Return the type of a data set without its variant."""
+    return str(entry.get("type", "")).partition(".")[0]
+
+
+def _entries(ledger: Ledger) -> dict[Path, dict[str, Any]]:
+    """Return the data sets by the places of their sources."""
+    found: dict[Path, dict[str, Any]] = {}
+    for name, place in (("datasets", TRAIN), ("test_datasets", ("data", "eval"))):
+        entries = ledger.value(name)
+        for index, entry in enumerate(cast("list[Any]", entries) if isinstance(entries, list) else []):
+            if isinstance(entry, dict):
+                found[(*place, index)] = cast("dict[str, Any]", entry)
+    return found
+
+
+_WITHOUT_TEMPLATE = frozenset({"alpaca", "completion", "input_output"})
+_TEMPLATES = frozenset({"chat_template", "chat_template_jinja"})
 
 
 def _wandb_project(ledger: Ledger, path: Path, value: object) -> None:
@@ -320,6 +349,56 @@ def _excess(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"data.overlong": name}, Fate.CONVERTED)
 
 
+def settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
+    """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of which is to drop them.
+
+    `defaults`: those that are written after this.
+    """
+    paths = {target[:3] for target in ledger.settings if target[:2] in (TRAIN, ("data", "eval")) and target[3:] == ("path",)}
+    texts = {place for place in paths if ledger.get(*place, "format") == "text"}
+    if not texts:
+        return
+    default = defaults.pop("data.overlong")
+    given = ledger.settings.get(_OVERLONG)
+    strategy = default if given is None else given.value
+    if texts == paths or strategy == "truncate":
+        ledger.discard(_OVERLONG, "texts are cut into pieces of `sequence_len`, as here")
+        return
+    words = f"axolotl cuts texts into pieces, and longer rows of other types follow `{strategy}`; here all are cut, or all follow it"
+    if given is None:
+        ledger.decide(_OVERLONG, words)
+    else:
+        ledger.withdraw(_OVERLONG, words)
+
+
+def _in_order(ledger: Ledger) -> bool:
+    return is_on(ledger.value("curriculum_sampling") or False)
+
+
+def _curriculum(ledger: Ledger, path: Path, value: Any) -> None:
+    """The sequential sampler, also below packing. Several data sets are shuffled once when they are merged, unless a key says otherwise."""
+    several = isinstance(found := ledger.value("datasets"), list) and len(cast("list[Any]", found)) > 1
+    merged = ledger.value("shuffle_merged_datasets")
+    if not is_on(value):
+        ledger.drop(path, "off: rows are shuffled in each epoch, as here")
+    elif several and (merged is None or is_on(merged) or is_on(ledger.value("shuffle_before_merging_datasets") or False)):
+        words = "axolotl shuffles the rows once and keeps that order: shuffle the files and write `data: {shuffle: false}`, or leave it out"
+        ledger.ask(path, words, ("data", "shuffle"))
+    else:
+        ledger.write(path, {"data.shuffle": False}, Fate.CONVERTED)
+
+
+def _merged(ledger: Ledger, path: Path, value: Any) -> None:
+    """Rows are shuffled once when data sets are merged, and again in each epoch. A stream has its buffer alone."""
+    if ledger.value("pretraining_dataset") is not None or is_on(ledger.value("streaming") or False):
+        same("data.shuffle")(ledger, path, value)
+    elif _in_order(ledger):
+        ledger.drop(path, "the order of the rows is that of `curriculum_sampling`")
+    else:
+        ledger.drop(path, "rows are shuffled in each epoch, there as here")
+
+
+_OVERLONG: Path = ("data", "overlong")
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"
 _OTHER_KERNELS = "a kernel of axolotl; kernels are chosen in `kernels:` and by `model.attn_implementation`"
@@ -365,7 +444,8 @@ RULES: Rules = {
         ("loss_watchdog_threshold", "loss_watchdog_patience"), leave("a spike of the loss is an event of metrics.jsonl; NaN stops the run")
     ),
     **_all(("strict", "debug", "skip_prepare_dataset", "experimental_skip_move_to_device"), leave("a matter of axolotl's own code")),
-    "shuffle_merged_datasets": same("data.shuffle"),
+    **_all(("shuffle_merged_datasets", "shuffle_before_merging_datasets"), _merged),
+    "curriculum_sampling": _curriculum,
     **_all(
         ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "flash_attn_cross_entropy", "flash_attn_rms_norm"), leave(_OTHER_KERNELS)
     ),

@@ -1,22 +1,21 @@
 """Complete an import: what follows from several keys, and what the other tool does where its file says nothing.
 
-Keys of TRL and of transformers' `run_clm.py` that mean something of their own.
+Keys of TRL that mean something of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
-from fsdp_tune.recipe.read.foreign import accelerate_config, python_script, soup
+from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, python_script, soup
+from fsdp_tune.recipe.read.foreign.flat_options import FIRST, MIXED, OF_SCRIPTS, listed_sources, mixer, pack_texts
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
     Rules,
-    SourceRule,
     by_synonym,
     fine_or,
     is_on,
@@ -27,7 +26,6 @@ from fsdp_tune.recipe.read.foreign.general import (
     section,
     settle_all,
     settle_by_name,
-    settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.tools import (
@@ -44,7 +42,6 @@ from fsdp_tune.recipe.read.tools import (
     TRL,
     UNSLOTH,
 )
-from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
@@ -117,16 +114,20 @@ _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     SOUP: {"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
     FMS: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
 }
+_NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
+"""Tools for which null is what a key that is left out is. A length is a number in them."""
+_NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
+_NULL = "null is not the default, and there is no such value here: write one or leave the key out"
 _OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
 
 
-def complete(ledger: Ledger, num_gpus: int | None) -> None:
-    """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it."""
+def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
+    """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it; `rules`: of the whole file."""
     _settle_adapter(ledger)
     _settle_dtype(ledger)
     _settle_evaluation(ledger)
     _settle_state_format(ledger)
-    _set_defaults(ledger)
+    _set_defaults(ledger, rules)
     _settle_ranks(ledger)
     _settle_batch(ledger, num_gpus)
     name_model_and_data(ledger)
@@ -200,12 +201,31 @@ def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
     found = DEFAULTS[ledger.tool]
     if _is_plain(ledger):
         return {key: value for key, value in found.items() if not key.startswith("training.")} | _TRAINER
-    if ledger.tool == AXOLOTL and any(target[-1] == "format" and setting.value == "text" for target, setting in ledger.settings.items()):
-        return {key: value for key, value in found.items() if key != "data.overlong"}  # axolotl splits texts, as is done here
     return dict(found)
 
 
-def _set_defaults(ledger: Ledger) -> None:
+def _ask_for_nulls(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> None:
+    """Take out the defaults of keys that the file gives as null, which is another thing than leaving a key out, and ask for them.
+
+    A key is that of a default if the default's own value, written there, would give it.
+    """
+    for row in ledger.rows:
+        if row.value is not None or row.fate is not Fate.DROPPED or any(isinstance(part, int) for part in row.path):
+            continue
+        for key in [key for key in defaults if key == "data.max_length" or ledger.tool not in _NULL_IS_DEFAULT]:
+            target = tuple(key.split("."))
+            tree: Any = defaults[key]
+            for part in reversed(row.path):
+                tree = {part: tree}
+            tried = Ledger(tree, {}, ledger.tool, ledger.templates)
+            settle_all(tried, (), rules)
+            if target not in tried.settings or ledger.get(*target) is not None:
+                continue
+            del defaults[key]
+            row.fate, row.targets, row.reason = Fate.QUESTION, (target,), _NO_LIMIT if key == "data.max_length" else _NULL
+
+
+def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     found = _defaults_of_tool(ledger)
     if has_adapter(ledger):
         found |= _ADAPTER_DEFAULTS.get(ledger.tool, {})
@@ -220,18 +240,25 @@ def _set_defaults(ledger: Ledger) -> None:
         found |= _defaults_of_automodel(ledger)
     if ledger.tool == SWIFT and not has_adapter(ledger):
         found["training.learning_rate"] = 1e-5
+    _decide_about_rows(ledger)
+    if ledger.tool == TORCHTUNE and not str(ledger.get("training", "optim")).startswith("adamw"):
+        del found["training.weight_decay"]  # torch's default of AdamW alone
+    if ledger.tool == EXAMPLES:
+        pack_texts(ledger)
+    if ledger.tool == AXOLOTL:
+        axolotl.settle_long_rows(ledger, found)
+    _ask_for_nulls(ledger, rules, found)
+    for key, value in found.items():
+        owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
+        ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
+
+
+def _decide_about_rows(ledger: Ledger) -> None:
     if ledger.tool in (SWIFT, TORCHTUNE) and ledger.get("data", "max_length") is None:
         ledger.decide(("data", "max_length"), f"{ledger.tool} cuts at the model's own length, or not at all; the default here is 2048")
     if ledger.tool == TRL and not any(target[-1] == "loss_on" for target in ledger.settings):
         words = "TRL trains every token of a chat unless `assistant_only_loss` is on; here it is the assistant's turns: `loss_on: all`?"
         ledger.decide(("data", "loss_on"), words)
-    if ledger.tool == TORCHTUNE and not str(ledger.get("training", "optim")).startswith("adamw"):
-        del found["training.weight_decay"]  # torch's default of AdamW alone
-    if ledger.tool == EXAMPLES:
-        _pack_texts(ledger)
-    for key, value in found.items():
-        owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
-        ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
 
 
 def _is_unquantised(ledger: Ledger) -> bool:
@@ -258,14 +285,6 @@ def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
     if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
         found["training.lr_scheduler_kwargs.min_lr"] = rate * 0.01
     return found
-
-
-def _pack_texts(ledger: Ledger) -> None:
-    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told otherwise."""
-    origin = "run_clm.py joins texts and fills every block"
-    ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
-    ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
-    ledger.set(("data", "max_length"), 1024, "default of run_clm.py", Weight.DEFAULT)
 
 
 # ---- Ranks and batch
@@ -336,18 +355,40 @@ def name_model_and_data(ledger: Ledger) -> None:
         ledger.decide(("data", "train"), "the file names no rows that can be read here: files or a hub id")
 
 
-_FIRST: Path = (*TRAIN, 0)
+_MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
 
 
-def _of_the_set(name: str, place: Path = _FIRST) -> Rule:
-    """Return a rule for a key of the only data set, or of the one at `place`."""
-    return lambda ledger, path, value: ledger.write(path, {(*place, name): value}, Fate.CONVERTED)
+def _is_mixed(ledger: Ledger, path: Path) -> bool:
+    """Return whether there is a mixture beside a key: the single data set is ignored then."""
+    return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
+
+
+def _single(rule: Rule) -> Rule:
+    """Return a rule for a key of the single data set."""
+    words = "the mixture is read, and not the single data set"
+    return lambda ledger, path, value: ledger.drop(path, words) if _is_mixed(ledger, path) else rule(ledger, path, value)
+
+
+def _train_split(ledger: Ledger, path: Path, value: Any) -> None:
+    if not _is_mixed(ledger, path):
+        ledger.write(path, {(*FIRST, "split"): value}, Fate.CONVERTED)
+    elif value == "train":
+        ledger.drop(path, "a mixture has this one")
+    else:
+        ledger.ask(path, "a mixture has the split `train` alone: the splits of its data sets are theirs", TRAIN)
 
 
 def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
-    """TRL reads it only if it evaluates."""
+    """TRL reads it only if it evaluates; of a mixture it is the rows that are held out."""
     if ledger.value("eval_strategy") in (None, "no"):
         ledger.drop(path, "`eval_strategy` evaluates nothing")
+        return
+    if _is_mixed(ledger, path):
+        size = ledger.value(*path[:-1], "test_split_size") or ledger.value(*path[:-1], "dataset_mixture", "test_split_size")
+        if size and value == "test":
+            ledger.drop(path, "the rows that `test_split_size` holds out")
+        else:
+            ledger.ask(path, "a mixture has the split `test` alone, by `test_split_size`", ("data", "eval"))
         return
     settings: dict[Path, Any] = {("data", "eval", 0, "path"): ledger.value("dataset_name") or "NAME", ("data", "eval", 0, "split"): value}
     if (config := ledger.value("dataset_config")) is not None:
@@ -359,24 +400,14 @@ def _text_field(ledger: Ledger, path: Path, value: object) -> None:
     if value == "text":
         ledger.drop(path, "`text` is the name of that column here too")
     else:
-        ledger.write(path, {(*_FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
-
-
-def _datasets(named: Mapping[str, SourceRule] | None = None) -> Rule:
-    """Return a rule for a mixture. `named`: as in `settle_source`."""
-
-    def rule(ledger: Ledger, path: Path, value: object) -> None:
-        if not isinstance(value, list):
-            ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
-            return
-        for index in range(len(cast("list[Any]", value))):
-            settle_source(ledger, (*path, index), (*TRAIN, index), named)
-
-    return rule
+        ledger.write(path, {(*FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
 
 
 def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
-    """Of all rows: a number, or a share below 1."""
+    """Of all rows of a mixture: a number, or a share below 1."""
+    if not _is_mixed(ledger, path):
+        ledger.drop(path, "TRL holds out rows of a mixture (`datasets`) alone")
+        return
     ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
 
 
@@ -386,20 +417,6 @@ def _packing(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
     else:
         settle_by_name(ledger, path, value)
-
-
-def _kept_share(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    if value == 1:
-        ledger.drop(path, "all rows are used here too")
-    else:
-        ledger.ask(path, "a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*place, "max_rows"))
-
-
-_MIXED: dict[str, SourceRule] = {  # of the alignment handbook and its descendants
-    "id": lambda ledger, path, place, value: ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED),
-    "config": lambda ledger, path, place, value: ledger.write(path, {(*place, "name"): value}, Fate.CONVERTED),
-    "weight": _kept_share,
-}
 
 
 def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
@@ -422,40 +439,21 @@ def _only(loss_on: str) -> Rule:
     return rule
 
 
-def _adapter(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["use_peft"].advice(value)
-    if advice.tree:
-        ledger.write(path, {"lora": {}}, Fate.CONVERTED)
-    else:
-        ledger.drop(path, "off, as it is here")
-
-
-def _share_held_out(ledger: Ledger, path: Path, value: Any) -> None:
-    """A percentage of the training rows; a file or a split of its own comes first."""
-    if ledger.value("validation_file") is not None:
-        ledger.drop(path, "`validation_file` is evaluated")
-    elif not ledger.value("do_eval") and ledger.value("eval_strategy") in (None, "no"):
-        ledger.drop(path, "nothing is evaluated")
-    else:
-        ledger.write(path, {"data.eval.fraction": float(value) / 100}, Fate.CONVERTED, "a percentage there, a share here")
-
-
-_SFT: dict[str, Rule] = {
-    "model_name_or_path": same("model.name_or_path"),
-    "dataset_name": _of_the_set("path"),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), _of_the_set("name")),
-    "dataset_train_split": _of_the_set("split"),
-    "use_peft": _adapter,
-    "lora_task_type": leave("the models are causal language models"),
-}
 TRL_RULES: Rules = {
-    **_SFT,
+    **OF_SCRIPTS,
+    **{name: _single(OF_SCRIPTS[name]) for name in ("dataset_name", "dataset_config", "dataset_config_name")},
+    "dataset_train_split": _train_split,
     "dataset_test_split": _eval_split,
     "dataset_text_field": _text_field,
-    "dataset_streaming": same("data.streaming"),
-    "datasets": _datasets(),
+    "dataset_streaming": _single(same("data.streaming")),
+    "datasets": listed_sources(),
+    "dataset_mixer": mixer,
+    "dataset_configs": question("write `name` of each data set", "data", "train"),
+    "dataset_splits": question("write `split` of each data set; those with `test` in their names are evaluated", "data", "eval"),
     "test_split_size": _held_out,
-    "dataset_mixture": section({"datasets": _datasets(_MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}),
+    "dataset_mixture": section(
+        {"datasets": listed_sources(MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}
+    ),
     "model_init_kwargs": _init_kwargs,
     "assistant_only_loss": _only("assistant"),
     "completion_only_loss": _only("completion"),
@@ -476,21 +474,3 @@ UNSUPPORTED = dict.fromkeys(
     ),
     "preference tuning",
 ) | {"teacher_model_name_or_path": "distillation"}
-EXAMPLE_RULES: Rules = {
-    **_SFT,
-    "train_file": _of_the_set("path"),
-    "validation_file": _of_the_set("path", ("data", "eval", 0)),
-    "validation_split_percentage": _share_held_out,
-    "max_train_samples": _of_the_set("max_rows"),
-    "max_eval_samples": question("write a number of rows: `data: {eval: {rows: …}}`", "data", "eval"),
-    "keep_linebreaks": leave("rows of a text keep their line ends"),
-    "config_name": lambda ledger, path, value: (
-        ledger.drop(path, "it is that of the model")
-        if value == ledger.value("model_name_or_path")
-        else ledger.ask(path, "a model of random weights is `model: {from_config: …}`", ("model", "from_config"))
-    ),
-    "config_overrides": question("write a mapping: `{n_layer: 2}`", "model", "config_overrides"),
-    "model_type": leave("classes follow from the files of model and tokenizer"),
-    "streaming": same("data.streaming"),
-}
-"""By name; see `general.settle_key`."""

@@ -1,4 +1,4 @@
-"""Options of LLaMA-Factory and ms-swift that mean something of their own; both tools take one flat list of options.
+"""Options of LLaMA-Factory, ms-swift and transformers' `run_clm.py` that mean something of their own; all take one flat list of options.
 
 Data sets of LLaMA-Factory are entries of `dataset_info.json`, which a configuration names.
 """
@@ -31,7 +31,8 @@ from fsdp_tune.recipe.read.foreign.general import (
     same,
     settle_source,
 )
-from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 INFO = "dataset_info.json"
@@ -364,3 +365,113 @@ SWIFT_RULES: Rules = {
 }
 """By name; see `general.settle_key`."""
 SWIFT_UNSUPPORTED = {"rlhf_type": "preference tuning"}
+
+
+# ---- run_clm.py of transformers, and the options that TRL has too
+
+FIRST: Path = (*TRAIN, 0)
+
+
+def of_the_set(name: str, place: Path = FIRST) -> Rule:
+    """Return a rule for a key of the only data set, or of the one at `place`."""
+    return lambda ledger, path, value: ledger.write(path, {(*place, name): value}, Fate.CONVERTED)
+
+
+def _optional_adapter(ledger: Ledger, path: Path, value: Any) -> None:
+    advice = SYNONYMS["use_peft"].advice(value)
+    if advice.tree:
+        ledger.write(path, {"lora": {}}, Fate.CONVERTED)
+    else:
+        ledger.drop(path, "off, as it is here")
+
+
+def _share_held_out(ledger: Ledger, path: Path, value: Any) -> None:
+    """A percentage of the training rows; a file or a split of its own comes first."""
+    if ledger.value("validation_file") is not None:
+        ledger.drop(path, "`validation_file` is evaluated")
+    elif not isinstance(value, int | float):
+        ledger.ask(path, "write a share: `data: {eval: {fraction: 0.05}}`", ("data", "eval"))
+    elif not ledger.value("do_eval") and ledger.value("eval_strategy") in (None, "no"):
+        ledger.drop(path, "nothing is evaluated")
+    else:
+        ledger.write(path, {"data.eval.fraction": float(value) / 100}, Fate.CONVERTED, "a percentage there, a share here")
+
+
+OF_SCRIPTS: dict[str, Rule] = {
+    "model_name_or_path": same("model.name_or_path"),
+    "dataset_name": of_the_set("path"),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), of_the_set("name")),
+    "dataset_train_split": of_the_set("split"),
+    "use_peft": _optional_adapter,
+    "lora_task_type": leave("the models are causal language models"),
+}
+"""Options of `trl sft` and `run_clm.py`."""
+EXAMPLE_RULES: Rules = {
+    **OF_SCRIPTS,
+    "train_file": of_the_set("path"),
+    "validation_file": of_the_set("path", ("data", "eval", 0)),
+    "validation_split_percentage": _share_held_out,
+    "max_train_samples": of_the_set("max_rows"),
+    "max_eval_samples": question("write a number of rows: `data: {eval: {rows: …}}`", "data", "eval"),
+    "keep_linebreaks": leave("rows of a text keep their line ends"),
+    "config_name": lambda ledger, path, value: (
+        ledger.drop(path, "it is that of the model")
+        if value == ledger.value("model_name_or_path")
+        else ledger.ask(path, "a model of random weights is `model: {from_config: …}`", ("model", "from_config"))
+    ),
+    "config_overrides": question("write a mapping: `{n_layer: 2}`", "model", "config_overrides"),
+    "model_type": leave("classes follow from the files of model and tokenizer"),
+    "streaming": same("data.streaming"),
+}
+"""By name; see `general.settle_key`."""
+
+
+def pack_texts(ledger: Ledger) -> None:
+    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told otherwise."""
+    origin = "run_clm.py joins texts and fills every block"
+    ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
+    ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
+    ledger.set(("data", "max_length"), 1024, "default of run_clm.py", Weight.DEFAULT)
+
+
+# ---- Mixtures of TRL and of the alignment handbook
+
+
+def listed_sources(named: Mapping[str, SourceRule] | None = None) -> Rule:
+    """Return a rule for a mixture. `named`: as in `settle_source`."""
+
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
+        if not isinstance(value, list):
+            ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
+            return
+        for index in range(len(cast("list[Any]", value))):
+            settle_source(ledger, (*path, index), (*TRAIN, index), named)
+
+    return rule
+
+
+def _kept_share(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    if value == 1:
+        ledger.drop(path, "all rows are used here too")
+    else:
+        ledger.ask(path, "a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*place, "max_rows"))
+
+
+MIXED: dict[str, SourceRule] = {  # of the alignment handbook and its descendants
+    "id": lambda ledger, path, place, value: ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED),
+    "config": lambda ledger, path, place, value: ledger.write(path, {(*place, "name"): value}, Fate.CONVERTED),
+    "weight": _kept_share,
+}
+
+
+def mixer(ledger: Ledger, path: Path, value: object) -> None:
+    """{data set: share of its training rows}, of the older alignment handbook."""
+    for index, (name, share) in enumerate(cast("dict[str, Any]", value).items() if isinstance(value, dict) else ()):
+        inner = (*path, name)
+        if share == 1:
+            ledger.write(inner, {(*TRAIN, index, "path"): name}, Fate.CONVERTED)
+        else:
+            ledger.set((*TRAIN, index, "path"), name, dotted(inner), Weight.GIVEN)
+            _kept_share(ledger, inner, (*TRAIN, index), share)
+    if ledger.is_open(path):
+        ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)

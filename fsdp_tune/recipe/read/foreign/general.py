@@ -91,8 +91,11 @@ def implies(lines: Mapping[str, Any], reason: str = "") -> Rule:
     return rule
 
 
-def chat_template(key: str | Path) -> Rule:
-    """Return a rule for the name of a chat template, which another tool has in its code: it is written if one of that name is bundled."""
+def chat_template(key: str | Path, *more: Path) -> Rule:
+    """Return a rule for the name of a chat template, which another tool has in its code: it is written if one of that name is bundled.
+
+    `key`, `more`: where it is written.
+    """
 
     def rule(ledger: Ledger, path: Path, value: object) -> None:
         name = str(value)
@@ -102,7 +105,7 @@ def chat_template(key: str | Path) -> Rule:
             ledger.drop(path, f"the template is `{path[-1]}_jinja`")
         elif (same_name := _bundled(ledger, name)) or name.endswith((".jinja", ".jinja2")) or is_jinja(name):
             is_same = path[-1] == "chat_template" and same_name in (None, name)
-            ledger.write(path, {key: same_name or name}, Fate.KEPT if is_same else Fate.CONVERTED)
+            ledger.write(path, dict.fromkeys((key, *more), same_name or name), Fate.KEPT if is_same else Fate.CONVERTED)
         else:
             advice = SYNONYMS["template"].advice(name)
             ledger.ask(path, advice.words, tuple(key.split(".")) if isinstance(key, str) else key)

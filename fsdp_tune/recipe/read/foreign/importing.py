@@ -15,6 +15,7 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import ScalarError, parse_plain, printable
 from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, completion, flat_options, python_script, soup, torchtune
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
@@ -67,7 +68,7 @@ def _questions(ledger: Ledger) -> dict[str, list[str]]:
     for row in ledger.rows:
         if row.fate is Fate.QUESTION:
             section = str(row.targets[0][0]) if row.targets else ""
-            found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.value)}`: {printable(row.reason)}")
+            found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.shown_value)}`: {printable(row.reason)}")
     for target, words in ledger.decisions:
         near = f"`{dotted(target)}`: " if target else ""
         found.setdefault(str(target[0]) if target else "", []).append(f"{near}{printable(words)}")
@@ -80,7 +81,7 @@ def _shortened(value: object) -> str:
 
 
 def _comment(words: list[str]) -> list[str]:
-    return [f"# {printable(line)}" if line else "#" for line in words]
+    return [f"# {mask_text(printable(line))}" if line else "#" for line in words]
 
 
 def _tree(ledger: Ledger) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class _Comments:
         space, key = "  " * indent, _key(str(target[-1]))
         if isinstance(node, Setting):
             above, beside = self._of(node)
-            yield from (f"{space}# {printable(words)}" for words in above)
+            yield from (f"{space}{line}" for line in _comment(above))
             yield f"{space}{key}: {scalar(node.value)}  # {beside}"
         elif isinstance(node, dict):
             yield f"{space}{key}:"
@@ -155,7 +156,7 @@ class _Comments:
         origins = ", ".join(dict.fromkeys(setting.origins))
         is_key = bool(setting.rows) and setting.origins[0] in {row.key for row in setting.rows}
         words = [f"from {origins}" if is_key else origins, *dict.fromkeys(reasons), *beside]
-        return above, printable("; ".join(each for each in words if each))
+        return above, mask_text(printable("; ".join(each for each in words if each)))
 
     def left(self) -> list[str]:
         """Return the comments of the source that belong to keys without a value here, and those at its end."""
@@ -191,7 +192,7 @@ def _inner(value: Any) -> str:
 RULES: dict[str, Rules] = {
     AXOLOTL: axolotl.RULES,
     TRL: completion.TRL_RULES,
-    EXAMPLES: completion.EXAMPLE_RULES,
+    EXAMPLES: flat_options.EXAMPLE_RULES,
     LLAMA_FACTORY: flat_options.LLAMA_FACTORY_RULES,
     SWIFT: flat_options.SWIFT_RULES,
     TORCHTUNE: torchtune.RULES,
@@ -248,10 +249,11 @@ def import_file(
     ledger = Ledger(found.values, found.lines, found.tool, templates)
     python_script.settle_computed(ledger, found.computed)
     _include(ledger, found)
-    rules = {**RULES[found.tool], **dict.fromkeys(ignored, leave("the tool does not read it"))}
-    settle_all(ledger, (), {**rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED})
+    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED}
+    rules |= dict.fromkeys(ignored, leave("the tool does not read it"))
+    settle_all(ledger, (), rules)
     ask_each(ledger, ())
-    complete(ledger, num_gpus)
+    complete(ledger, num_gpus, rules)
     for words in found.unread:
         ledger.decide((), words)
     text, recipe = _accepted(ledger, found)

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
 
-from fsdp_tune.core.secrets import MASK, has_secret_shape
+from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
 from fsdp_tune.recipe.schema.keys import dotted
 
 Path = tuple[str | int, ...]
 _PLACE = re.compile(r" \(`[^`]+` on line \d+\)")
 """Places in the text that was tried, which the final one does not have."""
-_TOKENS = frozenset({"hub_token", "hf_token", "token", "wandb_api_key", "swanlab_api_key", "api_key", "HF_TOKEN", "WANDB_API_KEY"})
+_HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
+_TOKENS = _HUB_TOKENS | {"wandb_api_key", "swanlab_api_key", "api_key", "WANDB_API_KEY"}
+_LOGINS = {"wandb": "WANDB_API_KEY, or log in with `wandb login`", "swanlab": "SWANLAB_API_KEY, or log in with `swanlab login`"}
+_HUB_LOGIN = "HF_TOKEN, or log in with `hf auth login`"
 
 
 class Fate(StrEnum):
@@ -59,11 +62,16 @@ class AccountRow:
     def key(self) -> str:
         return dotted(self.path)
 
+    @property
+    def shown_value(self) -> Any:
+        """The value with secrets replaced. Of a key that is known, as of a special token, the name says nothing about secrets."""
+        return mask_values(self.value, str(self.path[-1]) if self.fate is Fate.QUESTION else "")
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "key": self.key,
             "line": self.line,
-            "value": self.value,
+            "value": self.shown_value,
             "fate": self.fate.value,
             "to": [dotted(target) for target in self.targets],
             "reason": self.reason or None,
@@ -158,31 +166,43 @@ class Ledger:
         found = [
             each for key, value in settings.items() for each in flattened(value, tuple(key.split(".")) if isinstance(key, str) else key)
         ]
-        clash = [target for target, value in found if weight is Weight.GIVEN and self._differs(target, value)]
-        if clash:
-            there = self.settings.get(clash[0])
-            by = f" from `{there.origins[0]}`" if there is not None else ""
+        clash = next(filter(None, (self._clash(target, value, weight) for target, value in found)), None)
+        if clash is not None:
+            words = f"`{dotted(clash)}` has another value from `{self._at_or_below(clash).origins[0]}`"
             if any(path[: len(place)] == place for place in self.included):
-                self.drop(path, f"`{dotted(clash[0])}` has another value{by}, which comes first")
-                return
-            self.ask(path, f"`{dotted(clash[0])}` has another value{by}; keep one", clash[0])
+                self.drop(path, f"{words}, which comes first")
+            else:
+                self.ask(path, f"{words}; keep one", clash)
             return
         row = self._row(path, fate, tuple(target for target, _ in found), reason)
         for target, value in found:
             self.set(target, value, dotted(path), weight, row)
 
-    def _differs(self, target: Path, value: object) -> bool:
-        """Return whether a key has another value, or is a value where a mapping is needed."""
+    def _clash(self, target: Path, value: object, weight: Weight) -> Path | None:
+        """Return the key that has another value, or is of another kind than is needed: a value, a mapping or a list."""
         there = self.settings.get(target)
-        if there is not None and there.weight is Weight.GIVEN and there.value != value:
-            return True
-        above = (self.settings.get(target[:length]) for length in range(1, len(target)))
-        below = value != {} and any(other[: len(target)] == target for other in self.settings if other != target)
-        return below or any(each is not None and each.value != {} for each in above)
+        if weight is Weight.GIVEN and there is not None and there.weight is Weight.GIVEN and there.value != value:
+            return target
+        return self._of_another_kind(target, value)
+
+    def _of_another_kind(self, target: Path, value: object) -> Path | None:
+        for other, setting in self.settings.items():
+            shared = next((index for index, (one, two) in enumerate(zip(target, other, strict=False)) if one != two), None)
+            if shared is not None:
+                if isinstance(target[shared], int) is not isinstance(other[shared], int):
+                    return target[:shared]
+            elif (len(other) < len(target) and setting.value != {}) or (len(other) > len(target) and value != {}):
+                return min(target, other, key=len)
+        return None
+
+    def _at_or_below(self, target: Path) -> Setting:
+        return next(setting for other, setting in self.settings.items() if other[: len(target)] == target)
 
     def set(self, target: Path, value: Any, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
-        """Give a key of the recipe a value, unless it has one that is meant more strongly."""
+        """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another kind is there."""
         there = self.settings.get(target)
+        if there is None and self._of_another_kind(target, value) is not None:
+            return
         if there is None or _ORDER.index(weight) > _ORDER.index(there.weight):
             self.settings[target] = there = Setting(value, weight, [origin], there.rows if there is not None else [])
         elif there.value == value and weight is there.weight:
@@ -232,7 +252,7 @@ class Ledger:
         value = self.value(*path)
         if _is_secret(path, value):
             fate, targets, value = Fate.DROPPED, (), MASK
-            reason = "a recipe never contains a secret: set HF_TOKEN, or log in with `hf auth login`"
+            reason = f"a recipe never contains a secret: {_login(path, str(self.value(*path)))}"
         self._take(path)
         row = AccountRow(path, value, fate, targets, reason, self._lines.get(path))
         self.rows.append(row)
@@ -243,6 +263,15 @@ class Ledger:
         assert found, f"`{dotted(path)}` is settled already, or is not in the file"
         for each in found:
             del self._open[each]
+
+
+def _login(path: Path, value: str) -> str:
+    """Return what to do in place of writing a secret."""
+    name = str(path[-1]).lower()
+    tracker = next((words for tracker, words in _LOGINS.items() if name.startswith(tracker)), None)
+    if tracker is not None:
+        return f"set {tracker}"
+    return f"set {_HUB_LOGIN}" if path[-1] in _HUB_TOKENS or value.startswith("hf_") else "set the variable that its reader takes"
 
 
 def _is_secret(path: Path, value: object) -> bool:
