@@ -230,7 +230,8 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if has_adapter(ledger):
         found |= _ADAPTER_DEFAULTS.get(ledger.tool, {})
         if ledger.tool == LLAMA_FACTORY:
-            found["lora.lora_alpha"] = 2.0 * (ledger.get("lora", "r") or found["lora.r"])
+            rank = ledger.get("lora", "r")
+            found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
         if ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
             words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
             ledger.decide(("lora", "target_modules"), words)

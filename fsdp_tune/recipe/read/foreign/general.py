@@ -137,10 +137,14 @@ def settle_key(ledger: Ledger, path: Path, rules: Rules) -> None:
     name, value = str(path[-1]), ledger.value(*path)
     if value is None or value == "":
         ledger.drop(path, "no value")
-    elif name in rules:
-        rules[name](ledger, path, value)
     else:
-        settle_by_name(ledger, path, value)
+        try:
+            rules.get(name, settle_by_name)(ledger, path, value)
+        except (TypeError, AttributeError):
+            # A list or mapping where the tool has a number or a name, or the other way round: what a rule does not expect is a question.
+            if not ledger.is_open(path):
+                raise
+            ledger.ask(path, f"not the kind of value that {ledger.tool} has here")
 
 
 def settle_by_name(ledger: Ledger, path: Path, value: Any) -> None:

@@ -136,6 +136,7 @@ class _Comments:
         """An entry of a list: its first key has the dash."""
         lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
         space = "  " * (indent + 1)
+        lines = lines or [f"{space}  {{}}"]
         first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
         yield from (f"{space}{line.lstrip()}" for line in lines[:first])
         yield f"{space}- {lines[first].lstrip()}"

@@ -102,11 +102,14 @@ def leaves(value: object, path: Path = ()) -> Iterator[Path]:
 
 def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
-    for found in leaves(tree, path):
-        value: Any = tree
-        for part in found[len(path) :]:
-            value = value[part]
-        yield found, value
+    if isinstance(tree, dict) and tree:
+        for name, inner in cast("dict[str, Any]", tree).items():
+            yield from flattened(inner, (*path, name))
+    elif isinstance(tree, list) and tree and all(isinstance(item, dict) and item != {} for item in cast("list[Any]", tree)):
+        for index, item in enumerate(cast("list[Any]", tree)):
+            yield from flattened(item, (*path, index))
+    else:
+        yield path, tree
 
 
 class Ledger:

@@ -38,9 +38,9 @@ _MEDIA = "models with images or sound are not trained here"
 
 def has_adapter(values: dict[str, Any]) -> bool:
     """Return whether a file trains an adapter: it does unless its rank is 0."""
-    training = cast("dict[str, Any]", values.get("training") or {})
-    lora = training.get("lora") if isinstance(training.get("lora"), dict) else None
-    return cast("dict[str, Any]", lora or {}).get("r", 64) != 0
+    training = values.get("training")
+    lora = cast("dict[str, Any]", training).get("lora") if isinstance(training, dict) else None
+    return not isinstance(lora, dict) or cast("dict[str, Any]", lora).get("r", 64) != 0
 
 
 def _task(ledger: Ledger, path: Path, value: object) -> None:

@@ -142,11 +142,12 @@ _TOKENIZER: Rules = {
 
 def _dataset(place: Path) -> Rule:
     def rule(ledger: Ledger, path: Path, value: object) -> None:
-        if isinstance(value, list):
-            for index in range(len(cast("list[Any]", value))):
-                _settle_set(ledger, (*path, index), (*place, index))
-        else:
-            _settle_set(ledger, path, (*place, 0))
+        sets: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if not all(isinstance(each, dict) and each != {} for each in sets):
+            ledger.ask(path, "a data set is a mapping with its `_component_`", ("data", str(place[1])))
+            return
+        for index in range(len(sets)):
+            _settle_set(ledger, (*path, index) if isinstance(value, list) else path, (*place, index))
 
     return rule
 
@@ -221,6 +222,9 @@ def _logger(ledger: Ledger, path: Path, value: object) -> None:
 
 def _steps_of_all_epochs(ledger: Ledger, path: Path, value: Any) -> None:
     epochs = ledger.value("epochs") or 1
+    if not (isinstance(value, int) and isinstance(epochs, int)):
+        ledger.ask(path, "steps of an epoch × epochs are no number: write `training: {max_steps: …}`", ("training", "max_steps"))
+        return
     ledger.write(path, {"training.max_steps": value * epochs}, Fate.COMPUTED, f"{value} × {epochs} epochs: it counts all steps here")
 
 
