@@ -468,14 +468,10 @@ class _Walk:
 
     def _recipe_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
         """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no recipe may have them."""
-        found = self._valid(self._changed, with_values(self._changed.written, self._kept.written, paths))
-        return found[1] if found else None
-
-    def _valid(self, side: _Side, document: dict[str, Any]) -> tuple[Recipe, Recipe] | None:
-        """Return a recipe in the place of a side's, and the same resolved; None if no recipe may be so."""
+        document = with_values(self._changed.written, self._kept.written, paths)
         try:
-            loaded = replace(side.loaded, recipe=Recipe.model_validate(document), notices=())
-            return loaded.recipe, resolve_recipe(loaded, self._options.allowed, Observer()).recipe
+            loaded = replace(self._changed.loaded, recipe=Recipe.model_validate(document), notices=())
+            return resolve_recipe(loaded, self._options.allowed, Observer()).recipe
         except ValidationError:
             return None
         except FsdpTuneError as error:

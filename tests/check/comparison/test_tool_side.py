@@ -102,6 +102,13 @@ def recipe_of(files: Path, options: Mapping[str, Any] = TRL, **changes: Any) -> 
     return "recipe.yaml"
 
 
+def unshuffled(files: Path) -> str:
+    """Return the recipe whose rows keep the order of their file."""
+    text = (files / recipe_of(files)).read_text()
+    (files / "sorted.yaml").write_text(text.replace("data:\n", "data:\n  shuffle: false\n"))
+    return "sorted.yaml"
+
+
 def first(found: CompareAnswer) -> str | None:
     return found.first.stage if found.first is not None else None
 
@@ -270,9 +277,7 @@ def test_rows_of_the_same_pieces_and_open_decisions_are_named_where_they_count()
 
 @pytest.mark.usefixtures("stand_in")
 def test_order_counts_where_the_other_side_does_not_shuffle(files: Path) -> None:
-    recipe = recipe_of(files)
-    (files / "sorted.yaml").write_text((files / recipe).read_text().replace("data:\n", "data:\n  shuffle: false\n"))
-    found = compared(written(files, "trl"), "sorted.yaml")
+    found = compared(written(files, "trl"), unshuffled(files))
     assert (first(found), keys(found)) == ("order", ["data.shuffle"])
 
 
@@ -596,9 +601,7 @@ def test_option_of_another_trl_is_named_where_the_recipe_has_it(files: Path) -> 
 @pytest.mark.slow
 @pytest.mark.usefixtures("trl")
 def test_random_order_of_trl_differs_from_the_order_of_the_file(files: Path) -> None:
-    recipe = recipe_of(files)
-    (files / "sorted.yaml").write_text((files / recipe).read_text().replace("data:\n", "data:\n  shuffle: false\n"))
-    found = compared(written(files, "trl"), "sorted.yaml")
+    found = compared(written(files, "trl"), unshuffled(files))
     assert (first(found), keys(found)) == ("order", ["data.shuffle"])
 
 
