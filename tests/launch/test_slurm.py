@@ -24,16 +24,16 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=f"no Slurm to test with: {missing()}"),
 ]
 
-STEPS, SAVE_STEPS = 80, 5
-"""Of a second and more: the controller needs 20 s to find a node lost."""
+STEPS, SAVE_STEPS = 480, 5
+"""Of 0.3 s and more: the controller needs 20 s to find a node lost, in which the job must not end."""
 TWO_NODES = ("--nodes", "2", "--set", "launch.num_processes=4", "--set", "launch.num_cpu_threads_per_process=1")
 HYBRID = ("fsdp.sharding_strategy=HYBRID_SHARD", "parallelism.dp_replicate_size=2", "parallelism.dp_shard_size=2")
 TRAINING = (
     f"training.max_steps={STEPS}",
     f"training.save_steps={SAVE_STEPS}",
     "training.logging_steps=1",
-    "training.global_batch_size=512",
-    "training.save_total_limit=20",
+    "training.global_batch_size=768",
+    "training.save_total_limit=100",
     "data.eval=null",
     "data.max_length=16",
 )
