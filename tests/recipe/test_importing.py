@@ -176,7 +176,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "fms-command": {"model.name_or_path": "bigscience/bloom-560m", "model.dtype": "bf16", "launch.num_processes": 8},
     "axolotl": {
         "model.name_or_path": "Qwen/Qwen2.5-1.5B",
-        "data.chat_template": None,
+        "data.chat_template": "qwen2.5",
+        "data.separator": "\n",
         "data.eval.fraction": 0.02,
         "data.packing": True,
         "data.eval_packing": False,
@@ -274,7 +275,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }
 SOURCES: dict[str, list[dict[str, Any]]] = {
-    "axolotl": [{"path": "acme/support-chats", "format": "sharegpt"}, {"path": "data/answers.jsonl", "format": "alpaca"}],
+    "axolotl": [
+        {"path": "acme/support-chats", "format": "sharegpt"},
+        {"path": "data/answers.jsonl", "format": "alpaca", "chat_template": "none"},
+    ],
     "trl": [{"path": "trl-lib/Capybara"}],
     "torchtune": [{"path": "yahma/alpaca-cleaned", "split": "train[:95%]", "loss_on": "all"}],
     "ms-swift": [{"path": "AI-ModelScope/alpaca-gpt4-data-en", "max_rows": 500}, {"path": "acme/chats", "name": "en"}],
@@ -810,12 +814,12 @@ def test_default_for_long_rows_of_axolotl_is_a_question_beside_texts(tmp_path: P
     assert "data.overlong" in dict(from_text(tmp_path, AXOLOTL_ROWS).decisions)
 
 
-def test_chat_template_of_axolotl_is_that_of_the_chats(tmp_path: Path) -> None:
+def test_alpaca_rows_of_axolotl_have_no_chat_template(tmp_path: Path) -> None:
     rows = "base_model: g\nsequence_len: 8\nchat_template: chatml\ndatasets: [{path: a, type: chat_template}, {path: b, type: alpaca}]\n"
     result = from_text(tmp_path, rows)
     data = parse_recipe(result.text, Path("r.yaml")).recipe.data
-    assert (data.chat_template, [each.chat_template for each in data.train]) == (None, ["chatml", None])
-    assert "data.train[1]" in dict(result.decisions)
+    assert (data.chat_template, [each.chat_template for each in data.train]) == ("chatml", [None, "none"])
+    assert "chat_template: none  # default of axolotl: by the prompts of Stanford Alpaca" in result.text
 
 
 SECRETS = {

@@ -73,6 +73,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns)))
     pairs = [{"prompt": turn[0]["content"] + " ", "completion": turn[1]["content"]} for turn in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    stanford = [{"instruction": turn[0]["content"], "input": "x" * (n % 3), "output": turn[1]["content"]} for n, turn in enumerate(turns)]
+    (folder / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stanford))
     return folder
 
 
