@@ -259,7 +259,7 @@ def test_value_of_the_other_side_is_not_said_to_come_from_an_ignored_option(file
     assert keys(found) == ["training.warmup_steps"]
     assert found.cause is not None
     assert found.cause.text == (
-        "`training.warmup_steps`: with A's value in B the difference vanishes; A was told `warmup_ratio` of trl.yaml, which TRL ignores"
+        "`training.warmup_steps`: with A's value in B the difference vanishes; A is given `warmup_ratio` of trl.yaml, which TRL ignores"
     )
 
 

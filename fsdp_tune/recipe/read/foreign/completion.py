@@ -159,7 +159,7 @@ def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
 
 def _settle_adapter(ledger: Ledger) -> None:
     if has_adapter(ledger):
-        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless it is told otherwise", Weight.DEFAULT)
+        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
         return
     for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
         ledger.discard(target, "no effect: the file trains no adapter")
