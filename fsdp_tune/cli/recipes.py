@@ -162,6 +162,7 @@ def import_config(
     Examples:
         fsdp-tune import axolotl.yaml --output recipe.yaml
         fsdp-tune import axolotl.yaml --output recipe.yaml --check
+        fsdp-tune import fsdp.yaml --set model.name_or_path=Qwen/Qwen3-8B --set 'data.train=[{path: chats.jsonl}]'
     """
     from fsdp_tune.cli.compare import show_comparison
     from fsdp_tune.core.errors import ExitCode
@@ -202,7 +203,7 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
-    to_do = f"look for `{DECIDE.strip()}` in it, then " if DECIDE in imported.text else ""
+    to_do = f"look for `{DECIDE.strip()}` in it, or answer with `import --set KEY=VALUE`; then " if DECIDE in imported.text else ""
     screen.message(f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it")
 
 

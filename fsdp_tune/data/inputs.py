@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
-from fsdp_tune.data.format.templates import KEY, resolve_template, suggestion
+from fsdp_tune.data.format.templates import KEY, NO_TEMPLATE, suggestion, template_of_source
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -151,11 +151,12 @@ def format_settings(
     data = recipe.data
     where = Where(key=key)
     template_key = f"{key}.chat_template" if entry.chat_template else KEY
-    template = resolve_template(entry.chat_template, template_key) if entry.chat_template else encoder.chat_template
+    template = template_of_source(entry.chat_template, template_key, encoder.chat_template)
     if format_ in {"messages", "sharegpt"} and template is None:
+        lacking = f"`{template_key}` is `{NO_TEMPLATE}`" if entry.chat_template else "the tokenizer has no chat template"
         raise usage_error(
             "no-chat-template",
-            f"`{entry.path}` holds conversations, and the tokenizer has no chat template",
+            f"`{entry.path}` holds conversations, and {lacking}",
             where=where,
             hint=suggestion(encoder.encode, template_key),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,6 +207,7 @@ def import_recipe(
     output: str | Path | None = None,
     force: bool = False,
     num_gpus: int | None = None,
+    overrides: Sequence[str] = (),
     check: bool = False,
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
@@ -213,9 +215,10 @@ def import_recipe(
     """Read a configuration of another trainer (`OPTION_NAMES` has them), or the script or notebook with its arguments, which is not run.
 
     `tool` is a name of `--from`; None: recognised by the keys. The recipe is written to `output`, if it is given; an existing file is
-    replaced with `force` alone. `num_gpus`: the GPUs that the configuration was made for, if it does not say it. `check` compares the file
-    with the written recipe; `allowed` is the code that this may run.
-    Raises: FsdpTuneError for a file of no known tool, of another kind of training, or that exists already.
+    replaced with `force` alone. `num_gpus`: the GPUs that the configuration was made for, if it does not say it. `overrides`: `KEY=VALUE`
+    for the recipe, in place of what the file has or leaves open. `check` compares the file with the written recipe; `allowed` is the code
+    that this may run.
+    Raises: FsdpTuneError for a file of no known tool, of another kind of training, or that exists already, and for a wrong override.
     """
     path = Path(source)
     target = None if output is None else Path(output)
@@ -225,7 +228,8 @@ def import_recipe(
         raise nothing_to_check()
     if target is not None:
         _check_target(target, path, force=force)
-    imported = import_file(path, tool=OPTION_NAMES[tool] if tool else None, num_gpus=num_gpus, templates=frozenset(BUNDLED))
+    known = OPTION_NAMES[tool] if tool else None
+    imported = import_file(path, tool=known, num_gpus=num_gpus, templates=frozenset(BUNDLED), overrides=overrides)
     if target is not None:
         atomic.write_file(target, imported.text)
     found = Import(imported, _unchecked(imported.recipe), target, num_gpus)

@@ -290,6 +290,10 @@ class ImportOptions:
         int | None,
         Option("GPUs that the file was made for: gives `launch.num_processes` and `training.global_batch_size`.", metavar="N", minimum=1),
     ] = None
+    overrides: Annotated[
+        Sequence[str],
+        Option("Write this in place of what FILE has, or leaves open. Repeatable.", flags=("--set",), metavar="KEY=VALUE"),
+    ] = ()
     check: Annotated[bool, Option("Then compare FILE and `--output`, as `fsdp-tune compare` does.")] = False
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
 

@@ -141,7 +141,7 @@ def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: 
     text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
     had, others = ([option for option, has in ignored.items() if has is wanted] for wanted in (True, False))
     text = f"{named}: {changed} has it from {', '.join(had)}; with {kept}'s value the difference vanishes" if had else text
-    text += "".join(f"; {kept} was told {option}" for option in others)
+    text += "".join(f"; {kept} is given {option}" for option in others)
     options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
     unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
     ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]

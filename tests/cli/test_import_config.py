@@ -61,7 +61,7 @@ def test_json_document_has_the_account_of_every_key(source: Path) -> None:
     assert {path[0] for path in leaves(yaml.safe_load(AXOLOTL))} == {key.partition(".")[0].partition("[")[0] for key in named}
     (row,) = [row for row in document["account"] if row["key"] == "evals_per_epoch"]
     assert (row["fate"], row["to"], row["value"]) == ("computed", ["training.eval_steps", "training.eval_strategy"], 4)
-    assert [each["key"] for each in document["decisions"]][:2] == ["data.train[1]", "training.global_batch_size"]
+    assert [each["key"] for each in document["decisions"]][:1] == ["training.global_batch_size"]
     assert yaml.safe_load(document["recipe"])["model"]["name_or_path"] == "Qwen/Qwen2.5-1.5B"
 
 
@@ -134,3 +134,21 @@ def test_check_without_a_written_recipe_is_exit_2_and_nothing_is_printed(source:
     done = runner.invoke(app, ["import", str(source), "--check"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "`--check` compares the file with the recipe that is written" in done.stderr
+
+
+def test_set_answers_in_the_same_command_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
+    _, file, text = FILES["accelerate"]
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    (tmp_path / "chats.jsonl").write_text('{"text": "one"}\n' * 40, encoding="utf-8")
+    target = tmp_path / "recipe.yaml"
+    words = ["import", str(tmp_path / file), "--output", str(target)]
+    answers = ["--set", "model.from_config=gpt2", "--set", f"data.train=[{{path: {tmp_path / 'chats.jsonl'}}}]"]
+    wrong = runner.invoke(app, [*words, *answers, "--set", "trainin.seed=1"])
+    assert (wrong.exit_code, target.exists()) == (2, False)
+    assert "error: --set #3: unknown key `trainin`" in wrong.stderr
+    open_one = runner.invoke(app, words)
+    assert "look for `# DECIDE:` in it, or answer with `import --set KEY=VALUE`" in open_one.stdout
+    done = runner.invoke(app, [*words, "--force", *answers, "--set", "model.tokenizer=builtin:bytes"])
+    assert done.exit_code == 0, done.output
+    assert "to decide" not in done.stdout
+    assert yaml.safe_load(target.read_text())["data"]["train"] == [{"path": str(tmp_path / "chats.jsonl")}]

@@ -78,6 +78,8 @@ def test_alpaca_without_template_uses_stanford_prompts() -> None:
     without = example("alpaca", {"instruction": "Add", "input": "", "output": "z"})
     assert without.prompt.endswith("request.\n\n### Instruction:\nAdd\n\n### Response:")
     assert "Input" not in without.prompt
+    separated = example("alpaca", {"instruction": "Add", "input": "", "output": "z"}, separator="\n")
+    assert separated.prompt == without.prompt + "\n"
 
 
 def test_alpaca_with_template_is_a_chat() -> None:

@@ -110,6 +110,8 @@ def test_alpaca_notice_shows_the_prompt_format(tmp_path: Path) -> None:
     chat = prepared(tmp_path, rows, encoder=encoder, max_length=400)
     assert told(chat) == {"alpaca-prompt": "alpaca rows are formatted with the chat template"}
     assert shown(chat, encoder)[0].endswith("assistant\n[2<|im_end|>]\n")
+    none = prepared(tmp_path, {"path": str(rows), "chat_template": "none"}, encoder=encoder, max_length=400)
+    assert shown(none, encoder) == [text.replace("</s>", "<|im_end|>") for text in shown(without)]
 
 
 def test_chats_ending_with_a_token_other_than_eos_are_reported(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ BF16_STATE = Case(training=(("optim_args", "state_dtype=bf16"),))
 ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=true"),))
 EIGHT_BITS = Case("llama-64", training=(("optim", "adamw_torch_8bit"),))
 FOUR_BITS = Case("llama-64", training=(("optim", "adamw_torch_4bit"), ("optim_args", "block_size=128")))
+BLOCKS_BESIDE_BF16 = replace(EIGHT_BITS, stored="bf16")
+ROUNDED_BESIDE_BLOCKS = replace(BLOCKS_BESIDE_BF16, training=(*EIGHT_BITS.training, ("optim_args", "bf16_stochastic_round=true")))
 WITHOUT_EMBEDDING = replace(EIGHT_BITS, strategy="NO_SHARD")
 STATE, WEIGHTS = "optimizer state in {}", "weights in bf16, rounded {}"
 """Sections of the report."""
@@ -103,7 +105,9 @@ def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "kinds"), [(BF16_STATE, ["bfloat16"]), (EIGHT_BITS, ["8-bit", "float32"])], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kinds"), [(BF16_STATE, ["bfloat16"]), (EIGHT_BITS, ["8-bit", "float32"]), (BLOCKS_BESIDE_BF16, ["8-bit", "float32"])], ids=str
+)
 def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], bench: Bench) -> None:
     found = json.loads(bench.run(case).readback_json.read_text())["optimizer_state_bytes"]
     assert sorted(found) == kinds
@@ -113,7 +117,9 @@ def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], b
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [ROUNDED, EIGHT_BITS, slow(BF16_STATE), slow(FOUR_BITS)], ids=str)
+@pytest.mark.parametrize(
+    "case", [ROUNDED, EIGHT_BITS, BLOCKS_BESIDE_BF16, *map(slow, (ROUNDED_BESIDE_BLOCKS, BF16_STATE, FOUR_BITS))], ids=str
+)
 def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Bench) -> None:
     assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
 

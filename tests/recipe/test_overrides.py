@@ -105,3 +105,14 @@ def test_option_is_named_as_typed() -> None:
     twice = one_problem(problems_with("", "launch.num_processes=2", options=[said]))
     assert (twice.code, twice.where.source) == ("duplicate-key", "--num-gpus 3")
     assert "--num-gpus 3 and --set #1" in twice.message
+
+
+def test_null_makes_no_section() -> None:
+    """`lora: {}` trains an adapter: taking back one of its keys must not."""
+    assert load_with("", "lora.lr_ratio=null").recipe.lora is None
+    assert load_with("launch: {env: {A: b}}\n", "launch.env.A=null").recipe.launch.env == {}
+
+
+@pytest.mark.parametrize("key", ["lora.none", "none.of_it", "none"])
+def test_null_for_an_unknown_key_is_an_error(key: str) -> None:
+    assert one_problem(problems_with("", f"{key}=null")).code == "unknown-key"

@@ -353,7 +353,7 @@ class FormatSettings:
                 raise ColumnError(column, "needs a chat template, and the tokenizer has none", hint=hint)
         prompt = STANFORD_WITH_INPUT if more else STANFORD_WITHOUT_INPUT
         filled = prompt.format_map({"instruction": instruction, "input": more})
-        return Text(filled, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
+        return Text(filled + self.separator, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
 
     def _chat(self, messages: list[Message], row: dict[str, Any], first_answer: int = 0) -> Chat:
         """Answers before message `first_answer` are context. Messages after the last answer are dropped unless all is trained."""

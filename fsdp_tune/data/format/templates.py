@@ -18,6 +18,8 @@ from fsdp_tune.recipe.schema.kinds import is_jinja
 
 MAX_TEMPLATE_BYTES = 1 << 20
 KEY = "data.chat_template"
+NO_TEMPLATE = "none"
+"""Of a source: its rows are rendered as by a tokenizer without a chat template."""
 LIST = "`fsdp-tune templates` lists the bundled ones"
 
 Part = Literal["system", "tools", "thinking"]
@@ -110,6 +112,16 @@ def suggestion(encode: Callable[[list[str]], list[list[int]]], key: str = KEY) -
     first, *others = fitting_templates(encode)
     also = f"; {', '.join(f'`{name}`' for name in others)} fit too" if others else ""
     return f"set `{key}: {first}` ({BUNDLED[first].purpose}), which fits the vocabulary{also}; {LIST}. A .jinja file is possible too"
+
+
+def template_of_source(name: str | None, key: str, otherwise: str | None) -> str | None:
+    """Return the Jinja text for the rows of a source; `otherwise`, that of all rows, if it names none. None: they have none.
+
+    Raises: usage error (exit 2).
+    """
+    if name is None:
+        return otherwise
+    return None if name == NO_TEMPLATE else resolve_template(name, key)
 
 
 def resolve_template(name: str, key: str = KEY) -> str:

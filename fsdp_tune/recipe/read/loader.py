@@ -41,6 +41,7 @@ from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, refused, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -364,6 +365,16 @@ def apply_overrides(
     return notices, problems
 
 
+def override_values(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
+    """Return the value of each `--set` by the path of its key, in order. Raises: FsdpTuneError for one that is not `KEY=VALUE`."""
+    found: dict[tuple[str, ...], Any] = {}
+    for number, text in enumerate(overrides, start=1):
+        branch = _parse(text, Where(f"--set #{number}"))
+        translate(branch)
+        found |= {path: plain_value(entry.node) for path, entry in _leaves(branch, ())}
+    return found
+
+
 def _parse(text: str, where: Where) -> MappingNode:
     """Return `a.b=v` as the mapping {a: {b: v}}. Raises: FsdpTuneError with an example of the syntax."""
     key, separator, raw = check_characters(text, where).partition("=")
@@ -431,9 +442,22 @@ def _lost(tree: MappingNode, path: _Keys, entry: MappingEntry) -> list[str]:
     return [name for name in entries_of(before.node) if name not in entry.node.entries]
 
 
+def _is_known(path: _Keys) -> bool:
+    """Return whether a recipe has a key, or a free mapping or TrainingArguments that can have it."""
+    if path[0] == "training" and len(path) > 1 and path[1] in TRAINING_FIELDS.fields:
+        return True
+    field = next(filter(None, (field_at(path[:depth]) for depth in range(len(path), 0, -1))), None)
+    return field is not None and (field_at(path) is not None or not sections_in(field.annotation))
+
+
 def _put(tree: MappingNode, path: _Keys, entry: MappingEntry, where: Where) -> list[Problem]:
+    """Write an entry into a tree. The default of a key, null, makes no section: an empty one can mean something, as `lora` does."""
+    is_null = isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain
+    is_default = is_null and _is_known(path)
     holder = tree
     for depth, part in enumerate(path[:-1], 1):
+        if is_default and part not in holder.entries:
+            return []
         inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
             hint = f"set the full list: `--set {shown(dotted(path[:depth]))}=[…]`"
@@ -442,7 +466,7 @@ def _put(tree: MappingNode, path: _Keys, entry: MappingEntry, where: Where) -> l
             inner = MappingNode({}, where)
             holder.entries[part] = MappingEntry(where, inner)
         holder = inner
-    if isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain:
+    if is_default:
         holder.entries.pop(path[-1], None)
     else:
         holder.entries[path[-1]] = entry

@@ -172,7 +172,7 @@ class DataSource(Section):
     loss_on: LossOn | None = None
     """null = `data.loss_on`."""
     chat_template: Text | None = None
-    """null = `data.chat_template`."""
+    """null = `data.chat_template`; none = no template: Stanford Alpaca's prompts."""
     weight: Positive | None = None
     """Share of this source in `data.mixture.weight_by`; null = by size."""
     max_rows: Whole | None = None
@@ -270,7 +270,7 @@ class Data(Section):
     eval_packing: Annotated[bool | None, Effect(DATA | MEMORY, FREE)] = None
     """null = `packing`."""
     separator: Annotated[str, Effect(DATA, REFUSED)] = ""
-    """Text between prompt and completion."""
+    """Text between prompt and completion, or after the prompts of Stanford Alpaca."""
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
     """Append a trained end-of-sequence token to each example; auto = in all formats but segments and tokenized. Never doubled."""
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"

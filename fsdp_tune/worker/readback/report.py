@@ -360,7 +360,7 @@ def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer)
     in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
     for parameter, state in optimizer.state.items():
         wide = in_blocks and not blocks_fit(parameter, block)
-        wanted = meaning["parameter_dtype"] if wide else meaning["optimizer_state_dtype"]
+        wanted = "float32" if wide else meaning["optimizer_state_dtype"]
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and kind != "step" and kept_as(value) != wanted:
                 return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {kept_as(value)!r}"

@@ -224,6 +224,7 @@ EQUAL: list[dict[str, Any]] = [
     {"sequence_len": 90, "excess_length_strategy": "truncate"},
     {"warmup_steps": 1},
     {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1},
+    {"datasets": [{"path": "alpaca.jsonl", "ds_type": "json", "type": "alpaca"}], "sequence_len": 400},
     LORA,
 ]
 

@@ -73,6 +73,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns)))
     pairs = [{"prompt": turn[0]["content"] + " ", "completion": turn[1]["content"]} for turn in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    stanford = [{"instruction": turn[0]["content"], "input": "x" * (n % 3), "output": turn[1]["content"]} for n, turn in enumerate(turns)]
+    (folder / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stanford))
     return folder
 
 
@@ -257,7 +259,7 @@ def test_value_of_the_other_side_is_not_said_to_come_from_an_ignored_option(file
     assert keys(found) == ["training.warmup_steps"]
     assert found.cause is not None
     assert found.cause.text == (
-        "`training.warmup_steps`: with A's value in B the difference vanishes; A was told `warmup_ratio` of trl.yaml, which TRL ignores"
+        "`training.warmup_steps`: with A's value in B the difference vanishes; A is given `warmup_ratio` of trl.yaml, which TRL ignores"
     )
 
 

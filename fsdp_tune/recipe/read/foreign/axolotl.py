@@ -62,6 +62,9 @@ def _type(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         # `chat_template` is the type of sharegpt rows too: the names of their keys decide.
         weight = Weight.IMPLIED if kind == "chat_template" else Weight.GIVEN
         ledger.write(path, {(*place, "format"): advice.tree["data"]["train"][0]["format"]}, Fate.CONVERTED, weight=weight)
+        if kind == "alpaca":
+            ledger.set((*place, "chat_template"), "none", "default of axolotl: by the prompts of Stanford Alpaca", Weight.IMPLIED)
+            ledger.set(("data", "separator"), "\n", "default of axolotl: the answer is on its own line", Weight.IMPLIED)
     else:
         ledger.ask(path, f"`{value}` is a prompt strategy of axolotl: {advice.words}", (*place, "format"))
 
@@ -252,28 +255,12 @@ def _least_rate(ledger: Ledger, path: Path, value: Any) -> None:
 
 
 def _chat_template(ledger: Ledger, path: Path, value: Any) -> None:
-    """axolotl renders rows of the type `chat_template` by it; here it would render alpaca rows too."""
-    entries = _entries(ledger)
-    named = {_kind(entry) for entry in entries.values()}
-    chats = [place for place, entry in entries.items() if _kind(entry) == "chat_template"]
+    """axolotl renders rows of the type `chat_template` by it."""
+    named = {_kind(entry) for entry in _entries(ledger).values()}
     if named and named <= _WITHOUT_TEMPLATE:
-        ledger.drop(path, f"it is not used for rows of {enumerated(sorted(named), 'and')}, and here it would change how they are rendered")
-    elif chats and "alpaca" in named:
-        _template_of_chats(ledger, path, value, [place for place in chats if not entries[place].keys() & _TEMPLATES])
-        for place in (place for place, entry in entries.items() if _kind(entry) == "alpaca"):
-            words = "axolotl renders these rows by the prompt of Stanford Alpaca; here that needs a tokenizer without a chat template"
-            if (place, words) not in ledger.decisions:
-                ledger.decide(place, words)
+        ledger.drop(path, f"it is not used for rows of {enumerated(sorted(named), 'and')}")
     else:
         chat_template("data.chat_template")(ledger, path, value)
-
-
-def _template_of_chats(ledger: Ledger, path: Path, value: Any, places: list[Path]) -> None:
-    if places:
-        first, *more = ((*place, "chat_template") for place in places)
-        chat_template(first, *more)(ledger, path, value)
-    else:
-        ledger.drop(path, "each data set of chats has its own")
 
 
 def _kind(entry: dict[str, Any]) -> str:
@@ -293,7 +280,6 @@ def _entries(ledger: Ledger) -> dict[Path, dict[str, Any]]:
 
 
 _WITHOUT_TEMPLATE = frozenset({"alpaca", "completion", "input_output"})
-_TEMPLATES = frozenset({"chat_template", "chat_template_jinja"})
 
 
 def _wandb_project(ledger: Ledger, path: Path, value: object) -> None:

@@ -159,7 +159,7 @@ def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
 
 def _settle_adapter(ledger: Ledger) -> None:
     if has_adapter(ledger):
-        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless it is told otherwise", Weight.DEFAULT)
+        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
         return
     for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
         ledger.discard(target, "no effect: the file trains no adapter")
@@ -169,6 +169,8 @@ def _settle_dtype(ledger: Ledger) -> None:
     """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps adapters in fp32."""
     source = ledger.settings.get(("model", "dtype"))
     if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE or source.weight is not Weight.GIVEN:
+        return
+    if ledger.is_answered(("model", "dtype")) or ledger.is_answered(("model", "frozen_dtype")):
         return
     del ledger.settings[("model", "dtype")]
     ledger.settings[("model", "frozen_dtype")] = source
@@ -294,6 +296,8 @@ def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
 def _settle_ranks(ledger: Ledger) -> None:
     """Launchers count the ranks of one machine; a recipe those of all."""
     machines = ledger.get("launch", "num_machines")
+    if ledger.is_answered(RANKS):
+        return
     for path in ((LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
         local = ledger.value(*path)
         if not isinstance(local, int) or isinstance(local, bool):
@@ -314,7 +318,7 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     elif num_gpus is not None:
         ranks = num_gpus
         ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
-    if ledger.get(*GLOBAL) is not None or not _is_number(micro) or not _is_number(accumulation):
+    if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL) or not _is_number(micro) or not _is_number(accumulation):
         return
     if not isinstance(ranks, int) and micro * accumulation == 1:
         return
@@ -322,10 +326,10 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
         words = f"{micro} × {accumulation} = {micro * accumulation} sequences for each GPU: write the sum over all GPUs"
         ledger.decide(GLOBAL, f"{words}, so that their number can change (`import --num-gpus N` does)")
         return
-    sharing = math.prod(ledger.get("parallelism", key) or 1 for key in ROW_KEYS)
+    sharing = math.prod(size for key in ROW_KEYS if _is_number(size := ledger.get("parallelism", key)))
     product = micro * accumulation * ranks // sharing
     reason = f"{micro} × {accumulation} × {ranks} ranks" + (f" / {sharing} ranks for each row" if sharing != 1 else "")
-    setting = ledger.settings.pop(ACCUMULATION, None)
+    setting = ledger.settings.pop(ACCUMULATION, None) if not ledger.is_answered(ACCUMULATION) else None
     ledger.set(GLOBAL, product, reason, Weight.GIVEN)
     for row in setting.rows if setting is not None else []:
         _compute(ledger, row, reason)
@@ -348,12 +352,14 @@ def name_model_and_data(ledger: Ledger) -> None:
     if ledger.get("model", "name_or_path") is None and not any(target[:2] == ("model", "from_config") for target in ledger.settings):
         ledger.set(("model", "name_or_path"), _MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
         ledger.decide(("model", "name_or_path"), "the file names no model that can be read here: a hub id or a directory")
+    if any(ledger.is_answered(target) for target in ledger.settings if target[:2] == TRAIN):
+        return
     indexes = {target[2] for target in ledger.settings if target[:2] == ("data", "train")}
     missing = [index for index in sorted(indexes or {0}, key=int) if ledger.get("data", "train", index, "path") is None]
     for index in missing:
         ledger.set(("data", "train", index, "path"), _DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
     if missing:
-        ledger.decide(("data", "train"), "the file names no rows that can be read here: files or a hub id")
+        ledger.decide(TRAIN, "the file names no rows that can be read here: files or a hub id")
 
 
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_da
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting
-from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
+from fsdp_tune.recipe.read.loader import DECIDE, override_values, parse_recipe
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -235,13 +235,14 @@ def import_file(
     num_gpus: int | None = None,
     templates: Collection[str] = (),
     ignored: Collection[str] = (),
+    overrides: Sequence[str] = (),
 ) -> ImportedRecipe:
     """Turn a configuration of another tool into a recipe. `tool` is recognised if it is not given; `num_gpus` is the number of ranks that
     it was made for, if the file does not say it; `templates` are the names of bundled chat templates; `ignored` are keys that the tool
-    does not read, and that are dropped.
+    does not read, and that are dropped; `overrides` are `KEY=VALUE` of the recipe, as for `--set`, which come before what the file has.
 
     The text loads as a recipe: a value that the reader of recipes refuses has become a question. Raises: FsdpTuneError for a file that is
-    not readable, of no known tool, or for another kind of training.
+    not readable, of no known tool, or for another kind of training, and for an override that a recipe refuses.
     """
     found = read_foreign(path, tool)
     if found.tool == TORCHTUNE:
@@ -254,10 +255,12 @@ def import_file(
     rules |= dict.fromkeys(ignored, leave("the tool does not read it"))
     settle_all(ledger, (), rules)
     ask_each(ledger, ())
+    for target, value in override_values(overrides).items():
+        ledger.answer(target, value)
     complete(ledger, num_gpus, rules)
     for words in found.unread:
         ledger.decide((), words)
-    text, recipe = _accepted(ledger, found)
+    text, recipe = _accepted(ledger, found, overrides)
     ledger.close()
     decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
     return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
@@ -390,18 +393,32 @@ _NESTED: Rules = {"config": _config, "deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted(ledger: Ledger, found: ForeignFile) -> tuple[str, Recipe]:
-    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message."""
+def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str]) -> tuple[str, Recipe]:
+    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
+
+    Raises: FsdpTuneError for a refused value that a person has said.
+    """
     for _ in range(_MOST_CORRECTIONS):
         text = recipe_text(ledger, found)
         try:
-            return text, parse_recipe(text, found.path.with_suffix(".yaml")).recipe
+            return text, parse_recipe(text, found.path.with_suffix(".yaml"), overrides).recipe
         except FsdpTuneError as error:
+            if said := [problem for each in error.problems if (problem := _said(ledger, each)) is not None]:
+                raise FsdpTuneError(*said) from error
             withdrawn = [target for problem in error.problems if (target := _setting_of(ledger, problem)) is not None]
             if not withdrawn:
                 raise
             name_model_and_data(ledger)
     raise AssertionError("a recipe without settings loads")
+
+
+def _said(ledger: Ledger, problem: Problem) -> Problem | None:
+    """Return a problem that is about an override, at its place; None for another one."""
+    if str(problem.where.source).startswith("--set"):
+        return problem
+    key = problem.where.key or ""
+    about = any(f"{dotted(target)}.".startswith(f"{key}.") for target in ledger.answered)
+    return replace(problem, where=Where("--set", key=key)) if key and about else None
 
 
 def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
@@ -410,7 +427,7 @@ def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
     names = {dotted(target): target for target in ledger.settings}
     target = names.get(key) or next((path for name, path in names.items() if name.startswith((f"{key}.", f"{key}["))), None)
     target = target or next((path for name, path in names.items() if key.startswith((f"{name}.", f"{name}["))), None)
-    if target is None or not key:
+    if target is None or not key or ledger.is_answered(target):
         return None
     ledger.withdraw(target, problem.message + (f"; {problem.hint}" if problem.hint else ""))
     return target

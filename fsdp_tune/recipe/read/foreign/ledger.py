@@ -125,6 +125,7 @@ class Ledger:
         """Places of other files' content. What a file or command says itself comes before what it includes."""
         self.decisions: list[tuple[Path, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
+        self.answered: list[Path] = []
 
     def value(self, *path: str | int) -> Any:
         """Return the value at a path; None if there is none."""
@@ -204,7 +205,7 @@ class Ledger:
     def set(self, target: Path, value: Any, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
         """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another kind is there."""
         there = self.settings.get(target)
-        if there is None and self._of_another_kind(target, value) is not None:
+        if self.is_answered(target) or (there is None and self._of_another_kind(target, value) is not None):
             return
         if there is None or _ORDER.index(weight) > _ORDER.index(there.weight):
             self.settings[target] = there = Setting(value, weight, [origin], there.rows if there is not None else [])
@@ -221,7 +222,28 @@ class Ledger:
         self._row(path, Fate.DROPPED, (), reason)
 
     def decide(self, target: Path, words: str) -> None:
-        self.decisions.append((target, words))
+        if not any(_is_below(target, each) for each in self.answered):
+            self.decisions.append((target, words))
+
+    def answer(self, target: Path, value: Any) -> None:
+        """Give a key the value that a person has said, or its default for None, in place of what the file gives or leaves open."""
+        words = f"`--set {dotted(target)}` decides"
+        for other in list(self.settings):
+            if _is_below(other, target):
+                self.discard(other, words)
+        while (place := self._of_another_kind(target, value)) is not None:
+            self.discard(next(other for other in self.settings if _is_below(other, place)), words)
+        for row in self.rows:
+            if row.fate is Fate.QUESTION and any(_is_below(near, target) for near in row.targets):
+                row.fate, row.targets, row.reason = Fate.DROPPED, (), words
+        self.decisions = [(near, words) for near, words in self.decisions if not _is_below(near, target)]
+        for path, inner in flattened(value, target) if value is not None else ():
+            self.settings[path] = Setting(inner, Weight.GIVEN, ["--set"])
+        self.answered.append(target)
+
+    def is_answered(self, target: Path) -> bool:
+        """Return whether a person has said the value of a key, or of one above or below it: nothing replaces it."""
+        return any(_is_below(target, each) or _is_below(each, target) for each in self.answered)
 
     def withdraw(self, target: Path, words: str) -> None:
         """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
@@ -234,7 +256,7 @@ class Ledger:
 
     def discard(self, target: Path, reason: str) -> None:
         """Remove a setting that has no effect, if there is one: keys that have set nothing else are dropped."""
-        setting = self.settings.pop(target, None)
+        setting = self.settings.pop(target, None) if not self.is_answered(target) else None
         for row in setting.rows if setting is not None else []:
             row.targets = tuple(each for each in row.targets if each != target)
             if not row.targets:
@@ -266,6 +288,11 @@ class Ledger:
         assert found, f"`{dotted(path)}` is settled already, or is not in the file"
         for each in found:
             del self._open[each]
+
+
+def _is_below(path: Path, other: Path) -> bool:
+    """Return whether a path is `other`, or leads to a part of it."""
+    return path[: len(other)] == other
 
 
 def _login(path: Path, value: str) -> str:
