@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES, FUSED_ADAMW, INIT_GROUP
+from fsdp_tune.model.internals.torchao_internals import NEW_BUFFER
 from fsdp_tune.model.shard.local import local_part, require_torchao, sharding_of, wraps_others
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import optimizer_name, state_bits
@@ -218,10 +219,12 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
     Moments that are in no blocks are in fp32: in bf16, the dtype of the parameter, a second moment would never change.
     """
 
+    new_buffer = NEW_BUFFER.get()
+
     class PlainRates(kind):  # type: ignore[misc, valid-type]
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:  # noqa: FBT001  torchao's signature
             # A block's tensor is fp32 in torch's eyes: as bf16, DTensor refuses the update of a part in blocks.
-            buffer: torch.Tensor = super()._new_buffer(torch.empty_like(p, dtype=torch.float32), signed)
+            buffer: torch.Tensor = new_buffer(self, torch.empty_like(p, dtype=torch.float32), signed)
             return buffer
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
