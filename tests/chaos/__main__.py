@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import shutil
 import signal
@@ -15,13 +16,14 @@ from pathlib import Path
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import read_outcome
 from tests.chaos import page
-from tests.chaos.draw import KINDS, MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start
+from tests.chaos.draw import MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start, kinds_on
 from tests.chaos.ends import Attempt, judge
 from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import HANG_SECONDS, KEEP, LAST_STEP, Play, Stage, compile_shim, port_of
 from tests.cuda.devices import DEVICES
 from tests.faults.checks import verified_steps
 from tests.faults.scoreboard import record_chaos
+from tests.launch.namespaces import Wire, two_namespaces
 
 MINUTES_FOR_ALL = 30.0
 """A test this long fails if it has not hit every phase and every kind."""
@@ -37,6 +39,7 @@ class Chaos:
     dice: random.Random
     machines: int
     device: str = "cpu"
+    wire: Wire | None = None
     tally: Tally = field(default_factory=Tally)
     violations: list[str] = field(default_factory=list)
     attempts: int = 0
@@ -86,9 +89,9 @@ class Chaos:
         folder = self.folder / name / "place"
         folder.mkdir(parents=True)
         if name == "reference":
-            return Stage(folder, self.shim, self.machines, self.device)
+            return Stage(folder, self.shim, self.machines, self.device, wire=self.wire)
         restarts, verify = self.dice.choice((0, 0, 2)), self.dice.choice(("quick", "quick", "full"))
-        return Stage(folder, self.shim, self.machines, self.device, restarts, verify)
+        return Stage(folder, self.shim, self.machines, self.device, restarts, verify, self.wire)
 
     def _drawn(self, run: RunDir) -> list[Disturbance]:
         first_step = max(verified_steps(run), default=0) if run.path.is_dir() else 0
@@ -135,7 +138,7 @@ class Chaos:
 
     def summary(self) -> str:
         """Return what was done, in one sentence."""
-        machines = "one machine" if self.machines == 1 else f"{self.machines} commands as machines"
+        machines = "one machine" if self.machines == 1 else f"{self.machines} machines (network namespaces)"
         gpus = " with emulated GPUs" if self.device == "cuda" else ""
         return (
             f"{self.stories} runs on {machines}{gpus}, {self.attempts} starts, {self.tally.count()} disturbances, "
@@ -147,7 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test --suite chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
-    parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands simulate two machines with one rank each")
+    parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: network namespaces with one rank each; needs root")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: emulated GPUs")
     parser.add_argument(
         "--write", action="store_true", help="keep the counts in docs/evidence/data/faults.json, and write docs/evidence/faults.md"
@@ -160,13 +163,16 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    chaos = Chaos(folder, random.Random(options.seed), options.machines, options.device)
-    deadline = time.monotonic() + 60 * options.minutes
-    chaos.undisturbed()
-    while time.monotonic() < deadline:
-        chaos.story()
+    with two_namespaces() if options.machines > 1 else contextlib.nullcontext() as wire:
+        chaos = Chaos(folder, random.Random(options.seed), options.machines, options.device, wire)
+        deadline = time.monotonic() + 60 * options.minutes
+        chaos.undisturbed()
+        while time.monotonic() < deadline:
+            chaos.story()
     print(f"\nseed {options.seed}: {chaos.summary()}\n\n{page.table(chaos.tally)}\n")
-    never = [phase for phase in PHASES if not chaos.tally.count(phase=phase)] + [kind for kind in KINDS if not chaos.tally.count(kind)]
+    never = [phase for phase in PHASES if not chaos.tally.count(phase=phase)] + [
+        kind for kind in kinds_on(options.machines) if not chaos.tally.count(kind)
+    ]
     if never:
         print(f"never hit: {', '.join(never)}")
     if options.write:

@@ -16,9 +16,12 @@ SIGNALS = ("SIGHUP", "SIGTERM", "SIGINT")
 KILL, SHORT_STOP, LONG_STOP = "SIGKILL", "short stop", "long stop"
 SLOW_DISK, FULL_DISK, READ_ONLY_DISK = "slow disk", "full disk", "read-only disk"
 CLOCK = "clock"
+SHORT_CUT, LONG_CUT = "short cut", "long cut"
 DISKS = (SLOW_DISK, FULL_DISK, READ_ONLY_DISK)
+CUTS = (SHORT_CUT, LONG_CUT)
+"""Of the link between two machines."""
 KINDS = (KILL, SHORT_STOP, LONG_STOP, *SIGNALS, *DISKS, CLOCK)
-HARMLESS = (SHORT_STOP, SLOW_DISK, CLOCK)
+HARMLESS = (SHORT_STOP, SLOW_DISK, CLOCK, SHORT_CUT)
 """Kinds that must not end a run, so that others may follow in the same start of it."""
 COMMAND, AGENT, RANK, LOADER, CHILD = "command", "agent", "rank", "loader", "child"
 """Processes of a run. A child is any other process that a command has started: it inspects the model, or checks the merged one."""
@@ -39,12 +42,16 @@ MOST_BEFORE = 4
 LONGEST_DELAY = 0.6
 
 
+def kinds_on(machines: int) -> tuple[str, ...]:
+    return KINDS if machines == 1 else (*KINDS, *CUTS)
+
+
 @dataclass(frozen=True)
 class Disturbance:
     kind: str
     phase: str
     target: str
-    """Which process; a disk and a clock belong to a machine."""
+    """Which process; a disk and a clock belong to a machine, and a link to both."""
     machine: int = 0
     step: int = 0
     """Not before this step."""
@@ -55,6 +62,7 @@ class Disturbance:
 
     def __str__(self) -> str:
         where = f"machine {self.machine}" if self.kind in (*DISKS, CLOCK) else f"{self.target} of machine {self.machine}"
+        where = "the link" if self.kind in CUTS else where
         how = f" {self.seconds:+.0f} s" if self.kind == CLOCK else f" {self.seconds:.1f} s" if self.seconds else ""
         when = f" from step {self.step}" if self.step else f" after {100 * self.delay:.0f}%" if self.delay else ""
         return f"{self.kind}{how}, {where}, {self.phase}{when}"
@@ -112,18 +120,22 @@ def draw_start(dice: random.Random, tally: Tally, setting: Setting) -> list[Dist
 
 
 def draw(
-    dice: random.Random, tally: Tally, setting: Setting, *, phases: Sequence[str] = PHASES, kinds: Sequence[str] = KINDS
+    dice: random.Random, tally: Tally, setting: Setting, *, phases: Sequence[str] = PHASES, kinds: Sequence[str] = (*KINDS, *CUTS)
 ) -> Disturbance:
     """Draw one disturbance: of the rarest phases one, then of the kinds that are rarest in it the rarest, then the rarest target."""
     machines, hang_seconds, first_step, last_step = setting.machines, setting.hang_seconds, setting.first_step, setting.last_step
     phase = _rarest(dice, phases, lambda each: (tally.drawn(phase=each),))
-    kind = _rarest(dice, kinds, lambda each: (tally.drawn(each, phase), tally.drawn(each)))
+    possible = [each for each in kinds if each in kinds_on(machines)]
+    kind = _rarest(dice, possible, lambda each: (tally.drawn(each, phase), tally.drawn(each)))
     step = dice.randrange(first_step + 1, last_step) if phase in _AT_STEPS and first_step + 1 < last_step else 0
     delay = dice.uniform(0.0, LONGEST_DELAY) if phase in _LONG else 0.0
     machine = 0 if phase == "merging" else dice.randrange(machines)
     if kind in DISKS:
         seconds = dice.uniform(0.5, 1.5) * hang_seconds if kind == SLOW_DISK else dice.uniform(1.0, hang_seconds / 2)
         return Disturbance(kind, phase, "", machine, step, seconds, delay)
+    if kind in CUTS:
+        seconds = dice.uniform(1.0, hang_seconds / 2) if kind == SHORT_CUT else 1.5 * hang_seconds
+        return Disturbance(kind, phase, "", 0, step, seconds, delay)
     if kind == CLOCK:
         return Disturbance(kind, phase, "", machine, step, dice.choice((-1, 1)) * dice.choice((90, 3600, 86400)), delay)
     target = _rarest(dice, _targets(phase, machine), lambda each: (tally.drawn(kind, phase, each), tally.drawn(target=each)))

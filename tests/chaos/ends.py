@@ -16,6 +16,7 @@ from tests.chaos.draw import (
     HARMLESS,
     KILL,
     LOADER,
+    LONG_CUT,
     LONG_STOP,
     RANK,
     READ_ONLY_DISK,
@@ -71,6 +72,8 @@ class Attempt:
     """Which process was disturbed."""
     situation: Situation | None = None
     """None where nothing was disturbed (yet)."""
+    has_jumped: bool = False
+    """Whether a clock was set."""
     dismissed: set[int] = field(default_factory=set)
     """Machines whose commands waited for a first machine that had ended, and were ended by SIGTERM."""
     left: list[str] = field(default_factory=list)
@@ -123,6 +126,8 @@ def _listed(ends: Iterable[End]) -> str:
 
 def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_step: int) -> Iterator[End]:
     """Yield every end that is promised for the command of one machine."""
+    if attempt.has_jumped and len(attempt.codes) > 1:  # compared while they prepare
+        yield End(FAILED, r"differs from machine 0 .*: a clock that is")
     if machine in attempt.dismissed and attempt.codes[0] != OK:
         yield End(PREEMPTED)
     if disturbance is None or disturbance.kind in HARMLESS:
@@ -136,6 +141,11 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
             yield End(FAILED, r"rank \d+ ended before it could report")
         if disturbance.kind == READ_ONLY_DISK:  # the rank's log and the launcher's are there too; the other command repeats the verdict
             yield End(FAILED, r"rank \d+ ended with exit code 1 before it could report")
+        return
+    if disturbance.kind == LONG_CUT:  # longer than `launch.hang_timeout`; before the first step and after the last, it may not be noticed
+        yield from _without_the_other(machine)
+        if attempt.situation.step == 0 or last_step - attempt.situation.step <= STEPS_READ_AHEAD:
+            yield End(OK)
         return
     assert attempt.target is not None
     late = attempt.situation.is_over

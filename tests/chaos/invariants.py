@@ -69,7 +69,8 @@ def lost_checkpoints(run: RunDir, reported: Iterable[int], keep: int) -> list[st
 def leftovers(run: RunDir, *, is_finished: bool, seen: Collection[int]) -> list[str]:
     """What must not outlive the commands: the lock, shared memory, and after the last end also stages. `seen`: pids of the run."""
     found: list[str] = []
-    if (owner := live_owner(run.lock)) is not None:
+    owner = live_owner(run.lock)
+    if owner is not None and Path(f"/proc/{owner.pid}").exists():  # of a machine with another name, its age alone would tell
         found.append(f"run.lock is still held by {owner}")
     shared = ((path, re.match(r"torch_(\d+)_", path.name)) for path in Path("/dev/shm").iterdir())
     found += [f"{path} is left" for path, match in shared if match and int(match[1]) in seen]

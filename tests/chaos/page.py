@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.chaos.draw import KINDS, PHASES, TARGETS, Tally
+from tests.chaos.draw import CUTS, KINDS, PHASES, TARGETS, Tally, kinds_on
 
 HEADING = """## Chaos
 
 `scripts/test --suite chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it
-disturbs one process, the disk or the clock, and resumes with `--resume auto` until the run has finished. Losses, evaluations and
+disturbs one process, the disk, the clock or the link, and resumes with `--resume auto` until the run has finished. Losses, evaluations and
 merged tensors must equal those of an undisturbed run, bit for bit.
 """
 
@@ -18,7 +18,7 @@ merged tensors must equal those of an undisturbed run, bit for bit.
 def table(tally: Tally) -> str:
     """Return the hits by kind and phase with sums, and a sentence with those of each kind of process."""
     lines = [f"| | {' | '.join(PHASES)} | all |", f"|---{'|---' * (len(PHASES) + 1)}|"]
-    for kind in KINDS:
+    for kind in (*KINDS, *(cut for cut in CUTS if tally.count(cut))):
         counts = [tally.count(kind, phase) for phase in PHASES]
         lines.append(f"| {kind} | {' | '.join(str(count or '') for count in counts)} | {sum(counts)} |")
     totals = [tally.count(phase=phase) for phase in PHASES]
@@ -29,7 +29,7 @@ def table(tally: Tally) -> str:
 
 def part(machines: int, summary: str, tally: Tally) -> dict[str, Any]:
     """Return what is kept of the tests on that many machines."""
-    hits = {kind: {phase: count for phase in PHASES if (count := tally.count(kind, phase))} for kind in KINDS}
+    hits = {kind: {phase: count for phase in PHASES if (count := tally.count(kind, phase))} for kind in kinds_on(machines)}
     return {"machines": machines, "summary": summary, "hits": hits, "processes": {target: tally.count(target=target) for target in TARGETS}}
 
 
@@ -42,7 +42,7 @@ def section(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the section of the page: hits by kind. The data have those by phase and by process too."""
     texts = [HEADING]
     for each in parts:
-        title = "One machine" if each["machines"] == 1 else f"{each['machines']} commands as machines"
+        title = "One machine" if each["machines"] == 1 else f"{each['machines']} machines"
         kinds = {kind: sum(phases.values()) for kind, phases in each["hits"].items()}
         texts.append(f"**{title}.** {each['summary']} By kind: {_counts(kinds)}.\n")
     return "\n".join(texts)

@@ -24,6 +24,7 @@ from tests.chaos.draw import (
     AGENT,
     CLOCK,
     COMMAND,
+    CUTS,
     DISKS,
     FULL_DISK,
     HARMLESS,
@@ -40,6 +41,7 @@ from tests.chaos.draw import (
 from tests.chaos.ends import Attempt, Situation
 from tests.chaos.processes import MACHINE, MARK, Moment, Process, Watcher, listens_to, marked
 from tests.cuda.environment import environment_on
+from tests.launch.namespaces import ADDRESSES, Wire, on_machine
 
 HANG_SECONDS = 30.0
 LAST_STEP = 20
@@ -86,6 +88,8 @@ class Stage:
     max_restarts: int = 0
     verify: str = "quick"
     """How the merge checks its output: `full` starts processes for that, which import torch."""
+    wire: Wire | None = None
+    """Of two machines, which are network namespaces."""
     pids: set[int] = field(default_factory=set)
     """Every process of the run so far."""
     clocks: dict[int, float] = field(default_factory=dict)
@@ -101,7 +105,7 @@ class Stage:
         keys = {**_KEYS, "launch.max_restarts": self.max_restarts, "merge.verify": self.verify, "output_dir": self.run.path}
         keys["launch.device"] = self.device
         if self.machines > 1:
-            keys |= {"launch.num_machines": self.machines, "launch.main_process_ip": "127.0.0.1"}
+            keys |= {"launch.num_machines": self.machines, "launch.main_process_ip": ADDRESSES[0]}
         words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         return [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, *(["--resume", "auto"] if resume else [])]
 
@@ -147,7 +151,7 @@ class Play:
         self._done_at: float | None = None
         """When the last disturbance was done, monotonic seconds."""
         self._lasting: list[tuple[float, Disturbance, Process | None]] = []
-        """Stops and bad disks with their ends (monotonic seconds), and the process that is stopped."""
+        """Stops, bad disks and cuts with their ends (monotonic seconds), and the process that is stopped."""
         self._leader_ended_at: float | None = None
         self._saved: set[int] = set()
         self._old_restarts = _restarts(read_metrics(stage.run))
@@ -183,6 +187,7 @@ class Play:
     def _start(self, machine: int, log: Path, *, resume: bool) -> subprocess.Popen[bytes]:
         stage = self._stage
         words = stage.command(resume=resume) + (["--machine-rank", str(machine)] if stage.machines > 1 else [])
+        words = on_machine(machine, words) if stage.wire is not None else words
         environment = stage.environment(self._token, machine)
         with open(log, "wb") as file:
             return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
@@ -207,7 +212,7 @@ class Play:
     def _dismiss_followers(self, now: float) -> None:
         """End what waits for a first machine that ended before its ranks started. It would wait for an hour, as is documented."""
         leader, *followers = self._commands
-        if leader.poll() is None:
+        if leader.poll() is None or any(disturbance.kind in CUTS for _, disturbance, _ in self._lasting):
             return
         self._leader_ended_at = self._leader_ended_at or now
         for machine, command in enumerate(followers, start=1):
@@ -226,7 +231,7 @@ class Play:
                 self.pending.remove(disturbance)
                 self.done.append(disturbance)
                 self._done_at = time.monotonic()
-                if disturbance.kind in (*DISKS, SHORT_STOP, LONG_STOP):
+                if disturbance.kind in (*DISKS, *CUTS, SHORT_STOP, LONG_STOP):
                     self._lasting.append((self._done_at + disturbance.seconds, disturbance, self._attempt.target))
                 if disturbance.kind not in HARMLESS:
                     self.pending.clear()
@@ -248,10 +253,14 @@ class Play:
         """Return whether it could be done. A process may come a little later, or not in this phase."""
         self._scan()
         here = [process for process in self._processes if process.machine == disturbance.machine]
-        if disturbance.kind not in (*DISKS, CLOCK):
+        if disturbance.kind not in (*DISKS, *CUTS, CLOCK):
             return self._disturb_process(disturbance, moment, here)
-        if disturbance.kind == CLOCK:
+        if disturbance.kind in CUTS:
+            assert self._stage.wire is not None
+            self._stage.wire.cut()
+        elif disturbance.kind == CLOCK:
             self._stage.clocks[disturbance.machine] = disturbance.seconds
+            self._attempt.has_jumped = True
         else:
             self._stage.disks[disturbance.machine] = disturbance.kind
         self._stage.control(disturbance.machine)
@@ -288,11 +297,14 @@ class Play:
         return target.role == COMMAND and run.merged.is_dir()
 
     def _undo(self, now: float) -> None:
-        """End the stops and bad disks whose time is up. A clock that has jumped stays as it is."""
+        """End the stops, bad disks and cuts whose time is up. A clock that has jumped stays as it is."""
         due = [each for each in self._lasting if each[0] < now]
         self._lasting = [each for each in self._lasting if each[0] >= now]
         for _, disturbance, target in due:
-            if target is None:
+            if disturbance.kind in CUTS:
+                assert self._stage.wire is not None
+                self._stage.wire.mend()
+            elif target is None:
                 self._stage.disks.pop(disturbance.machine)
                 self._stage.control(disturbance.machine)
             elif any(process.pid == target.pid for process in marked(self._token)):

@@ -28,15 +28,18 @@ from tests.chaos.draw import (
     CHILD,
     CLOCK,
     COMMAND,
+    CUTS,
     FULL_DISK,
     HARMLESS,
     KILL,
     KINDS,
     LOADER,
+    LONG_CUT,
     LONG_STOP,
     PHASES,
     RANK,
     READ_ONLY_DISK,
+    SHORT_CUT,
     SHORT_STOP,
     SLOW_DISK,
     Disturbance,
@@ -123,6 +126,13 @@ def test_all_processes_and_both_machines_are_disturbed() -> None:
     found = drawn(1, 60, machines=2)
     assert {one.machine for one in found} == {0, 1}
     assert {one.target for one in found} == {"", COMMAND, AGENT, RANK, LOADER, CHILD}
+
+
+def test_link_is_cut_between_two_machines_alone() -> None:
+    assert not {one.kind for one in drawn(1, 60)} & set(CUTS)
+    cuts = [one for one in drawn(1, 60, machines=2) if one.kind in CUTS]
+    assert {one.kind for one in cuts} == set(CUTS)
+    assert all(one.seconds < HANG if one.kind == SHORT_CUT else one.seconds > HANG + 5 for one in cuts)
 
 
 def test_missed_phase_is_drawn_more_often_but_not_exclusively() -> None:
@@ -329,6 +339,31 @@ def test_documented_exit_is_not_a_violation(kind: str, target: str, attempt: Att
     assert verdict(kind, target, attempt) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "step", "is_fine"),
+    [
+        (SHORT_CUT, 0, 3, True),
+        (SHORT_CUT, 5, 3, False),
+        (LONG_CUT, 5, 3, True),
+        (LONG_CUT, 0, 3, False),
+        (LONG_CUT, 0, LAST_STEP, True),
+        (LONG_CUT, 1, 3, False),
+    ],
+)
+def test_link_that_is_cut_longer_than_the_limit_ends_the_run(kind: str, code: int, step: int, is_fine: bool) -> None:
+    text = "error: no progress for 20 s" if code else ""
+    attempt = Attempt([code, code], [text, text], situation=Situation(step))
+    assert (judge(Disturbance(kind, "training", ""), attempt, hang_seconds=HANG, last_step=LAST_STEP) == []) is is_fine
+
+
+def test_machines_compare_their_clocks_while_they_prepare() -> None:
+    text = "error: machine 1 (b) differs from machine 0 (a): a clock that is 24h00m00s behind the other"
+    attempt = Attempt([1, 1], [text, text], situation=Situation())
+    clock = Disturbance(CLOCK, "preparing", "")
+    assert judge(clock, replace(attempt, has_jumped=True), hang_seconds=HANG, last_step=LAST_STEP) == []
+    assert judge(clock, attempt, hang_seconds=HANG, last_step=LAST_STEP)
+
+
 def test_undisturbed_attempt_must_finish() -> None:
     assert judge(None, Attempt([0], [""]), hang_seconds=HANG, last_step=LAST_STEP) == []
     assert judge(Disturbance(KILL, "training", RANK), Attempt([5], [KILLED_TEXT]), hang_seconds=HANG, last_step=LAST_STEP)
@@ -428,7 +463,7 @@ def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
     assert parts[1]["hits"][KILL] == {"training": 1, "merging": 1}
     assert (parts[1]["processes"][RANK], sum(parts[1]["processes"].values())) == (2, 2)
     text = page.section(parts)
-    assert [text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 commands as machines.** Seed 2.")] == [1, 1, 1]
+    assert [text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 machines.** Seed 2.")] == [1, 1, 1]
     assert f"{KILL} 2, " in text
 
 
