@@ -942,6 +942,12 @@ def test_wrong_override_is_an_error_at_its_place(tmp_path: Path, override: str, 
     assert str(problem.where.source).startswith("--set")
 
 
+@pytest.mark.parametrize("overrides", [["lora.r=4", "lora={r: 8}"], ["lora={r: 8}", "lora.r=4"], ["training.seed=1", "training.seed=2"]])
+def test_key_that_is_set_twice_is_an_error(tmp_path: Path, overrides: list[str]) -> None:
+    with pytest.raises(FsdpTuneError, match="is set twice"):
+        imported(tmp_path, "trl", overrides=overrides)
+
+
 def test_override_of_any_key_and_kind_is_written_or_refused(tmp_path: Path) -> None:
     """A random hundredth of a third of all; 4,700 were tried once. What is written loads as what was answered."""
     values = ("null", "3", "x", "[1]", "[{a: 1}]", "{b: 2}", "true", "[{path: a.jsonl}]", "{path: a.jsonl}", "0.5")

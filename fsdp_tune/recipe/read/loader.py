@@ -366,7 +366,13 @@ def apply_overrides(
 
 
 def override_values(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    """Return the value of each `--set` by the path of its key, in order. Raises: FsdpTuneError for one that is not `KEY=VALUE`."""
+    """Return the value of each `--set` by the path of its key, in order; no path is a part of another.
+
+    Raises: FsdpTuneError for one that is not `KEY=VALUE`, or sets what another one sets.
+    """
+    _, problems = apply_overrides(MappingNode({}, Where("--set")), overrides)
+    if problems:
+        raise FsdpTuneError(*problems)
     found: dict[tuple[str, ...], Any] = {}
     for number, text in enumerate(overrides, start=1):
         branch = _parse(text, Where(f"--set #{number}"))
