@@ -948,6 +948,28 @@ def test_key_that_is_set_twice_is_an_error(tmp_path: Path, overrides: list[str])
         imported(tmp_path, "trl", overrides=overrides)
 
 
+def test_method_follows_what_was_answered(tmp_path: Path) -> None:
+    full = imported(tmp_path, "trl", overrides=["lora=null"]).recipe
+    assert (full.lora, full.model.dtype, full.model.frozen_dtype) == (None, "bf16", "auto")
+    adapters = from_text(
+        tmp_path, "model_name_or_path: g\ndataset_name: d\nlearning_rate: 1.0e-4\ndtype: bfloat16\n", overrides=["lora={r: 8}"]
+    )
+    assert (adapters.recipe.model.dtype, adapters.recipe.model.frozen_dtype) == ("fp32", "bf16")
+
+
+def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
+    recipe = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"]).recipe
+    assert recipe.training.global_batch_size == 64
+    assert "training.gradient_accumulation_steps" not in imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"]).text
+    assert imported(tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]).recipe.launch.num_processes == 8
+
+
+def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path) -> None:
+    assert imported(tmp_path, "trl", overrides=["launch.env.A=1.50"]).recipe.launch.env["A"] == "1.50"
+    with pytest.raises(FsdpTuneError, match="`data.eval.fraction` leads into a list"):
+        imported(tmp_path, "trl", overrides=["data.eval.fraction=null"])
+
+
 def test_override_of_any_key_and_kind_is_written_or_refused(tmp_path: Path) -> None:
     """A random hundredth of a third of all; 4,700 were tried once. What is written loads as what was answered."""
     values = ("null", "3", "x", "[1]", "[{a: 1}]", "{b: 2}", "true", "[{path: a.jsonl}]", "{path: a.jsonl}", "0.5")

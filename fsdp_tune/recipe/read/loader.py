@@ -377,6 +377,7 @@ def override_values(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
     for number, text in enumerate(overrides, start=1):
         branch = _parse(text, Where(f"--set #{number}"))
         translate(branch)
+        take_aliases(branch)
         found |= {path: plain_value(entry.node) for path, entry in _leaves(branch, ())}
     return found
 
@@ -469,6 +470,8 @@ def _put(tree: MappingNode, path: _Keys, entry: MappingEntry, where: Where) -> l
             hint = f"set the full list: `--set {shown(dotted(path[:depth]))}=[…]`"
             return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
         if not isinstance(inner, MappingNode):
+            if is_default:
+                return []
             inner = MappingNode({}, where)
             holder.entries[part] = MappingEntry(where, inner)
         holder = inner

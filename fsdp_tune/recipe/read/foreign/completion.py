@@ -139,6 +139,9 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
 def has_adapter(ledger: Ledger) -> bool:
     """Return whether the file trains LoRA adapters: LLaMA-Factory and ms-swift do unless it says otherwise."""
     values = {**_nested(ledger, "config"), **ledger.values}
+    has_keys = any(target[0] == "lora" for target in ledger.settings)
+    if any(target[0] == "lora" and (has_keys or len(target) == 1) for target in ledger.answered):
+        return has_keys
     if ledger.tool == LLAMA_FACTORY:
         return values.get("finetuning_type", "lora") == "lora"
     if ledger.tool == SWIFT:
@@ -149,7 +152,7 @@ def has_adapter(ledger: Ledger) -> bool:
         return _OWN_RULE[ledger.tool](values)
     if ledger.tool in (TRL, EXAMPLES):
         return is_on(values.get("use_peft", False))
-    return ("lora",) in ledger.settings
+    return has_keys
 
 
 def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
@@ -318,6 +321,8 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     elif num_gpus is not None:
         ranks = num_gpus
         ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
+    if ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None:  # the file's accumulation would fix the number of ranks
+        ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
     if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL) or not _is_number(micro) or not _is_number(accumulation):
         return
     if not isinstance(ranks, int) and micro * accumulation == 1:

@@ -231,7 +231,7 @@ class Ledger:
         for other in list(self.settings):
             if _is_below(other, target):
                 self.discard(other, words)
-        while (place := self._of_another_kind(target, value)) is not None:
+        while value is not None and (place := self._of_another_kind(target, value)) is not None:
             self.discard(next(other for other in self.settings if _is_below(other, place)), words)
         for row in self.rows:
             if row.fate is Fate.QUESTION and any(_is_below(near, target) for near in row.targets):
