@@ -966,7 +966,7 @@ def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
 
 def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path) -> None:
     assert imported(tmp_path, "trl", overrides=["launch.env.A=1.50"]).recipe.launch.env["A"] == "1.50"
-    with pytest.raises(FsdpTuneError, match="`data.eval.fraction` leads into a list"):
+    with pytest.raises(FsdpTuneError, match="leads into a list"):
         imported(tmp_path, "trl", overrides=["data.eval.fraction=null"])
 
 
