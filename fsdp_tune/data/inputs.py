@@ -10,11 +10,12 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
-from fsdp_tune.data.format.templates import KEY, NO_TEMPLATE, suggestion, template_of_source
+from fsdp_tune.data.format.templates import KEY, suggestion, template_of_source
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
+from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 

@@ -303,7 +303,7 @@ class Play:
         for _, disturbance, target in due:
             if disturbance.kind in CUTS:
                 assert self._stage.wire is not None
-                self._stage.wire.mend()
+                self._stage.wire.restore()
             elif target is None:
                 self._stage.disks.pop(disturbance.machine)
                 self._stage.control(disturbance.machine)

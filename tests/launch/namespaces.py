@@ -49,7 +49,7 @@ class Wire:
             self._route("add")
             self._is_cut = True
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         if self._is_cut:
             self._route("del")
             self._is_cut = False

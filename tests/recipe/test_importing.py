@@ -958,9 +958,9 @@ def test_method_follows_what_was_answered(tmp_path: Path) -> None:
 
 
 def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
-    recipe = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"]).recipe
-    assert recipe.training.global_batch_size == 64
-    assert "training.gradient_accumulation_steps" not in imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"]).text
+    found = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"])
+    assert found.recipe.training.global_batch_size == 64
+    assert "gradient_accumulation_steps:" not in found.text
     assert imported(tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]).recipe.launch.num_processes == 8
 
 

@@ -14,12 +14,10 @@ from typing import Any, Literal, cast
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.recipe.references import can_only_be_a_path
-from fsdp_tune.recipe.schema.kinds import is_jinja
+from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE, is_jinja
 
 MAX_TEMPLATE_BYTES = 1 << 20
 KEY = "data.chat_template"
-NO_TEMPLATE = "none"
-"""Of a source: its rows are rendered as by a tokenizer without a chat template."""
 LIST = "`fsdp-tune templates` lists the bundled ones"
 
 Part = Literal["system", "tools", "thinking"]

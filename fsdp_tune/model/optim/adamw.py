@@ -218,7 +218,6 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
     Moments that are in no blocks are in fp32: in bf16, the dtype of the parameter, a second moment would never change.
     """
-
     new_buffer = NEW_BUFFER.get()
 
     class PlainRates(kind):  # type: ignore[misc, valid-type]

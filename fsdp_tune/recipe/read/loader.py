@@ -337,31 +337,14 @@ def apply_overrides(
     tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionOverride] = ()
 ) -> tuple[list[Notice], list[Problem]]:
     """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem and skipped."""
-    notices: list[Notice] = []
-    problems: list[Problem] = []
-    taken: list[tuple[_Keys, Where]] = []
-    given = [(Where(f"--set #{number}"), text) for number, text in enumerate(overrides, start=1)]
-    for where, text in [*given, *((Where(each.option), each.override) for each in options)]:
-        try:
-            branch = _parse(text, where)
-        except FsdpTuneError as error:
-            problems.extend(error.problems)
-            continue
-        found, wrong = translate(branch)
-        notices.extend(found)
-        problems.extend(wrong)
-        for path, node in _leaves(branch, ()):
-            if (earlier := _overlap(path, taken)) is not None:
-                message = f"`{shown(dotted(path))}` is set twice: {where} and {earlier}"
-                problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
-                continue
-            taken.append((path, where))
-            if lost := _lost(tree, path, node):
-                keys = enumerated([f"`{shown(name)}`" for name in lost], "and")
-                message = f"`{shown(dotted(path))}` is replaced entirely: {keys} of the file no longer apply"
-                hint = f"to set a single key: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
-                notices.append(Notice("section-replaced", message, Where(where.source, key=dotted(path)), hint))
-            problems.extend(_put(tree, path, node, where))
+    entries, notices, problems = _read_overrides(overrides, options)
+    for path, entry, where in entries:
+        if lost := _lost(tree, path, entry):
+            keys = enumerated([f"`{shown(name)}`" for name in lost], "and")
+            message = f"`{shown(dotted(path))}` is replaced entirely: {keys} of the file no longer apply"
+            hint = f"to set a single key: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
+            notices.append(Notice("section-replaced", message, Where(where.source, key=dotted(path)), hint))
+        problems.extend(_put(tree, path, entry, where))
     return notices, problems
 
 
@@ -370,16 +353,37 @@ def override_values(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
 
     Raises: FsdpTuneError for one that is not `KEY=VALUE`, or sets what another one sets.
     """
-    _, problems = apply_overrides(MappingNode({}, Where("--set")), overrides)
+    entries, _, problems = _read_overrides(overrides)
     if problems:
         raise FsdpTuneError(*problems)
-    found: dict[tuple[str, ...], Any] = {}
-    for number, text in enumerate(overrides, start=1):
-        branch = _parse(text, Where(f"--set #{number}"))
-        translate(branch)
+    return {path: plain_value(entry.node) for path, entry, _ in entries}
+
+
+def _read_overrides(
+    overrides: Sequence[str], options: Sequence[OptionOverride] = ()
+) -> tuple[list[tuple[_Keys, MappingEntry, Where]], list[Notice], list[Problem]]:
+    """Return the entries that every `--set` and then every option sets, none of which is a part of another."""
+    found: list[tuple[_Keys, MappingEntry, Where]] = []
+    notices: list[Notice] = []
+    problems: list[Problem] = []
+    given = [(Where(f"--set #{number}"), text) for number, text in enumerate(overrides, start=1)]
+    for where, text in [*given, *((Where(each.option), each.override) for each in options)]:
+        try:
+            branch = _parse(text, where)
+        except FsdpTuneError as error:
+            problems.extend(error.problems)
+            continue
+        translated, wrong = translate(branch)
+        notices.extend(translated)
+        problems.extend(wrong)
         take_aliases(branch)
-        found |= {path: plain_value(entry.node) for path, entry in _leaves(branch, ())}
-    return found
+        for path, entry in _leaves(branch, ()):
+            if (earlier := _overlap(path, found)) is not None:
+                message = f"`{shown(dotted(path))}` is set twice: {where} and {earlier}"
+                problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
+            else:
+                found.append((path, entry, where))
+    return found, notices, problems
 
 
 def _parse(text: str, where: Where) -> MappingNode:
@@ -433,8 +437,8 @@ def _leaves(node: MappingNode, path: _Keys) -> list[tuple[_Keys, MappingEntry]]:
     return found
 
 
-def _overlap(path: _Keys, taken: list[tuple[_Keys, Where]]) -> Where | None:
-    for other, where in taken:
+def _overlap(path: _Keys, taken: list[tuple[_Keys, MappingEntry, Where]]) -> Where | None:
+    for other, _, where in taken:
         shorter = min(len(path), len(other))
         if path[:shorter] == other[:shorter]:
             return where

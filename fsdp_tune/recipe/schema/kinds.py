@@ -166,6 +166,10 @@ STRATEGIES: dict[ShardingStrategy, Strategy] = {
 """In the order in which the search tries them."""
 
 
+NO_TEMPLATE = "none"
+"""As `chat_template` of a source: its rows are rendered as by a tokenizer without a chat template."""
+
+
 def is_jinja(template: str) -> bool:
     """Return whether a chat template is given as its text, not by a name."""
     return any(mark in template for mark in ("{%", "{{", "{#"))

@@ -25,6 +25,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
@@ -63,7 +64,7 @@ def _type(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         weight = Weight.IMPLIED if kind == "chat_template" else Weight.GIVEN
         ledger.write(path, {(*place, "format"): advice.tree["data"]["train"][0]["format"]}, Fate.CONVERTED, weight=weight)
         if kind == "alpaca":
-            ledger.set((*place, "chat_template"), "none", "default of axolotl: by the prompts of Stanford Alpaca", Weight.IMPLIED)
+            ledger.set((*place, "chat_template"), NO_TEMPLATE, "default of axolotl: by the prompts of Stanford Alpaca", Weight.IMPLIED)
             ledger.set(("data", "separator"), "\n", "default of axolotl: the answer is on its own line", Weight.IMPLIED)
     else:
         ledger.ask(path, f"`{value}` is a prompt strategy of axolotl: {advice.words}", (*place, "format"))

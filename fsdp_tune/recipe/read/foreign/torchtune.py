@@ -223,7 +223,9 @@ def _logger(ledger: Ledger, path: Path, value: object) -> None:
 def _steps_of_all_epochs(ledger: Ledger, path: Path, value: Any) -> None:
     epochs = ledger.value("epochs") or 1
     if not (isinstance(value, int) and isinstance(epochs, int)):
-        ledger.ask(path, "steps of an epoch × epochs are no number: write `training: {max_steps: …}`", ("training", "max_steps"))
+        ledger.ask(
+            path, "steps of an epoch and epochs are not both whole numbers: write `training: {max_steps: …}`", ("training", "max_steps")
+        )
         return
     ledger.write(path, {"training.max_steps": value * epochs}, Fate.COMPUTED, f"{value} × {epochs} epochs: it counts all steps here")
 
