@@ -170,7 +170,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("stat.S_ISREG", "stat.S_ISDIR(facts.st_mode)"),
         rows="F008",
     ),
-    plant("key overridden twice", "recipe.read.loader:apply_overrides", condition("_overlap", "_ and not path"), rows="F009"),
+    plant("key overridden twice", "recipe.read.loader:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
     # data
     plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
     plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
