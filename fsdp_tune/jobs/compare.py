@@ -163,7 +163,6 @@ def _with_interpreter(a: _Side, b: _Side, options: CompareOptions, observer: Obs
 def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
     """Read a side. Raises: FsdpTuneError."""
     if isinstance(side, ImportedRecipe):
-        options = replace(options, tools="import")
         return _resolved(str(side.path), parse_recipe(side.text, side.path, overrides, name=side.path.stem), side, options, observer)
     name, path = side, Path(side)
     if RunDir(path).is_used:
@@ -250,6 +249,8 @@ class _Result:
         left_out = [*self.left_out, *not_compared_lines(missing)]
         for side in (self.a, self.b):
             left_out += not_compared_lines((f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried)
+            if side.imported is not None and side.options is None:
+                left_out.append(f"what {side.kind} computes: {side.name} is the recipe that `import` makes of it")
             left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
         found = first_of(stages)
         causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []

@@ -216,8 +216,7 @@ def import_recipe(
 
     `tool` is a name of `--from`; None: recognised by the keys. The recipe is written to `output`, if it is given; an existing file is
     replaced with `force` alone. `num_gpus`: the GPUs that the configuration was made for, if it does not say it. `overrides`: `KEY=VALUE`
-    for the recipe, in place of what the file has or leaves open. `check` compares the file with the written recipe; `allowed` is the code
-    that this may run.
+    for the recipe, in place of what the file has or leaves open. `check`: as `check_import`; `allowed` is the code that this may run.
     Raises: FsdpTuneError for a file of no known tool, of another kind of training, or that exists already, and for a wrong override.
     """
     path = Path(source)
@@ -239,11 +238,18 @@ def import_recipe(
 def check_import(found: Import, *, allowed: Allowed = Allowed(), observer: Observer = Observer()) -> CompareAnswer:
     """Compare the imported file with the recipe that was written, as `compare` does: from the tokens of the rows to a step's update.
 
+    TRL and axolotl compute the side of their files themselves. Of another tool it is what is imported without overrides, so that only
+    what they, or a person, have changed is found.
     Raises: FsdpTuneError if no recipe was written, or if the model or the rows that it names cannot be read here.
     """
     if found.output is None:
         raise nothing_to_check()
-    return compare(found.imported, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer)
+    path = found.imported.path
+    plain = import_file(path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED))
+    if not plain.names_inputs:
+        message = f"`--check` compares {path} with the recipe, and the file does not name model and rows"
+        raise usage_error("import-check", message, hint="leave out `--check`: `fsdp-tune rehearse` tries the recipe itself")
+    return compare(plain, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer)
 
 
 def nothing_to_check() -> FsdpTuneError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ import fsdp_tune
 from fsdp_tune.check.comparison.environments import ObservingChild
 from fsdp_tune.jobs.make_recipe import check_import
 from tests.jobs.test_compare import LLAMA, in_process
-from tests.recipe.foreign_files import AXOLOTL
+from tests.recipe.foreign_files import ACCELERATE, AXOLOTL
 
 
 @pytest.fixture
@@ -64,11 +65,12 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path, monkeyp
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    text = "base_model: model\ntokenizer_config: builtin:arithmetic\nsequence_len: 64\nmicro_batch_size: 2\n"
-    (tmp_path / "a.yaml").write_text(text + "datasets: [{path: rows.jsonl, type: completion}]\n")
-    found = fsdp_tune.import_recipe("a.yaml", output="r.yaml", num_gpus=1)
+    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
+    (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
+    found = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1)
     check = check_import(found)
     assert check.equal
+    assert "what transformers examples computes: a.sh is the recipe that `import` makes of it" in check.not_compared
     assert {stage.name for stage in check.stages if stage.status == "equal"} >= {"tokens", "labels", "logits", "update"}
     (tmp_path / "r.yaml").write_text(found.imported.text.replace("max_length: 64", "max_length: 3"))
     changed = check_import(found)
@@ -78,3 +80,31 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path, monkeyp
 def test_check_needs_a_written_recipe(source: Path) -> None:
     with pytest.raises(fsdp_tune.FsdpTuneError, match="and none is"):
         check_import(fsdp_tune.import_recipe(source))
+
+
+def test_check_shows_what_an_override_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
+    (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
+    check = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1, overrides=["data.max_length=4"], check=True).check
+    assert check is not None
+    assert (check.equal, check.cause and [key.key for key in check.cause.keys]) == (False, ["data.max_length"])
+
+
+def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("fsdp_tune.jobs.make_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools)))
+    fsdp_tune.import_recipe(source, output=tmp_path / "r.yaml", overrides=["training.learning_rate=1e-3"], check=True)
+    ((a, b, tools),) = seen
+    assert (a.recipe.training.learning_rate, b, tools) == (2e-4, tmp_path / "r.yaml", "run")
+
+
+def test_file_without_model_and_rows_cannot_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
+    overrides = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]"]
+    with pytest.raises(fsdp_tune.FsdpTuneError, match="the file does not name model and rows"):
+        fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=overrides, check=True)

@@ -20,10 +20,10 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
 from fsdp_tune.recipe.read.foreign.ledger import Fate, flattened, leaves
-from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
+from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.read.tools import foreign_tool
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema.keys import all_keys, dotted, values_by_key
+from fsdp_tune.recipe.schema.keys import values_by_key
 from tests.recipe.foreign_files import ACCELERATE, AUTOMODEL, AXOLOTL, DATASET_INFO, FILES, FMS_DATA, SOUP, TRL, UNSLOTH
 
 TEMPLATES = ("chatml", "qwen2.5", "llama3")
@@ -895,96 +895,96 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
 """Those that ended with a traceback."""
 
 
-def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
-    source = "data.train=[{path: chats.jsonl}]"
-    found = imported(tmp_path, "accelerate", overrides=["model.name_or_path=gpt2", source])
-    assert found.decisions == ()
-    assert DECIDE not in found.text
-    assert "  name_or_path: gpt2  # --set\n" in found.text
-    assert parse_recipe(found.text, tmp_path / "r.yaml").recipe.data.train[0].path == "chats.jsonl"
+# ---- What a tool does where its file says nothing
 
 
-def test_override_comes_before_the_file_and_is_in_the_account(tmp_path: Path) -> None:
-    found = imported(tmp_path, "axolotl", overrides=["training.learning_rate=3e-5", "data.packing=null", "training.seed=7"])
-    assert (found.recipe.training.learning_rate, found.recipe.data.packing) == (3e-5, False)
-    rows = {row.key: row for row in found.rows}
-    for key, target in (("learning_rate", "training.learning_rate"), ("sample_packing", "data.packing")):
-        assert (rows[key].fate, rows[key].reason) == (Fate.DROPPED, f"`--set {target}` decides")
-    assert found.recipe.training.seed == 7
+PRETRAINING = "swift pt --model m --dataset a.jsonl --loss_scale default --use_chat_template true --template qwen2_5\n"
 
 
-def test_question_of_a_key_is_answered_by_an_override_of_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "axolotl")
-    path.write_text(path.read_text().replace("lr_scheduler: cosine", "lr_scheduler: rex"))
-    asked = {row.key: row for row in import_file(path).rows}["lr_scheduler"]
-    assert asked.fate is Fate.QUESTION
-    answered = import_file(path, overrides=["training.lr_scheduler_type=linear"])
-    row = {row.key: row for row in answered.rows}["lr_scheduler"]
-    assert (row.fate, row.reason) == (Fate.DROPPED, "`--set training.lr_scheduler_type` decides")
-    assert values_by_key(answered.recipe)["training.lr_scheduler_type"] == "linear"
+@pytest.mark.parametrize("command", [PRETRAINING, PRETRAINING.replace("swift pt", "python swift/cli/pt.py")])
+def test_pretraining_of_swift_trains_every_token_without_a_template(tmp_path: Path, command: str) -> None:
+    found = from_text(tmp_path, command, "run.sh")
+    assert found.recipe.data.loss_on == "all"
+    assert row(found, "command") == ("converted", "`swift pt` trains every token")
+    assert {row(found, key)[0] for key in ("loss_scale", "use_chat_template", "template")} == {"dropped"}
+    assert "data.chat_template" in dict(found.decisions)
+    tuning = from_text(tmp_path, command.replace("swift pt", "swift sft").replace("pt.py", "sft.py"), "run.sh")
+    assert tuning.recipe.data.loss_on == "assistant"
+    assert "command" not in {each.key for each in tuning.rows}
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("more", "packing"),
     [
-        ("training.max_steps=abc", "`training.max_steps` is `abc`"),
-        ("trainin.max_steps=3", "unknown key `trainin`"),
-        ("training.max_steps", "is not `KEY=VALUE`"),
-        ("data.train.path=x", "`data.train` is a mapping"),
-        ("data.train=null", "the recipe names no training data"),
+        ("stage: pt\n", (True, "wrapped")),
+        ("stage: pt\npacking: false\n", (False, "bfd")),
+        ("stage: pt\npacking: true\n", (True, "wrapped")),
     ],
 )
-def test_wrong_override_is_an_error_at_its_place(tmp_path: Path, override: str, words: str) -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        imported(tmp_path, "llama-factory", overrides=[override])
-    problem = caught.value.problems[0]
-    assert words in problem.message
-    assert str(problem.where.source).startswith("--set")
+def test_pretraining_of_llama_factory_packs_joined_texts(tmp_path: Path, more: str, packing: tuple[bool, str]) -> None:
+    data = from_text(
+        tmp_path, "model_name_or_path: m\ndataset: a\ntemplate: default\ncutoff_len: 64\nfinetuning_type: full\n" + more
+    ).recipe.data
+    assert (data.packing, data.packing_strategy, data.loss_on) == (*packing, "all")
 
 
-@pytest.mark.parametrize("overrides", [["lora.r=4", "lora={r: 8}"], ["lora={r: 8}", "lora.r=4"], ["training.seed=1", "training.seed=2"]])
-def test_key_that_is_set_twice_is_an_error(tmp_path: Path, overrides: list[str]) -> None:
-    with pytest.raises(FsdpTuneError, match="is set twice"):
-        imported(tmp_path, "trl", overrides=overrides)
+TORCHTUNE_STEP = """\
+checkpointer: {{checkpoint_dir: m}}
+dataset: {{_component_: torchtune.datasets.alpaca_dataset}}
+model: {{_component_: torchtune.models.llama3_2.llama3_2_1b}}
+optimizer: {{_component_: {}, lr: 1.0e-5{}}}
+"""
+AUTOMODEL_STEP = """\
+step_scheduler: {{max_steps: 4}}
+model: {{_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: m}}
+optimizer: {{_target_: {}, lr: 1.0e-5{}}}
+"""
 
 
-def test_method_follows_what_was_answered(tmp_path: Path) -> None:
-    full = imported(tmp_path, "trl", overrides=["lora=null"]).recipe
-    assert (full.lora, full.model.dtype, full.model.frozen_dtype) == (None, "bf16", "auto")
-    adapters = from_text(
-        tmp_path, "model_name_or_path: g\ndataset_name: d\nlearning_rate: 1.0e-4\ndtype: bfloat16\n", overrides=["lora={r: 8}"]
-    )
-    assert (adapters.recipe.model.dtype, adapters.recipe.model.frozen_dtype) == ("fp32", "bf16")
+@pytest.mark.parametrize("text", [TORCHTUNE_STEP, AUTOMODEL_STEP])
+@pytest.mark.parametrize(("kind", "decay"), [("torch.optim.Adam", 0.0), ("torch.optim.AdamW", 0.01), ("torch.optim.SGD", 0.0)])
+def test_weight_decay_is_that_of_the_class(tmp_path: Path, text: str, kind: str, decay: float) -> None:
+    found = values_by_key(from_text(tmp_path, text.format(kind, "")).recipe)
+    assert (found.get("training.weight_decay") or 0.0) == decay
 
 
-def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
-    found = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"])
-    assert found.recipe.training.global_batch_size == 64
-    assert "gradient_accumulation_steps:" not in found.text
-    assert imported(tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]).recipe.launch.num_processes == 8
+@pytest.mark.parametrize("text", [TORCHTUNE_STEP, AUTOMODEL_STEP])
+def test_decay_of_adam_asks_for_the_optimizer(tmp_path: Path, text: str) -> None:
+    rows = from_text(tmp_path, text.format("torch.optim.Adam", ", weight_decay: 0.1")).rows
+    asked = [each for each in rows if each.fate is Fate.QUESTION]
+    assert [each.targets for each in asked if "Adam adds the decay" in each.reason] == [(("training", "optim"),)]
 
 
-def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path) -> None:
-    assert imported(tmp_path, "trl", overrides=["launch.env.A=1.50"]).recipe.launch.env["A"] == "1.50"
-    with pytest.raises(FsdpTuneError, match="leads into a list"):
-        imported(tmp_path, "trl", overrides=["data.eval.fraction=null"])
+DEEPSPEED_SCHEDULE = '{{"zero_optimization": {{"stage": 3}}, "scheduler": {{"type": "WarmupLR", "params": {{"warmup_max_lr": 1e-4{}}}}}}}'
 
 
-def test_override_of_any_key_and_kind_is_written_or_refused(tmp_path: Path) -> None:
-    """A random hundredth of a third of all; 4,700 were tried once. What is written loads as what was answered."""
-    values = ("null", "3", "x", "[1]", "[{a: 1}]", "{b: 2}", "true", "[{path: a.jsonl}]", "{path: a.jsonl}", "0.5")
-    cases = [(name, f"{dotted(key.path)}={value}") for name in FILES for key in all_keys() for value in values]
-    for name, override in [*random.Random(0).sample(cases, 100), *OTHER_OVERRIDES]:
-        with contextlib.suppress(FsdpTuneError):
-            found = imported(tmp_path, name, overrides=[override])
-            assert parse_recipe(found.text, tmp_path / "again.yaml", name=found.recipe.name).recipe == found.recipe, override
-
-
-OTHER_OVERRIDES = (
-    ("ms-swift", "model.frozen_dtype=[{a: 1}]"),
-    ("trl", "model.frozen_dtype={b: 2}"),
-    ("fms-command", "parallelism.tp_size=x"),
-    ("trl-command", "training.global_batch_size={b: 2}"),
-    ("llama-factory-json", "lora.lr_ratio=null"),
+@pytest.mark.parametrize(
+    ("more", "steps", "is_asked"),
+    [
+        ("", 1000, True),
+        (', "warmup_num_steps": 10', 10, True),
+        (', "warmup_num_steps": 10, "warmup_type": "linear"', 10, False),
+        (', "warmup_num_steps": 10, "warmup_type": "log"', 10, False),
+    ],
 )
-"""Those that ended with a traceback, or wrote another recipe than they loaded."""
+def test_warmup_of_deepspeed_is_logarithmic_unless_it_says_linear(tmp_path: Path, more: str, steps: int, is_asked: bool) -> None:
+    found = from_text(tmp_path, DEEPSPEED_SCHEDULE.format(more), "ds.json", tool="DeepSpeed")
+    assert found.recipe.training.warmup_steps == steps
+    assert ("training.warmup_steps" in dict(found.decisions)) is is_asked
+    asked = {each.key for each in found.rows if each.fate is Fate.QUESTION}
+    assert ("scheduler.params.warmup_type" in asked) is ("log" in more)
+
+
+@pytest.mark.parametrize(
+    ("value", "fates"),
+    [
+        ("{split_batches: true, dispatch_batches: false}", {"question", "dropped"}),
+        ("{split_batches: false, even_batches: true}", {"dropped"}),
+        ("{gradient_accumulation_kwargs: {num_steps: 4}}", {"question"}),
+        ("{}", {"dropped"}),
+        ("accelerator.json", {"question"}),
+    ],
+)
+def test_settings_of_accelerate_that_change_a_step_are_questions(tmp_path: Path, value: str, fates: set[str]) -> None:
+    found = from_text(tmp_path, TRL + f"accelerator_config: {value}\n")
+    assert {each.fate.value for each in found.rows if each.path[0] == "accelerator_config"} == fates

@@ -369,7 +369,8 @@ class ToolChild:
         found = child.receive()
         if found is None:
             message = f"{self._tool} did not compute its side with {self._python}: {child.failure()}"
-            hint = f"`--tools import` compares the recipe that `import` makes; `--with {TOOLS[self._tool]}==VERSION` tries another version"
+            other = f"`--with {TOOLS[self._tool]}==VERSION` tries another version"
+            hint = f"`compare --tools import` compares the recipe that `import` makes; {other}"
             raise failed_error("compare-failed", message, hint=hint)
         return Observation.from_json(found)
 

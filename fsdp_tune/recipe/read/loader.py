@@ -38,10 +38,9 @@ from fsdp_tune.recipe.read.yaml_source import (
     read_text,
 )
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
-from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, refused, sections_in
+from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, has_default, refused, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -348,15 +347,21 @@ def apply_overrides(
     return notices, problems
 
 
-def override_values(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    """Return the value of each `--set` by the path of its key, in order; no path is a part of another.
+@dataclass(frozen=True, slots=True)
+class Override:
+    value: Any
+    where: Where
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[tuple[str | int, ...], Override]:
+    """Return what each `--set` says by the path of its key, in order; no path is a part of another.
 
     Raises: FsdpTuneError for one that is not `KEY=VALUE`, or sets what another one sets.
     """
     entries, _, problems = _read_overrides(overrides)
     if problems:
         raise FsdpTuneError(*problems)
-    return {path: plain_value(entry.node) for path, entry, _ in entries}
+    return {path: Override(plain_value(entry.node), where) for path, entry, where in entries}
 
 
 def _read_overrides(
@@ -453,18 +458,10 @@ def _lost(tree: MappingNode, path: _Keys, entry: MappingEntry) -> list[str]:
     return [name for name in entries_of(before.node) if name not in entry.node.entries]
 
 
-def _is_known(path: _Keys) -> bool:
-    """Return whether a recipe has a key, or a free mapping or TrainingArguments that can have it."""
-    if path[0] == "training" and len(path) > 1 and path[1] in TRAINING_FIELDS.fields:
-        return True
-    field = next(filter(None, (field_at(path[:depth]) for depth in range(len(path), 0, -1))), None)
-    return field is not None and (field_at(path) is not None or not sections_in(field.annotation))
-
-
 def _put(tree: MappingNode, path: _Keys, entry: MappingEntry, where: Where) -> list[Problem]:
     """Write an entry into a tree. The default of a key, null, makes no section: an empty one can mean something, as `lora` does."""
     is_null = isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain
-    is_default = is_null and _is_known(path)
+    is_default = is_null and has_default(path)
     holder = tree
     for depth, part in enumerate(path[:-1], 1):
         if is_default and part not in holder.entries:

@@ -123,6 +123,42 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
     return next((key.field for key in all_keys() if key.path == names), None)
 
 
+def _free_values(path: Sequence[str | int]) -> Any:
+    """Return the type of the values of the mapping of any keys that a path leads into; None if it leads elsewhere."""
+    if path[0] == "training" and len(path) > 2 and path[1] in TRAINING_FIELDS.fields:
+        return object if "dict" in TRAINING_FIELDS.fields[str(path[1])].types else None
+    above = next(filter(None, (field_at(path[:depth]) for depth in range(len(path) - 1, 0, -1))), None)
+    if above is None or field_at(path) is not None:
+        return None
+    return next((get_args(each)[1] for each in _members(above.annotation) if get_origin(each) is dict), None)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        yield from (member for argument in get_args(annotation) for member in _members(argument))
+    else:
+        yield annotation
+
+
+def is_known_key(path: Sequence[str | int]) -> bool:
+    """Return whether a recipe can have a key: of the schema, of TrainingArguments, or in a free mapping."""
+    is_passed = path[0] == "training" and len(path) == 2 and path[1] in TRAINING_FIELDS.fields
+    return is_passed or field_at(path) is not None or _free_values(path) is not None
+
+
+def has_default(path: Sequence[str | int]) -> bool:
+    """Return whether null for a key is its default. In a mapping of any values, as `model.config_overrides`, null is one of them."""
+    return is_known_key(path) and _free_values(path) is not Any
+
+
+def default_at(path: Sequence[str | int]) -> Any:
+    """Return the default of a key of the schema, or of a field of TrainingArguments."""
+    field = field_at(path)
+    return TRAINING_FIELDS.fields[str(path[-1])].default if field is None else field.get_default(call_default_factory=True)
+
+
 def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Describe the values of a type, for a sentence that ends in `takes …`."""
     return enumerated(_parts(annotation, metadata))

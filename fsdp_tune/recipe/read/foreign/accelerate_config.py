@@ -194,10 +194,22 @@ def _scheduler(ledger: Ledger, path: Path, _: object) -> None:
         pass
     elif kind in names:
         ledger.write((*path, "type"), {"training.lr_scheduler_type": names[kind]}, Fate.CONVERTED)
+        _default_warmup(ledger, (*path, "params"), kind)
     else:
         ledger.ask((*path, "type"), f"`{kind}` of DeepSpeed is not known here", ("training", "lr_scheduler_type"))
     if isinstance(ledger.value(*path, "params"), dict):
         settle_all(ledger, (*path, "params"), {name: unless_auto(rule) for name, rule in _SCHEDULER.items()})
+
+
+def _default_warmup(ledger: Ledger, params: Path, kind: str) -> None:
+    """What DeepSpeed's schedules do where their parameters say nothing (deepspeed/runtime/lr_schedules.py)."""
+    target = ("training", "warmup_steps")
+    if ledger.value(*params, "warmup_num_steps") is None:
+        ledger.set(target, 1000, f"default of {kind}", Weight.DEFAULT)
+    if ledger.value(*params, "warmup_type") is None and ledger.value(*params, "warmup_num_steps") != 0:
+        ledger.decide(target, f"without `warmup_type: linear`, `{kind}` warms up by the logarithm of the step; here it is linear")
+    if kind != "WarmupCosineLR" and ledger.value(*params, "warmup_max_lr") is None:
+        ledger.decide(("training", "learning_rate"), f"without `warmup_max_lr`, `{kind}` rises to 0.001, whatever the optimizer's rate is")
 
 
 _OPTIMIZER: Rules = {

@@ -18,6 +18,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
     leave,
     leave_here,
+    named_optimizer,
     off_or,
     question,
     rename,
@@ -317,15 +318,9 @@ _EVAL_LOADER: Rules = {
 # ---- Optimizer, schedule, checkpoints
 
 
-def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
-    kind = str(value).rpartition(".")[2]
-    if kind not in _OPTIMIZERS:
-        ledger.ask(path, f"`{value}` is not supported", ("training", "optim"))
-    elif kind == "Adam" and ledger.value("optimizer", "weight_decay"):
-        ledger.ask(path, "Adam adds the decay to the gradient; `adamw_torch` decays the weights", ("training", "optim"))
-    else:
-        reason = "without decay, Adam is AdamW" if kind == "Adam" else ""
-        ledger.write(path, {"training.optim": _OPTIMIZERS[kind]}, Fate.CONVERTED, reason)
+def default_decay(ledger: Ledger) -> dict[str, Any]:
+    """Return torch's own default of AdamW, 0.01; Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none."""
+    return {"training.weight_decay": 0.01} if _last(ledger, ("optimizer",)) == "AdamW" else {}
 
 
 def _betas(ledger: Ledger, path: Path, value: object) -> None:
@@ -426,7 +421,7 @@ _RATES: Rules = {
     "min_lr": _least_rate,
 }
 _STEP: Rules = {
-    TARGET: _optimizer,
+    TARGET: named_optimizer(_OPTIMIZERS, "weight_decay"),
     "lr": same("training.learning_rate"),
     "betas": _betas,
     "eps": same("training.adam_epsilon"),

@@ -168,7 +168,7 @@ _SOURCE: dict[str, SourceRule] = {
 def _share_of_epoch(ledger: Ledger, path: Path, value: Any) -> None:
     """So many events in an epoch are, over all epochs, a share of all steps."""
     key = SYNONYMS[str(path[-1])].key
-    epochs = ledger.value("num_epochs")
+    epochs = ledger.decided(("training", "num_train_epochs"), ledger.value("num_epochs"))
     advice = SYNONYMS[str(path[-1])].advice(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and isinstance(epochs, int | float) and epochs > 0
     if advice.tree is None and is_number:
@@ -316,7 +316,7 @@ def _batch(ledger: Ledger, path: Path, value: Any) -> None:
 def _bf16(ledger: Ledger, path: Path, value: Any) -> None:
     """axolotl loads the weights in bf16 too, and trains them so. Beside an adapter, frozen matrices are stored in it here too."""
     settle_by_name(ledger, path, value)
-    if str(value).lower() in ("true", "auto", "full") and ledger.value("adapter") is None:
+    if str(value).lower() in ("true", "auto", "full"):
         ledger.set(("model", "dtype"), "bf16", f"{path[-1]}: axolotl loads the weights in it", Weight.IMPLIED)
 
 

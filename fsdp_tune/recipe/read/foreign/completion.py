@@ -9,7 +9,7 @@ import math
 from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
-from fsdp_tune.recipe.read.foreign import accelerate_config, axolotl, python_script, soup
+from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
 from fsdp_tune.recipe.read.foreign.flat_options import FIRST, MIXED, OF_SCRIPTS, listed_sources, mixer, pack_texts
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
@@ -47,7 +47,7 @@ MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
 GLOBAL: Path = ("training", "global_batch_size")
 RANKS: Path = ("launch", "num_processes")
-_MODEL_PLACEHOLDER, _DATA_PLACEHOLDER = "MODEL", "NAME"
+MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"
 
 _TRAINER = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
 """Defaults of TrainingArguments that a recipe does not share."""
@@ -125,10 +125,11 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
     """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it; `rules`: of the whole file."""
     _settle_adapter(ledger)
     _settle_dtype(ledger)
+    _settle_ranks(ledger)
+    ledger.write_answers()
     _settle_evaluation(ledger)
     _settle_state_format(ledger)
     _set_defaults(ledger, rules)
-    _settle_ranks(ledger)
     _settle_batch(ledger, num_gpus)
     name_model_and_data(ledger)
 
@@ -139,9 +140,9 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
 def has_adapter(ledger: Ledger) -> bool:
     """Return whether the file trains LoRA adapters: LLaMA-Factory and ms-swift do unless it says otherwise."""
     values = {**_nested(ledger, "config"), **ledger.values}
-    has_keys = any(target[0] == "lora" for target in ledger.settings)
-    if any(target[0] == "lora" and (has_keys or len(target) == 1) for target in ledger.answered):
-        return has_keys
+    answers = {target: value for target, value in ledger.answers.items() if target[0] == "lora"}
+    if ("lora",) in answers or any(value is not None for value in answers.values()):
+        return any(value is not None for value in answers.values())
     if ledger.tool == LLAMA_FACTORY:
         return values.get("finetuning_type", "lora") == "lora"
     if ledger.tool == SWIFT:
@@ -152,7 +153,7 @@ def has_adapter(ledger: Ledger) -> bool:
         return _OWN_RULE[ledger.tool](values)
     if ledger.tool in (TRL, EXAMPLES):
         return is_on(values.get("use_peft", False))
-    return has_keys
+    return any(target[0] == "lora" for target in ledger.settings)
 
 
 def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
@@ -171,11 +172,11 @@ def _settle_adapter(ledger: Ledger) -> None:
 def _settle_dtype(ledger: Ledger) -> None:
     """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps adapters in fp32."""
     source = ledger.settings.get(("model", "dtype"))
-    if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE or source.weight is not Weight.GIVEN:
-        return
-    if ledger.is_answered(("model", "dtype")) or ledger.is_answered(("model", "frozen_dtype")):
+    if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE:
         return
     del ledger.settings[("model", "dtype")]
+    if source.weight is not Weight.GIVEN:  # frozen matrices are stored in the dtype of the computation here too
+        return
     ledger.settings[("model", "frozen_dtype")] = source
     for row in source.rows:
         row.fate, row.targets, row.reason = Fate.CONVERTED, (("model", "frozen_dtype"),), "of the frozen weights; adapters are kept in fp32"
@@ -243,12 +244,12 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if ledger.tool in (UNSLOTH, SOUP) and "quantization.load" in found and _is_unquantised(ledger):
         del found["quantization.load"]
     if ledger.tool == AUTOMODEL:
-        found |= _defaults_of_automodel(ledger)
+        found |= _defaults_of_automodel(ledger) | automodel.default_decay(ledger)
     if ledger.tool == SWIFT and not has_adapter(ledger):
         found["training.learning_rate"] = 1e-5
     _decide_about_rows(ledger)
-    if ledger.tool == TORCHTUNE and not str(ledger.get("training", "optim")).startswith("adamw"):
-        del found["training.weight_decay"]  # torch's default of AdamW alone
+    if ledger.tool == TORCHTUNE and not torchtune.decays_by_default(ledger):
+        del found["training.weight_decay"]
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)
     if ledger.tool == AXOLOTL:
@@ -260,11 +261,23 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
 
 
 def _decide_about_rows(ledger: Ledger) -> None:
+    _decide_about_weights(ledger)
     if ledger.tool in (SWIFT, TORCHTUNE) and ledger.get("data", "max_length") is None:
         ledger.decide(("data", "max_length"), f"{ledger.tool} cuts at the model's own length, or not at all; the default here is 2048")
     if ledger.tool == TRL and not any(target[-1] == "loss_on" for target in ledger.settings):
         words = "TRL trains every token of a chat unless `assistant_only_loss` is on; here it is the assistant's turns: `loss_on: all`?"
         ledger.decide(("data", "loss_on"), words)
+
+
+def _decide_about_weights(ledger: Ledger) -> None:
+    """Sources of a stream need weights, since their sizes are unknown; the files of other tools seldom have any."""
+    places = sorted({target[:3] for target in ledger.settings if target[:2] == TRAIN and len(target) > 3}, key=str)
+    missing = [place for place in places if ledger.get(*place, "weight") is None]
+    if not is_on(ledger.get("data", "streaming")) or len(places) < 2 or not missing:
+        return
+    for place in missing:
+        ledger.set((*place, "weight"), 1, "to be decided", Weight.DEFAULT)
+    ledger.decide(TRAIN, f"the share of each source: {ledger.tool} gives none, and a stream here needs a `weight` for each")
 
 
 def _is_unquantised(ledger: Ledger) -> bool:
@@ -299,8 +312,6 @@ def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
 def _settle_ranks(ledger: Ledger) -> None:
     """Launchers count the ranks of one machine; a recipe those of all."""
     machines = ledger.get("launch", "num_machines")
-    if ledger.is_answered(RANKS):
-        return
     for path in ((LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
         local = ledger.value(*path)
         if not isinstance(local, int) or isinstance(local, bool):
@@ -314,7 +325,7 @@ def _settle_ranks(ledger: Ledger) -> None:
 
 def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     """The product of micro-batch, accumulation and ranks is what a recipe fixes."""
-    micro, accumulation = ledger.get(*MICRO), ledger.get(*ACCUMULATION) or 1
+    micro, accumulation = ledger.decided(MICRO, ledger.get(*MICRO)), ledger.get(*ACCUMULATION) or 1
     ranks = ledger.get(*RANKS)
     if num_gpus is not None and ranks not in (num_gpus, None):
         ledger.decide(RANKS, f"the file says {ranks} GPUs, and `--num-gpus` {num_gpus}")
@@ -355,14 +366,14 @@ def _is_number(value: object) -> bool:
 def name_model_and_data(ledger: Ledger) -> None:
     """Write placeholders for a model and rows that are missing, and ask for them."""
     if ledger.get("model", "name_or_path") is None and not any(target[:2] == ("model", "from_config") for target in ledger.settings):
-        ledger.set(("model", "name_or_path"), _MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
+        ledger.set(("model", "name_or_path"), MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
         ledger.decide(("model", "name_or_path"), "the file names no model that can be read here: a hub id or a directory")
     if any(ledger.is_answered(target) for target in ledger.settings if target[:2] == TRAIN):
         return
     indexes = {target[2] for target in ledger.settings if target[:2] == ("data", "train")}
     missing = [index for index in sorted(indexes or {0}, key=int) if ledger.get("data", "train", index, "path") is None]
     for index in missing:
-        ledger.set(("data", "train", index, "path"), _DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
+        ledger.set(("data", "train", index, "path"), DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
     if missing:
         ledger.decide(TRAIN, "the file names no rows that can be read here: files or a hub id")
 

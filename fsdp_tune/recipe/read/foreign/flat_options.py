@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.foreign_file import read_mapping
+from fsdp_tune.recipe.read.foreign.foreign_file import COMMAND, read_mapping
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
@@ -32,6 +32,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.tools import LLAMA_FACTORY
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
@@ -194,6 +195,11 @@ _ENTRY: dict[str, SourceRule] = {
 def _stage(ledger: Ledger, path: Path, value: object) -> None:
     if value == "pt":
         ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, "pre-training: every token is trained")
+        origin = f"default of {LLAMA_FACTORY} for `stage: pt`"
+        if (packing := ledger.value("packing")) is None:
+            ledger.set(("data", "packing"), True, origin, Weight.IMPLIED)
+        if packing is None or is_on(packing):
+            ledger.set(("data", "packing_strategy"), "wrapped", f"{origin}: texts are joined and cut into blocks", Weight.IMPLIED)
     else:
         ledger.drop(path, "supervised fine-tuning is what `train` does")
 
@@ -303,6 +309,18 @@ def _tuner(ledger: Ledger, path: Path, value: Any) -> None:
         by_synonym("tuner_type")(ledger, path, value)
 
 
+def _pretraining(ledger: Ledger, path: Path, value: object) -> None:
+    """`swift pt` trains every token of rows without a chat template, whatever the options say."""
+    ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, f"`swift {value}` trains every token")
+    words = "`swift pt` joins the messages of a row without a chat template: write such rows as `text`, or train them by the template"
+    ledger.decide(("data", "chat_template"), words)
+
+
+def _unless_pretraining(rule: Rule) -> Rule:
+    words = "`swift pt` sets it: every token of rows without a chat template"
+    return lambda ledger, path, value: ledger.drop(path, words) if ledger.value(COMMAND) == "pt" else rule(ledger, path, value)
+
+
 def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
     """Which tokens are trained."""
     names = {"default": "assistant", "last_round": "last_assistant", "all": "all"}
@@ -340,10 +358,11 @@ SWIFT_RULES: Rules = {
     **dict.fromkeys(("train_type", "tuner_type", "sft_type"), _tuner),
     "target_modules": lora_targets,
     "torch_dtype": dtype("model.dtype"),
-    "loss_scale": _loss_scale,
+    COMMAND: _pretraining,
+    "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
     "deepspeed": _sharding,
-    "template": chat_template("data.chat_template"),
+    "template": _unless_pretraining(chat_template("data.chat_template")),
     "sequence_parallel_size": same("parallelism.sp_size"),
     "attn_impl": lambda ledger, path, value: ledger.write(
         path, (SYNONYMS["flash_attn"].advice(value).tree or {"model.attn_implementation": value}), Fate.CONVERTED
@@ -355,7 +374,7 @@ SWIFT_RULES: Rules = {
     **dict.fromkeys(("load_from_cache_file", "add_version", "use_hf", "check_model"), leave("a matter of ms-swift's own code")),
     **dict.fromkeys(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), leave(_MEDIA)),
     "freeze_llm": off_or("off", "the language model is what is trained; `model: {freeze: [PATTERN]}` freezes parts"),
-    "use_chat_template": off_or("rows of text have no template", "chats are rendered by the chat template"),
+    "use_chat_template": _unless_pretraining(off_or("rows of text have no template", "chats are rendered by the chat template")),
     **dict.fromkeys(("model_author", "model_name"), question("write the name into the rows", "data", "train")),
     "system": question("add the system message to the rows", "data", "train"),
     "task_type": fine_or(("causal_lm",), "the models are causal language models", "classifiers and embeddings are not trained here"),

@@ -29,6 +29,8 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SUBSTITUTION = re.compile(r"\$\([^()\n']*\)")
 _SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
 _TRAINING = ("sft", "pt", "train")
+COMMAND = "command"
+"""Key under which the account has ms-swift's word for the method, where it is not `sft`."""
 _OTHER_TRAINING = ("dpo", "kto", "grpo", "ppo", "rloo", "reward", "rlhf", "orpo", "online_dpo", "gkd", "run_mlm", "run_plm", "megatron")
 _LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"})
 _OPERATORS = frozenset({"|", "&&", "||", ";", "&", ">", ">>", "2>", "2>&1", "<"})
@@ -169,6 +171,8 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
         values[LAUNCHER] = launcher
     if environment:
         values[ENVIRONMENT] = environment
+    if tool == SWIFT and any(word.rpartition("/")[2].removesuffix(".py") == "pt" for word in words[: start + 1]):
+        values[COMMAND] = "pt"
     return values | _options(words[start + 1 :], is_launcher=False), tool
 
 

@@ -70,6 +70,22 @@ def by_synonym(name: str) -> Rule:
     return lambda ledger, path, value: _advised(ledger, path, name, value)
 
 
+def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
+    """Return a rule for the class of an optimizer, by the names of classes. `decay`: the key beside it that has the weight decay."""
+
+    def rule(ledger: Ledger, path: Path, value: object) -> None:
+        kind = str(value).rpartition(".")[2]
+        if kind not in names:
+            ledger.ask(path, f"`{value}` is not supported", ("training", "optim"))
+        elif kind == "Adam" and ledger.value(*path[:-1], decay):
+            ledger.ask(path, "Adam adds the decay to the gradient; `adamw_torch` decays the weights", ("training", "optim"))
+        else:
+            reason = "without decay, Adam is AdamW" if kind == "Adam" else ""
+            ledger.write(path, {"training.optim": names[kind]}, Fate.CONVERTED, reason)
+
+    return rule
+
+
 def lora_targets(ledger: Ledger, path: Path, value: Any) -> None:
     """Keep the modules that LoRA adapts, or ask what another tool's word for them means."""
     advice = SYNONYMS["lora_target_modules"].advice(value)
@@ -341,6 +357,17 @@ def _zero_config(ledger: Ledger, path: Path, value: object) -> None:
     ledger.write(path, settings, Fate.CONVERTED, "by the name of the file")
 
 
+def _accelerator(ledger: Ledger, path: Path, value: object) -> None:
+    """What TrainingArguments pass to Accelerate. A file of it is a question; so is what changes the rows of a step."""
+    if not isinstance(value, dict):
+        ledger.ask(path, "write what it sets under `fsdp:`, `parallelism:` and `data:`", ("training",))
+        return
+    if not value:
+        ledger.drop(path, "no keys")
+    others = dict.fromkeys(cast("dict[str, Any]", value), leave(str(owner_of("accelerator_config"))))
+    settle_all(ledger, path, {**others, **_ACCELERATOR})
+
+
 def section(rules: Rules) -> Rule:
     """Return a rule for a mapping, whose keys are settled one by one."""
 
@@ -358,7 +385,19 @@ def section(rules: Rules) -> Rule:
 _FSDP: Rules = dict.fromkeys(
     ("fsdp_final_state_dict_type", "final_state_dict_type"), leave("`merge-checkpoint` makes one model of the shards")
 )
+_ACCELERATOR: Rules = {
+    "split_batches": off_or("off", "the batch is that of all ranks there: write `training: {global_batch_size: …}`"),
+    "even_batches": fine_or((True,), "each rank has as many rows here too", "ranks have as many rows as each other", "data"),
+    "gradient_accumulation_kwargs": section(
+        {
+            "num_steps": question("write `training: {global_batch_size: …}`", "training", "global_batch_size"),
+            "adjust_scheduler": fine_or((True,), "as here", "the schedule counts steps of the optimizer", "training"),
+            **dict.fromkeys(("sync_with_dataloader", "sync_each_batch"), leave("see `fsdp.sync_each_batch`")),
+        }
+    ),
+}
 _SHARED: dict[str, Rule] = {
+    "accelerator_config": _accelerator,
     "fsdp_config": section(_FSDP),
     **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16"), _compute_dtype),
     **dict.fromkeys(("optim", "optimizer"), _optimizer),

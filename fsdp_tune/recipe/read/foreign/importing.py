@@ -21,8 +21,8 @@ from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl,
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
-from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting
-from fsdp_tune.recipe.read.loader import DECIDE, override_values, parse_recipe
+from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
+from fsdp_tune.recipe.read.loader import DECIDE, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -222,6 +222,12 @@ class ImportedRecipe:
     """What else has to be decided: (key of the recipe, words)."""
 
     @property
+    def names_inputs(self) -> bool:
+        """Whether the file, or an override, names model and rows."""
+        places = [source.path for source in self.recipe.data.train]
+        return self.recipe.model.name_or_path != completion.MODEL_PLACEHOLDER and completion.DATA_PLACEHOLDER not in places
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of keys by what became of them."""
         found = Counter(row.fate for row in self.rows)
@@ -248,19 +254,21 @@ def import_file(
     if found.tool == TORCHTUNE:
         found.values = torchtune.resolve_references(found.values)
     _refuse_other_training(found)
-    ledger = Ledger(found.values, found.lines, found.tool, templates)
+    said = read_overrides(overrides)
+    if num_gpus is not None and completion.RANKS in said:
+        where, hint = said[completion.RANKS].where, "give one of them"
+        raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
+    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
     python_script.settle_computed(ledger, found.computed)
     _include(ledger, found)
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED}
     rules |= dict.fromkeys(ignored, leave("the tool does not read it"))
     settle_all(ledger, (), rules)
     ask_each(ledger, ())
-    for target, value in override_values(overrides).items():
-        ledger.answer(target, value)
     complete(ledger, num_gpus, rules)
     for words in found.unread:
         ledger.decide((), words)
-    text, recipe = _accepted(ledger, found, overrides)
+    text, recipe = _accepted(ledger, found, overrides, said)
     ledger.close()
     decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
     return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
@@ -393,7 +401,7 @@ _NESTED: Rules = {"config": _config, "deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str]) -> tuple[str, Recipe]:
+def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[Path, Override]) -> tuple[str, Recipe]:
     """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
 
     Raises: FsdpTuneError for a refused value that a person has said.
@@ -403,22 +411,24 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str]) -> t
         try:
             return text, parse_recipe(text, found.path.with_suffix(".yaml"), overrides).recipe
         except FsdpTuneError as error:
-            if said := [problem for each in error.problems if (problem := _said(ledger, each)) is not None]:
+            problems = [replace(each, message=without_places(each.message)) for each in error.problems]
+            if said := [problem for each in problems if (problem := _said(read, each)) is not None]:
                 raise FsdpTuneError(*said) from error
-            withdrawn = [target for problem in error.problems if (target := _setting_of(ledger, problem)) is not None]
+            withdrawn = [target for problem in problems if (target := _setting_of(ledger, problem)) is not None]
             if not withdrawn:
-                raise
+                places = [replace(each, where=Where(str(found.path), key=each.where.key)) for each in problems]
+                raise FsdpTuneError(*places) from error
             name_model_and_data(ledger)
     raise AssertionError("a recipe without settings loads")
 
 
-def _said(ledger: Ledger, problem: Problem) -> Problem | None:
+def _said(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
     """Return a problem that is about an override, at its place; None for another one."""
     if str(problem.where.source).startswith("--set"):
         return problem
     key = problem.where.key or ""
-    about = any(f"{dotted(target)}.".startswith(f"{key}.") for target in ledger.answered)
-    return replace(problem, where=Where("--set", key=key)) if key and about else None
+    about = next((each.where for target, each in overrides.items() if f"{dotted(target)}.".startswith(f"{key}.")), None)
+    return None if about is None or not key else replace(problem, where=Where(about.source, key=key))
 
 
 def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:

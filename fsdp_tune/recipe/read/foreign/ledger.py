@@ -12,11 +12,10 @@ from enum import StrEnum
 from typing import Any, cast
 
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
-from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
 
 Path = tuple[str | int, ...]
 _PLACE = re.compile(r" \(`[^`]+` on line \d+\)")
-"""Places in the text that was tried, which the final one does not have."""
 _HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
 _TOKENS = _HUB_TOKENS | {"wandb_api_key", "swanlab_api_key", "api_key", "WANDB_API_KEY"}
 _LOGINS = {"wandb": "WANDB_API_KEY, or log in with `wandb login`", "swanlab": "SWANLAB_API_KEY, or log in with `swanlab login`"}
@@ -115,8 +114,18 @@ def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 class Ledger:
     """The rows and settings of one import. Each method that settles a key takes it, with all below it, from the open ones."""
 
-    def __init__(self, values: dict[str, Any], lines: Mapping[Path, int], tool: str, templates: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        values: dict[str, Any],
+        lines: Mapping[Path, int],
+        tool: str,
+        templates: Collection[str] = (),
+        answers: Mapping[Path, Any] | None = None,
+    ) -> None:
         self.values, self.tool, self.templates = values, tool, templates
+        self.answers = answers or {}
+        """What a person says: a value, or None for the default. Known from the start, and written by `write_answers`."""
+        self._said = {path: value for target, answer in self.answers.items() for path, value in _said(target, answer)}
         self._lines = lines
         self._open = dict.fromkeys(leaves(values)) if values else {}
         self.rows: list[AccountRow] = []
@@ -125,7 +134,8 @@ class Ledger:
         """Places of other files' content. What a file or command says itself comes before what it includes."""
         self.decisions: list[tuple[Path, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
-        self.answered: list[Path] = []
+        self._answered: list[Path] = []
+        """Answers that are written: nothing replaces them."""
 
     def value(self, *path: str | int) -> Any:
         """Return the value at a path; None if there is none."""
@@ -222,33 +232,36 @@ class Ledger:
         self._row(path, Fate.DROPPED, (), reason)
 
     def decide(self, target: Path, words: str) -> None:
-        if not any(_is_below(target, each) for each in self.answered):
+        if not any(_is_below(target, each) for each in self._answered):
             self.decisions.append((target, words))
 
-    def answer(self, target: Path, value: Any) -> None:
-        """Give a key the value that a person has said, or its default for None, in place of what the file gives or leaves open."""
+    def write_answers(self) -> None:
+        """Write what a person says, in place of what the file gives or leaves open."""
+        for target, value in self.answers.items():
+            self._answer(target, value)
+
+    def _answer(self, target: Path, value: Any) -> None:
         words = f"`--set {dotted(target)}` decides"
-        for other in list(self.settings):
-            if _is_below(other, target):
-                self.discard(other, words)
-        while value is not None and (place := self._of_another_kind(target, value)) is not None:
+        for other in [other for other in self.settings if _is_below(other, target)]:
+            self.discard(other, words)
+        found = [] if value is None and has_default(target) else list(_said(target, value))
+        while found and (place := self._of_another_kind(target, value)) is not None:
             self.discard(next(other for other in self.settings if _is_below(other, place)), words)
         for row in self.rows:
             if row.fate is Fate.QUESTION and any(_is_below(near, target) for near in row.targets):
                 row.fate, row.targets, row.reason = Fate.DROPPED, (), words
         self.decisions = [(near, words) for near, words in self.decisions if not _is_below(near, target)]
-        for path, inner in flattened(value, target) if value is not None else ():
-            self.settings[path] = Setting(inner, Weight.GIVEN, ["--set"])
-        self.answered.append(target)
+        self.settings |= {path: Setting(inner, Weight.GIVEN, ["--set"]) for path, inner in found}
+        self._answered.append(target)
 
     def is_answered(self, target: Path) -> bool:
         """Return whether a person has said the value of a key, or of one above or below it: nothing replaces it."""
-        return any(_is_below(target, each) or _is_below(each, target) for each in self.answered)
+        return any(_is_below(target, each) or _is_below(each, target) for each in self._answered)
 
     def withdraw(self, target: Path, words: str) -> None:
         """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
         setting = self.settings.pop(target)
-        words = _PLACE.sub("", words)
+        words = without_places(words)
         for row in setting.rows:
             row.fate, row.reason, row.targets = Fate.QUESTION, words, (target,)
         if not setting.rows:
@@ -263,9 +276,20 @@ class Ledger:
                 row.fate, row.reason = Fate.DROPPED, reason
 
     def get(self, *target: str | int) -> Any:
-        """Return the value that the recipe has so far; None if it has none."""
+        """Return the value that the recipe has so far, or that a person says; None if it has none."""
+        if any(value is None and _is_below(target, each) for each, value in self.answers.items()):
+            return None
+        if target in self._said:
+            return self._said[target]
         found = self.settings.get(target)
         return None if found is None else found.value
+
+    def decided(self, target: Path, of_the_file: Any) -> Any:
+        """Return what a person says of a key, or its default if that is null; else the value of the file, which is not settled yet."""
+        if target not in self._said:
+            return of_the_file
+        value = self._said[target]
+        return default_at(target) if value is None else value
 
     def close(self) -> None:
         """Check that each value of the file has its row, and sort the rows by their place in the file."""
@@ -288,6 +312,16 @@ class Ledger:
         assert found, f"`{dotted(path)}` is settled already, or is not in the file"
         for each in found:
             del self._open[each]
+
+
+def without_places(words: str) -> str:
+    """Return what the reader of recipes says, without the lines of the text that was tried."""
+    return _PLACE.sub("", words)
+
+
+def _said(target: Path, value: object) -> Iterator[tuple[Path, Any]]:
+    """Return each key that an answer gives, with its value."""
+    return iter([(target, None)]) if value is None else flattened(value, target)
 
 
 def _is_below(path: Path, other: Path) -> bool:

@@ -13,6 +13,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     implies,
     is_on,
     leave,
+    named_optimizer,
     off_or,
     rename,
     same,
@@ -192,12 +193,13 @@ def _at(place: Path, name: str) -> Rule:
 
 
 def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
-    name = _OPTIMIZERS.get(str(value).rpartition(".")[2])
-    fused = ledger.value(*path[:-1], "fused")
-    if name is None:
-        ledger.ask(path, f"`{value}` is not supported", ("training", "optim"))
-    else:
-        ledger.write(path, {"training.optim": "adamw_torch_fused" if name == "adamw_torch" and is_on(fused) else name}, Fate.CONVERTED)
+    names = _OPTIMIZERS | (dict.fromkeys(("Adam", "AdamW"), "adamw_torch_fused") if is_on(ledger.value(*path[:-1], "fused")) else {})
+    named_optimizer(names, "weight_decay")(ledger, path, value)
+
+
+def decays_by_default(ledger: Ledger) -> bool:
+    """Return whether the optimizer has the default of AdamW, 0.01, in torch, torchao and bitsandbytes; that of Adam and SGD is 0."""
+    return "AdamW" in _component(ledger, ("optimizer",))
 
 
 def _betas(ledger: Ledger, path: Path, value: Any) -> None:
@@ -221,13 +223,13 @@ def _logger(ledger: Ledger, path: Path, value: object) -> None:
 
 
 def _steps_of_all_epochs(ledger: Ledger, path: Path, value: Any) -> None:
-    epochs = ledger.value("epochs") or 1
-    if not (isinstance(value, int) and isinstance(epochs, int)):
+    epochs = ledger.decided(("training", "num_train_epochs"), ledger.value("epochs") or 1)
+    if not (isinstance(value, int) and isinstance(epochs, int | float) and float(epochs).is_integer()):
         ledger.ask(
             path, "steps of an epoch and epochs are not both whole numbers: write `training: {max_steps: …}`", ("training", "max_steps")
         )
         return
-    ledger.write(path, {"training.max_steps": value * epochs}, Fate.COMPUTED, f"{value} × {epochs} epochs: it counts all steps here")
+    ledger.write(path, {"training.max_steps": value * int(epochs)}, Fate.COMPUTED, f"{value} × {epochs:g} epochs: it counts all steps here")
 
 
 def _evaluation(ledger: Ledger, path: Path, value: Any) -> None:

@@ -1,0 +1,214 @@
+"""`import --set`: what a person says comes before what the file has or leaves open, also where a value is computed from it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.read.foreign.importing import import_file
+from fsdp_tune.recipe.read.foreign.ledger import Fate
+from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
+from fsdp_tune.recipe.schema.keys import all_keys, dotted, values_by_key
+from tests.recipe.foreign_files import FILES
+from tests.recipe.test_importing import from_text, imported, write
+
+
+def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
+    source = "data.train=[{path: chats.jsonl}]"
+    found = imported(tmp_path, "accelerate", overrides=["model.name_or_path=gpt2", source])
+    assert found.decisions == ()
+    assert DECIDE not in found.text
+    assert "  name_or_path: gpt2  # --set\n" in found.text
+    assert parse_recipe(found.text, tmp_path / "r.yaml").recipe.data.train[0].path == "chats.jsonl"
+
+
+def test_override_comes_before_the_file_and_is_in_the_account(tmp_path: Path) -> None:
+    found = imported(tmp_path, "axolotl", overrides=["training.learning_rate=3e-5", "data.packing=null", "training.seed=7"])
+    assert (found.recipe.training.learning_rate, found.recipe.data.packing) == (3e-5, False)
+    rows = {row.key: row for row in found.rows}
+    for key, target in (("learning_rate", "training.learning_rate"), ("sample_packing", "data.packing")):
+        assert (rows[key].fate, rows[key].reason) == (Fate.DROPPED, f"`--set {target}` decides")
+    assert found.recipe.training.seed == 7
+
+
+def test_question_of_a_key_is_answered_by_an_override_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "axolotl")
+    path.write_text(path.read_text().replace("lr_scheduler: cosine", "lr_scheduler: rex"))
+    asked = {row.key: row for row in import_file(path).rows}["lr_scheduler"]
+    assert asked.fate is Fate.QUESTION
+    answered = import_file(path, overrides=["training.lr_scheduler_type=linear"])
+    row = {row.key: row for row in answered.rows}["lr_scheduler"]
+    assert (row.fate, row.reason) == (Fate.DROPPED, "`--set training.lr_scheduler_type` decides")
+    assert values_by_key(answered.recipe)["training.lr_scheduler_type"] == "linear"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.max_steps=abc", "`training.max_steps` is `abc`"),
+        ("trainin.max_steps=3", "unknown key `trainin`"),
+        ("training.max_steps", "is not `KEY=VALUE`"),
+        ("data.train.path=x", "`data.train` is a mapping"),
+        ("data.train=null", "the recipe names no training data"),
+    ],
+)
+def test_wrong_override_is_an_error_at_its_place(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        imported(tmp_path, "llama-factory", overrides=[override])
+    problem = caught.value.problems[0]
+    assert words in problem.message
+    assert str(problem.where.source).startswith("--set")
+
+
+@pytest.mark.parametrize("overrides", [["lora.r=4", "lora={r: 8}"], ["lora={r: 8}", "lora.r=4"], ["training.seed=1", "training.seed=2"]])
+def test_key_that_is_set_twice_is_an_error(tmp_path: Path, overrides: list[str]) -> None:
+    with pytest.raises(FsdpTuneError, match="is set twice"):
+        imported(tmp_path, "trl", overrides=overrides)
+
+
+def test_method_follows_what_was_answered(tmp_path: Path) -> None:
+    full = imported(tmp_path, "trl", overrides=["lora=null"]).recipe
+    assert (full.lora, full.model.dtype, full.model.frozen_dtype) == (None, "bf16", "auto")
+    adapters = from_text(
+        tmp_path, "model_name_or_path: g\ndataset_name: d\nlearning_rate: 1.0e-4\ndtype: bfloat16\n", overrides=["lora={r: 8}"]
+    )
+    assert (adapters.recipe.model.dtype, adapters.recipe.model.frozen_dtype) == ("fp32", "bf16")
+
+
+def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
+    found = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"])
+    assert found.recipe.training.global_batch_size == 64
+    assert "gradient_accumulation_steps:" not in found.text
+    assert imported(tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]).recipe.launch.num_processes == 8
+
+
+def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path) -> None:
+    assert imported(tmp_path, "trl", overrides=["launch.env.A=1.50"]).recipe.launch.env["A"] == "1.50"
+    with pytest.raises(FsdpTuneError, match="leads into a list"):
+        imported(tmp_path, "trl", overrides=["data.eval.fraction=null"])
+
+
+def test_override_of_any_key_and_kind_is_written_or_refused(tmp_path: Path) -> None:
+    """A random hundredth of a third of all; 4,700 were tried once. What is written loads as what was answered."""
+    values = ("null", "3", "x", "[1]", "[{a: 1}]", "{b: 2}", "true", "[{path: a.jsonl}]", "{path: a.jsonl}", "0.5")
+    cases = [(name, f"{dotted(key.path)}={value}") for name in FILES for key in all_keys() for value in values]
+    for name, override in [*random.Random(0).sample(cases, 100), *OTHER_OVERRIDES]:
+        with contextlib.suppress(FsdpTuneError):
+            found = imported(tmp_path, name, overrides=[override])
+            assert parse_recipe(found.text, tmp_path / "again.yaml", name=found.recipe.name).recipe == found.recipe, override
+
+
+OTHER_OVERRIDES = (
+    ("ms-swift", "model.frozen_dtype=[{a: 1}]"),
+    ("trl", "model.frozen_dtype={b: 2}"),
+    ("fms-command", "parallelism.tp_size=x"),
+    ("trl-command", "training.global_batch_size={b: 2}"),
+    ("llama-factory-json", "lora.lr_ratio=null"),
+)
+"""Those that ended with a traceback, or wrote another recipe than they loaded."""
+
+
+AXOLOTL_ADAPTER = """\
+base_model: m
+datasets: [{path: rows.jsonl, type: completion}]
+adapter: lora
+lora_r: 8
+bf16: true
+num_epochs: 2
+evals_per_epoch: 4
+val_set_size: 0.1
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+"""
+
+
+@pytest.mark.parametrize(("override", "share"), [("training.num_train_epochs=4", 0.0625), ("training.num_train_epochs=null", 0.083333)])
+def test_share_of_an_epoch_is_computed_of_the_answered_epochs(tmp_path: Path, override: str, share: float) -> None:
+    found = from_text(tmp_path, AXOLOTL_ADAPTER, overrides=[override])
+    assert values_by_key(found.recipe)["training.eval_steps"] == share
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("3", 1500), ("null", 1500), ("2.0", 1000)])
+def test_steps_of_all_epochs_are_computed_of_the_answered_epochs(tmp_path: Path, epochs: str, steps: int) -> None:
+    found = imported(tmp_path, "torchtune", overrides=[f"training.num_train_epochs={epochs}"])
+    assert values_by_key(found.recipe)["training.max_steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("override", "dtypes"),
+    [
+        ("model.frozen_dtype=fp16", ("fp32", "fp16")),
+        ("model.dtype=fp32", ("fp32", "bf16")),
+        ("model.dtype=bf16", ("bf16", "bf16")),
+        ("lora=null", ("bf16", "auto")),
+    ],
+)
+def test_dtype_of_the_file_is_that_of_the_frozen_weights_beside_an_answer(tmp_path: Path, override: str, dtypes: tuple[str, str]) -> None:
+    model = imported(tmp_path, "trl", overrides=[override]).recipe.model
+    assert (model.dtype, model.frozen_dtype) == dtypes
+
+
+def test_weights_are_loaded_in_the_dtype_of_axolotl_unless_they_are_frozen(tmp_path: Path) -> None:
+    assert from_text(tmp_path, AXOLOTL_ADAPTER).recipe.model.dtype == "fp32"
+    assert from_text(tmp_path, AXOLOTL_ADAPTER, overrides=["lora=null"]).recipe.model.dtype == "bf16"
+    full = AXOLOTL_ADAPTER.replace("adapter: lora\nlora_r: 8\n", "")
+    assert from_text(tmp_path, full).recipe.model.dtype == "bf16"
+    assert from_text(tmp_path, full, overrides=["lora.r=8"]).recipe.model.dtype == "fp32"
+
+
+def test_ranks_of_the_file_are_those_of_the_answered_machines(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node 4 run_clm.py --model_name_or_path m --train_file a.txt\n"
+    found = from_text(tmp_path, command, "run.sh", overrides=["launch.num_machines=2"])
+    assert found.recipe.launch.num_processes == 8
+
+
+def test_answered_default_of_the_batch_is_part_of_the_question(tmp_path: Path) -> None:
+    found = from_text(tmp_path, AXOLOTL_ADAPTER, overrides=["training.per_device_train_batch_size=null"])
+    assert dict(found.decisions)["training.global_batch_size"].startswith("1 × 4 = 4 sequences")
+
+
+@pytest.mark.parametrize("override", ["training.max_steps.x=null", "data.max_length.x=null", "trainin=null"])
+def test_null_for_a_key_that_no_recipe_has_is_an_error(tmp_path: Path, override: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        imported(tmp_path, "trl", overrides=[override])
+    assert caught.value.problems[0].where.source == "--set #1"
+
+
+def test_null_is_a_value_where_a_mapping_has_any(tmp_path: Path) -> None:
+    found = imported(tmp_path, "trl", overrides=["model.config_overrides.sliding_window=null", "launch.env.A=null"])
+    assert found.recipe.model.config_overrides == {"sliding_window": None}
+    loaded = parse_recipe(found.text, tmp_path / "r.yaml", ["model.config_overrides.rope_scaling=null"]).recipe
+    assert loaded.model.config_overrides == {"sliding_window": None, "rope_scaling": None}
+    assert "A" not in loaded.launch.env
+
+
+def test_ranks_are_given_once(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError, match=r"`--num-gpus 8` sets `launch\.num_processes` too") as caught:
+        imported(tmp_path, "trl", num_gpus=8, overrides=["training.seed=1", "launch.num_processes=4"])
+    assert caught.value.problems[0].where.source == "--set #2"
+
+
+def test_error_never_has_the_line_of_a_text_that_nobody_has(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        imported(tmp_path, "llama-factory", overrides=["training.seed=1", "data.train=null"])
+    assert [problem.where.source for problem in caught.value.problems] == ["--set #2"]
+    with pytest.raises(FsdpTuneError) as caught:
+        imported(tmp_path, "ms-swift", overrides=["data.streaming=true"])
+    (problem,) = caught.value.problems
+    assert (problem.where.source, problem.where.line) == ("--set #1", None)
+    assert problem.message.endswith("and `training.max_steps` is missing")
+
+
+def test_answer_of_rows_in_a_stream_settles_their_weights(tmp_path: Path) -> None:
+    text = "base_model: m\npretraining_dataset: [{path: a}, {path: b}]\nmax_steps: 10\nmicro_batch_size: 1\n"
+    found = from_text(tmp_path, text)
+    assert [source.weight for source in found.recipe.data.train] == [1, 1]
+    assert [words for key, words in found.decisions if key == "data.train"] == [
+        "the share of each source: axolotl gives none, and a stream here needs a `weight` for each"
+    ]
+    said = from_text(tmp_path, text, overrides=["data.train=[{path: a, weight: 2}, {path: b, weight: 1}]"])
+    assert ([source.weight for source in said.recipe.data.train], said.decisions) == ([2, 1], ())
