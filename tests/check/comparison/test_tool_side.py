@@ -601,6 +601,18 @@ def test_option_of_another_trl_is_named_where_the_recipe_has_it(files: Path) -> 
 
 @needs_trl
 @pytest.mark.slow
+def test_check_of_an_import_compares_with_what_trl_computes(files: Path) -> None:
+    options: dict[str, Any] = {"output": "checked.yaml", "num_gpus": 1, "force": True, "check": True}
+    plain = fsdp_tune.import_recipe(written(files, "trl"), **options).check
+    assert plain is not None
+    assert (plain.equal, plain.a.tool_version is not None) == (True, True)
+    changed = fsdp_tune.import_recipe(written(files, "trl"), overrides=["data.loss_on=all"], **options).check
+    assert changed is not None
+    assert (changed.equal, first(changed), keys(changed)) == (False, "labels", ["data.loss_on"])
+
+
+@needs_trl
+@pytest.mark.slow
 @pytest.mark.usefixtures("trl")
 def test_random_order_of_trl_differs_from_the_order_of_the_file(files: Path) -> None:
     found = compared(written(files, "trl"), unshuffled(files))
