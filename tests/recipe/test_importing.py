@@ -988,3 +988,55 @@ def test_warmup_of_deepspeed_is_logarithmic_unless_it_says_linear(tmp_path: Path
 def test_settings_of_accelerate_that_change_a_step_are_questions(tmp_path: Path, value: str, fates: set[str]) -> None:
     found = from_text(tmp_path, TRL + f"accelerator_config: {value}\n")
     assert {each.fate.value for each in found.rows if each.path[0] == "accelerator_config"} == fates
+
+
+SWIFT_COMMAND = "NPROC_PER_NODE={} swift sft --model m --dataset a.jsonl --max_length 64 --per_device_train_batch_size 2{}\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "rows"),
+    [(4, "", 16), (16, "", 32), (1, " --gradient_accumulation_steps 4", 8), (3, "", 18)],
+)
+def test_batch_of_swift_is_sixteen_where_its_file_says_nothing(tmp_path: Path, ranks: int, more: str, rows: int) -> None:
+    found = from_text(tmp_path, SWIFT_COMMAND.format(ranks, more), "run.sh")
+    assert found.recipe.training.global_batch_size == rows
+    without_ranks = from_text(tmp_path, SWIFT_COMMAND.format("", more).replace("NPROC_PER_NODE= ", ""), "run.sh")
+    assert without_ranks.recipe.training.global_batch_size == (None if more else 16)
+
+
+def test_longer_rows_of_swift_are_dropped_unless_its_file_says_otherwise(tmp_path: Path) -> None:
+    assert from_text(tmp_path, SWIFT_COMMAND.format(1, ""), "run.sh").recipe.data.overlong == "drop"
+    cut = from_text(tmp_path, SWIFT_COMMAND.format(1, " --truncation_strategy right"), "run.sh")
+    assert cut.recipe.data.overlong == "truncate"
+
+
+@pytest.mark.parametrize(
+    ("more", "model", "computed", "is_asked"),
+    [
+        (" --tuner_type full", "fp32", "bf16", True),
+        (" --tuner_type full --torch_dtype bfloat16", "bf16", "bf16", False),
+        (" --tuner_type full --torch_dtype float32", "fp32", "fp16", False),
+        (" --tuner_type full --torch_dtype float32 --bf16 true", "fp32", "bf16", False),
+        ("", "fp32", "bf16", False),
+    ],
+)
+def test_dtypes_of_swift(tmp_path: Path, more: str, model: str, computed: str, is_asked: bool) -> None:
+    found = from_text(tmp_path, SWIFT_COMMAND.format(1, more), "run.sh")
+    assert (found.recipe.model.dtype, found.recipe.precision.mixed_precision) == (model, computed)
+    assert ("model.dtype" in dict(found.decisions)) is is_asked
+
+
+@pytest.mark.parametrize(
+    ("more", "computed"),
+    [("finetuning_type: full\n", "no"), ("", "bf16"), ("finetuning_type: full\nbf16: true\n", "bf16"), ("pure_bf16: true\n", "bf16")],
+)
+def test_llama_factory_computes_in_fp32_without_adapters_and_bf16(tmp_path: Path, more: str, computed: str) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: default\ncutoff_len: 64\n" + more
+    assert from_text(tmp_path, text).recipe.precision.mixed_precision == computed
+
+
+def test_weights_of_fms_are_loaded_in_bf16(tmp_path: Path) -> None:
+    command = "python -m tuning.sft_trainer --model_name_or_path m --training_data_path a.jsonl --output_dir o{}\n"
+    full = from_text(tmp_path, command.format(""), "run.sh").recipe.model
+    adapters = from_text(tmp_path, command.format(" --peft_method lora"), "run.sh").recipe.model
+    assert (full.dtype, adapters.dtype, adapters.frozen_dtype) == ("bf16", "fp32", "auto")

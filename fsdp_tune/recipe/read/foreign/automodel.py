@@ -318,9 +318,21 @@ _EVAL_LOADER: Rules = {
 # ---- Optimizer, schedule, checkpoints
 
 
-def default_decay(ledger: Ledger) -> dict[str, Any]:
-    """Return torch's own default of AdamW, 0.01; Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none."""
-    return {"training.weight_decay": 0.01} if _last(ledger, ("optimizer",)) == "AdamW" else {}
+def defaults(ledger: Ledger) -> dict[str, Any]:
+    """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a cosine with it."""
+    # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
+    decay: dict[str, Any] = {"training.weight_decay": 0.01} if _last(ledger, ("optimizer",)) == "AdamW" else {}
+    if not isinstance(ledger.value("lr_scheduler"), dict):
+        return {**decay, "training.lr_scheduler_type": "constant"}
+    if ledger.get("training", "warmup_steps") is None:
+        words = "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here it starts at 0"
+        ledger.decide(("training", "warmup_steps"), words)
+    found: dict[str, Any] = {**decay, "training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
+    kind = ledger.get("training", "lr_scheduler_type")
+    rate = ledger.get("training", "learning_rate")
+    if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
+        found["training.lr_scheduler_kwargs.min_lr"] = rate * 0.01
+    return found
 
 
 def _betas(ledger: Ledger, path: Path, value: object) -> None:

@@ -71,6 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.adam_beta2": 0.95,
         "training.lr_scheduler_type": "cosine",
         "training.logging_steps": 5,
+        "data.overlong": "drop",
         "fsdp.activation_checkpointing": "full",
     },
     TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
@@ -114,6 +115,12 @@ _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     SOUP: {"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
     FMS: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
 }
+_OF_FULL_TRAINING: dict[str, dict[str, Any]] = {
+    SWIFT: {"training.learning_rate": 1e-5},
+    LLAMA_FACTORY: {"precision.mixed_precision": "no"},  # weights are cast to fp32, and computed in it without `bf16`
+    FMS: {"model.dtype": "bf16"},
+}
+"""Without adapters: beside these, frozen weights are stored and computed in bf16 there as here."""
 _NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
 """Tools for which null is what a key that is left out is. A length is a number in them."""
 _NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
@@ -232,21 +239,21 @@ def _ask_for_nulls(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> No
 
 
 def _set_defaults(ledger: Ledger, rules: Rules) -> None:
-    found = _defaults_of_tool(ledger)
-    if has_adapter(ledger):
-        found |= _ADAPTER_DEFAULTS.get(ledger.tool, {})
-        if ledger.tool == LLAMA_FACTORY:
-            rank = ledger.get("lora", "r")
-            found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
-        if ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
-            words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
-            ledger.decide(("lora", "target_modules"), words)
-    if ledger.tool in (UNSLOTH, SOUP) and "quantization.load" in found and _is_unquantised(ledger):
+    is_adapted = has_adapter(ledger)
+    found = _defaults_of_tool(ledger) | (_ADAPTER_DEFAULTS if is_adapted else _OF_FULL_TRAINING).get(ledger.tool, {})
+    if is_adapted and ledger.tool == LLAMA_FACTORY:
+        rank = ledger.get("lora", "r")
+        found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
+    if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
+        words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
+        ledger.decide(("lora", "target_modules"), words)
+    if ledger.tool in (AUTOMODEL, SWIFT) and not is_adapted and ledger.get("model", "dtype") is None:
+        words = f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
+        ledger.decide(("model", "dtype"), words)
+    if "quantization.load" in found and _is_unquantised(ledger):
         del found["quantization.load"]
     if ledger.tool == AUTOMODEL:
-        found |= _defaults_of_automodel(ledger) | automodel.default_decay(ledger)
-    if ledger.tool == SWIFT and not has_adapter(ledger):
-        found["training.learning_rate"] = 1e-5
+        found |= automodel.defaults(ledger)
     _decide_about_rows(ledger)
     if ledger.tool == TORCHTUNE and not torchtune.decays_by_default(ledger):
         del found["training.weight_decay"]
@@ -288,24 +295,6 @@ def _is_unquantised(ledger: Ledger) -> bool:
     return any(ledger.value(python_script.MODEL, name) is not None for name in names)
 
 
-def _defaults_of_automodel(ledger: Ledger) -> dict[str, Any]:
-    """Return the schedule, constant without `lr_scheduler` and a cosine with it, and ask for the dtype of the weights."""
-    if ledger.get("model", "dtype") is None and not has_adapter(ledger):
-        words = "Automodel trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
-        ledger.decide(("model", "dtype"), words)
-    if not isinstance(ledger.value("lr_scheduler"), dict):
-        return {"training.lr_scheduler_type": "constant"}
-    if ledger.get("training", "warmup_steps") is None:
-        words = "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here it starts at 0"
-        ledger.decide(("training", "warmup_steps"), words)
-    found: dict[str, Any] = {"training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
-    kind = ledger.get("training", "lr_scheduler_type")
-    rate = ledger.get("training", "learning_rate")
-    if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
-        found["training.lr_scheduler_kwargs.min_lr"] = rate * 0.01
-    return found
-
-
 # ---- Ranks and batch
 
 
@@ -336,6 +325,8 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
         ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
     if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL) or not _is_number(micro) or not _is_number(accumulation):
         return
+    if ledger.tool == SWIFT and ledger.get(*ACCUMULATION) is None:
+        accumulation = _accumulation_of_swift(ledger, micro, ranks)
     if not isinstance(ranks, int) and micro * accumulation == 1:
         return
     if not isinstance(ranks, int):
@@ -349,6 +340,14 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     ledger.set(GLOBAL, product, reason, Weight.GIVEN)
     for row in setting.rows if setting is not None else []:
         _compute(ledger, row, reason)
+
+
+def _accumulation_of_swift(ledger: Ledger, micro: int, ranks: object) -> int:
+    """ms-swift accumulates up to 16 sequences of all ranks, unless its file says otherwise."""
+    if isinstance(ranks, int):
+        return max(1, math.ceil(16 / micro / ranks))
+    ledger.set(GLOBAL, max(16, micro), "default of ms-swift: it accumulates up to 16 sequences", Weight.DEFAULT)
+    return 1
 
 
 def _compute(ledger: Ledger, row: AccountRow, reason: str) -> None:

@@ -29,6 +29,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     question,
     rename,
     same,
+    settle_by_name,
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
@@ -223,11 +224,11 @@ def _packing(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"data.packing": value}, Fate.KEPT, "examples in one row never see each other here, as with `neat_packing`")
 
 
-def _adapter(ledger: Ledger, path: Path, value: Any) -> None:
+def _method(ledger: Ledger, path: Path, value: Any) -> None:
     if value == "lora":
         ledger.write(path, {"lora": {}}, Fate.CONVERTED)
     else:
-        by_synonym("finetuning_type")(ledger, path, value)
+        by_synonym("finetuning_type" if path[-1] == "finetuning_type" else "tuner_type")(ledger, path, value)
 
 
 def _training_dtype(ledger: Ledger, path: Path, value: Any) -> None:
@@ -251,7 +252,7 @@ LLAMA_FACTORY_RULES: Rules = {
     "max_samples": _rows_of_each,
     "interleave_probs": _shares,
     "packing": _packing,
-    "finetuning_type": _adapter,
+    "finetuning_type": _method,
     "pure_bf16": _training_dtype,
     "use_muon": implies({"training.optim": "muon"}),
     "buffer_size": same("data.shuffle_buffer_size"),
@@ -302,13 +303,6 @@ def _model(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {"model.name_or_path": value}, Fate.CONVERTED, reason)
 
 
-def _tuner(ledger: Ledger, path: Path, value: Any) -> None:
-    if value == "lora":
-        ledger.write(path, {"lora": {}}, Fate.CONVERTED)
-    else:
-        by_synonym("tuner_type")(ledger, path, value)
-
-
 def _pretraining(ledger: Ledger, path: Path, value: object) -> None:
     """`swift pt` trains every token of rows without a chat template, whatever the options say."""
     ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, f"`swift {value}` trains every token")
@@ -330,6 +324,12 @@ def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.ask(path, "tokens have one weight here: write `data: {loss_on: …}`", ("data", "loss_on"))
 
 
+def _torch_dtype(ledger: Ledger, path: Path, value: object) -> None:
+    dtype("model.dtype")(ledger, path, value)
+    computed = "bf16" if value in ("bfloat16", "bf16") else "fp16"
+    ledger.set(("precision", "mixed_precision"), computed, f"{path[-1]}: ms-swift computes in half precision", Weight.IMPLIED)
+
+
 def _truncation(ledger: Ledger, path: Path, value: Any) -> None:
     names = {"delete": "drop", "right": "truncate", "split": "split", "raise": "error"}
     if value in names:
@@ -342,8 +342,6 @@ def _sharding(ledger: Ledger, path: Path, value: Any) -> None:
     """`zero2`, `zero3_offload` …, or a file."""
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
     if match is None:
-        from fsdp_tune.recipe.read.foreign.general import settle_by_name
-
         settle_by_name(ledger, path, value)
         return
     strategy = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}[match[1]]
@@ -355,9 +353,9 @@ SWIFT_RULES: Rules = {
     **dict.fromkeys(("model", "model_id_or_path"), _model),
     "dataset": _named_datasets(("data", "train")),
     "val_dataset": _named_datasets(("data", "eval")),
-    **dict.fromkeys(("train_type", "tuner_type", "sft_type"), _tuner),
+    **dict.fromkeys(("train_type", "tuner_type", "sft_type"), _method),
     "target_modules": lora_targets,
-    "torch_dtype": dtype("model.dtype"),
+    "torch_dtype": _torch_dtype,
     COMMAND: _pretraining,
     "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
