@@ -1040,3 +1040,25 @@ def test_weights_of_fms_are_loaded_in_bf16(tmp_path: Path) -> None:
     full = from_text(tmp_path, command.format(""), "run.sh").recipe.model
     adapters = from_text(tmp_path, command.format(" --peft_method lora"), "run.sh").recipe.model
     assert (full.dtype, adapters.dtype, adapters.frozen_dtype) == ("bf16", "fp32", "auto")
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        ("", "bf16"),
+        ("bf16: auto\n", "bf16"),
+        ("bf16: false\n", "fp32"),
+        ("float32: true\n", "fp32"),
+        ("adapter: lora\nlora_r: 8\n", "fp32"),
+    ],
+)
+def test_weights_of_axolotl_are_loaded_in_bf16_unless_its_file_says_otherwise(tmp_path: Path, more: str, dtype: str) -> None:
+    text = "base_model: m\ndatasets: [{path: rows.jsonl, type: completion}]\nmicro_batch_size: 1\n"
+    assert from_text(tmp_path, text + more).recipe.model.dtype == dtype
+
+
+def test_dtype_of_run_clm_is_that_of_the_files(tmp_path: Path) -> None:
+    command = "python run_clm.py --model_name_or_path m --train_file a.txt{}\n"
+    assert "model.dtype" in dict(from_text(tmp_path, command.format(""), "run.sh").decisions)
+    said = from_text(tmp_path, command.format(" --torch_dtype float32"), "run.sh")
+    assert (said.recipe.model.dtype, "model.dtype" in dict(said.decisions)) == ("fp32", False)

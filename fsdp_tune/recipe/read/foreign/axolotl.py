@@ -336,7 +336,14 @@ def _excess(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"data.overlong": name}, Fate.CONVERTED)
 
 
-def settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
+def settle_defaults(ledger: Ledger, defaults: dict[str, Any], *, is_adapted: bool) -> None:
+    """Change the defaults that other keys decide. Without a key about it, the weights are bf16, as with `bf16: auto`."""
+    if not is_adapted and not any(name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")):
+        defaults["model.dtype"] = "bf16"
+    _settle_long_rows(ledger, defaults)
+
+
+def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
     """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of which is to drop them.
 
     `defaults`: those that are written after this.

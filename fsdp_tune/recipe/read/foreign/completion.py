@@ -121,6 +121,7 @@ _OF_FULL_TRAINING: dict[str, dict[str, Any]] = {
     FMS: {"model.dtype": "bf16"},
 }
 """Without adapters: beside these, frozen weights are stored and computed in bf16 there as here."""
+_LOADS_AS_STORED = frozenset({AUTOMODEL, SWIFT, EXAMPLES, UNSLOTH})  # as transformers 5 does
 _NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
 """Tools for which null is what a key that is left out is. A length is a number in them."""
 _NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
@@ -247,7 +248,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
         words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
         ledger.decide(("lora", "target_modules"), words)
-    if ledger.tool in (AUTOMODEL, SWIFT) and not is_adapted and ledger.get("model", "dtype") is None:
+    if ledger.tool in _LOADS_AS_STORED and not is_adapted and ledger.get("model", "dtype") is None:
         words = f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
         ledger.decide(("model", "dtype"), words)
     if "quantization.load" in found and _is_unquantised(ledger):
@@ -260,7 +261,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)
     if ledger.tool == AXOLOTL:
-        axolotl.settle_long_rows(ledger, found)
+        axolotl.settle_defaults(ledger, found, is_adapted=is_adapted)
     _ask_for_nulls(ledger, rules, found)
     for key, value in found.items():
         owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
