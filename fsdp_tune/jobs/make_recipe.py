@@ -6,11 +6,13 @@ import glob
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_tune.check.comparison.causes import is_named
 from fsdp_tune.core import atomic
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Bar, JsonAnswer
@@ -24,10 +26,12 @@ from fsdp_tune.jobs.plan import plan
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
+from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.tools import OPTION_NAMES
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.rules.contradictions import INPUTS
+from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 # ---- The best recipe of the planner, with a comment at each key that a user would ask about
@@ -183,6 +187,7 @@ class Import:
     """What was not checked here, one sentence each."""
     output: Path | None = None
     num_gpus: int | None = None
+    overrides: tuple[str, ...] = ()
     check: CompareAnswer | None = None
 
     def answer(self) -> ImportAnswer:
@@ -231,7 +236,7 @@ def import_recipe(
     imported = import_file(path, tool=known, num_gpus=num_gpus, templates=frozenset(BUNDLED), overrides=overrides)
     if target is not None:
         atomic.write_file(target, imported.text)
-    found = Import(imported, _unchecked(imported.recipe), target, num_gpus)
+    found = Import(imported, _unchecked(imported.recipe), target, num_gpus, tuple(overrides))
     return replace(found, check=check_import(found, allowed=allowed, observer=observer)) if check else found
 
 
@@ -245,11 +250,21 @@ def check_import(found: Import, *, allowed: Allowed = Allowed(), observer: Obser
     if found.output is None:
         raise nothing_to_check()
     path = found.imported.path
-    plain = import_file(path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED))
+    read = partial(import_file, path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED))
+    plain = read()
+    if answers := _answers(plain, found.overrides):
+        plain = read(overrides=answers)
     if not plain.names_inputs:
-        message = f"`--check` compares {path} with the recipe, and the file does not name model and rows"
+        message = f"`--check` compares {path} with the recipe, and neither it nor `--set` names model and rows"
         raise usage_error("import-check", message, hint="leave out `--check`: `fsdp-tune rehearse` tries the recipe itself")
     return compare(plain, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer)
+
+
+def _answers(plain: ImportedRecipe, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that say what the file leaves open, and change nothing that it gives."""
+    asked = {dotted(target) for row in plain.rows if row.fate is Fate.QUESTION for target in row.targets}
+    asked |= {key for key, _ in plain.decisions if key}
+    return [text for text in overrides if is_named(text.partition("=")[0].strip(), asked)]
 
 
 def nothing_to_check() -> FsdpTuneError:

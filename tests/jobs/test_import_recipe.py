@@ -103,8 +103,19 @@ def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(source: Path, t
     assert (a.recipe.training.learning_rate, b, tools) == (2e-4, tmp_path / "r.yaml", "run")
 
 
-def test_file_without_model_and_rows_cannot_be_checked(tmp_path: Path) -> None:
+def test_what_the_file_leaves_open_is_answered_on_both_sides_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("fsdp_tune.jobs.make_recipe.compare", lambda a, *_, **__: seen.append(a.recipe))
     (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
-    overrides = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]"]
-    with pytest.raises(fsdp_tune.FsdpTuneError, match="the file does not name model and rows"):
-        fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=overrides, check=True)
+    answers = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]", "training.seed=7"]
+    fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=answers, check=True)
+    ((name, paths, seed),) = [
+        (recipe.model.name_or_path, [each.path for each in recipe.data.train], recipe.training.seed) for recipe in seen
+    ]
+    assert (name, paths, seed) == ("gpt2", ["rows.jsonl"], 42)
+
+
+def test_recipe_without_model_and_rows_cannot_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
+    with pytest.raises(fsdp_tune.FsdpTuneError, match="names model and rows"):
+        fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", check=True)

@@ -14,7 +14,7 @@ from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
 from fsdp_tune.recipe.schema.keys import all_keys, dotted, values_by_key
 from tests.recipe.foreign_files import FILES
-from tests.recipe.test_importing import from_text, imported, write
+from tests.recipe.test_importing import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, imported, row, write
 
 
 def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
@@ -212,3 +212,73 @@ def test_answer_of_rows_in_a_stream_settles_their_weights(tmp_path: Path) -> Non
     ]
     said = from_text(tmp_path, text, overrides=["data.train=[{path: a, weight: 2}, {path: b, weight: 1}]"])
     assert ([source.weight for source in said.recipe.data.train], said.decisions) == ([2, 1], ())
+
+
+def test_answer_is_written_where_the_file_would_leave_the_key_open(tmp_path: Path) -> None:
+    text = "base_model: m\ndatasets: [{path: a.jsonl, type: completion}, {path: b.jsonl, type: chat_template}]\nmicro_batch_size: 1\n"
+    assert "data.overlong" in dict(from_text(tmp_path, text).decisions)
+    said = from_text(tmp_path, text, overrides=["data.overlong=drop"])
+    assert parse_recipe(said.text, tmp_path / "again.yaml").recipe.data.overlong == "drop"
+
+
+def test_answers_in_a_mapping_replace_a_scalar_of_the_file(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nlr_scheduler_kwargs: foo\n"
+    overrides = ["training.lr_scheduler_kwargs.a=null", "training.lr_scheduler_kwargs.num_cycles=2", "training.lr_scheduler_type=cosine"]
+    found = from_text(tmp_path, text, overrides=overrides)
+    assert (found.recipe.training.model_extra or {})["lr_scheduler_kwargs"] == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize(
+    ("component", "optim", "decay"),
+    [
+        ("torchao.optim.CPUOffloadOptimizer", "adamw_torch", 0.01),
+        ("torch.optim.AdamW", "sgd", 0.0),
+        ("torch.optim.SGD", "adamw_torch", 0.01),
+        ("torch.optim.SGD", "null", 0.01),
+    ],
+)
+def test_decay_is_that_of_the_answered_optimizer(tmp_path: Path, component: str, optim: str, decay: float) -> None:
+    for text in (TORCHTUNE_STEP, AUTOMODEL_STEP):
+        found = values_by_key(from_text(tmp_path, text.format(component, ""), overrides=[f"training.optim={optim}"]).recipe)
+        assert (found.get("training.weight_decay") or 0.0) == decay
+
+
+def test_alpha_follows_the_answered_rank(tmp_path: Path) -> None:
+    for override, alpha in (("lora.r=null", 32.0), ("lora.r=4", 8.0)):
+        text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: default\nlora_rank: 8\n"
+        lora = from_text(tmp_path, text, overrides=[override]).recipe.lora
+        assert lora is not None
+        assert lora.lora_alpha == alpha
+
+
+def test_question_that_was_answered_with_the_default_is_gone(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nmax_length: null\nlearning_rate: 1.0e-5\n"
+    assert row(from_text(tmp_path, text), "max_length")[0] == "question"
+    assert row(from_text(tmp_path, text, overrides=["data.max_length=null"]), "max_length")[0] == "dropped"
+
+
+@pytest.mark.parametrize("override", ["launch={num_processes: 8}", "launch=null", "launch.num_processes=null"])
+def test_ranks_are_never_given_twice(tmp_path: Path, override: str) -> None:
+    with pytest.raises(FsdpTuneError, match="`--num-gpus 4` sets"):
+        imported(tmp_path, "trl", num_gpus=4, overrides=[override])
+
+
+def test_answered_batch_settles_how_batches_are_split(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\naccelerator_config: {split_batches: true}\n"
+    found = from_text(tmp_path, text, overrides=["training.global_batch_size=8"])
+    assert row(found, "accelerator_config.split_batches")[0] == "dropped"
+
+
+@pytest.mark.parametrize("override", ["data.packing=false", "data.packing=null"])
+def test_strategy_of_packing_goes_with_it(tmp_path: Path, override: str) -> None:
+    for text, file in (("model_name_or_path: m\nstage: pt\ndataset: a\n", "a.yaml"), ("python run_clm.py --train_file a.txt\n", "a.sh")):
+        assert "packing_strategy" not in from_text(tmp_path, text, file, overrides=[override]).text
+
+
+def test_lines_of_the_tried_text_are_in_no_error(tmp_path: Path) -> None:
+    text = "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+    with pytest.raises(FsdpTuneError) as caught:
+        from_text(tmp_path, text, overrides=["training.global_batch_size=12", "launch.num_processes=8"])
+    assert [problem.message for problem in caught.value.problems] == [
+        "`training.global_batch_size: 12` does not divide by 2 sequences × 8 ranks = 16"
+    ]

@@ -1062,3 +1062,82 @@ def test_dtype_of_run_clm_is_that_of_the_files(tmp_path: Path) -> None:
     assert "model.dtype" in dict(from_text(tmp_path, command.format(""), "run.sh").decisions)
     said = from_text(tmp_path, command.format(" --torch_dtype float32"), "run.sh")
     assert (said.recipe.model.dtype, "model.dtype" in dict(said.decisions)) == ("fp32", False)
+
+
+INFO_OF_TEXTS = {
+    "texts": {"file_name": "c4.jsonl", "columns": {"prompt": "content"}},
+    "plain": {"file_name": "p.jsonl", "columns": {"prompt": "text"}},
+    "alpaca": {"file_name": "a.json"},
+    "chats": {"file_name": "s.json", "formatting": "sharegpt", "columns": {"messages": "conversations"}},
+}
+
+
+def test_pretraining_of_llama_factory_reads_texts(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO_OF_TEXTS))
+    text = "model_name_or_path: m\nstage: pt\ndataset: texts,plain,alpaca,chats\ntemplate: llama3\nneat_packing: false\n"
+    found = from_text(tmp_path, text)
+    sources = found.recipe.data.train
+    assert [source.format for source in sources] == ["text"] * 4
+    assert [source.rename_columns for source in sources] == [{"content": "text"}, {}, {"instruction": "text"}, {}]
+    assert [key for key, words in found.decisions if "the first message" in words] == ["data.train[3]"]
+    assert found.recipe.data.packing
+    assert row(found, "template")[0] == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("more", "fate"), [("batch_size: 2\n", "question"), ("batch_size: 8\ngradient_accumulation_steps: 8\n", "dropped")]
+)
+def test_batch_size_of_axolotl_is_never_the_accumulation(tmp_path: Path, more: str, fate: str) -> None:
+    found = from_text(tmp_path, "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 1\n" + more, num_gpus=1)
+    assert row(found, "batch_size")[0] == fate
+    assert found.recipe.training.global_batch_size == (8 if fate == "dropped" else 1)
+
+
+@pytest.mark.parametrize(("epochs", "strategy"), [(0.25, "epoch"), (0.5, "epoch"), (1, "steps")])
+def test_one_save_of_all_epochs_is_at_their_end(tmp_path: Path, epochs: float, strategy: str) -> None:
+    text = f"base_model: m\ndatasets: [{{path: a, type: completion}}]\nmicro_batch_size: 1\nnum_epochs: {epochs}\nsaves_per_epoch: 2\n"
+    found = values(from_text(tmp_path, text))
+    assert found["training.save_strategy"] == strategy
+    assert found["training.save_steps"] == (0.5 if strategy == "steps" else 500)
+
+
+def test_axolotl_takes_the_dtype_from_bf16(tmp_path: Path) -> None:
+    text = "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 1\nbf16: true\ntorch_dtype: float32\n"
+    found = from_text(tmp_path, text)
+    assert (found.recipe.model.dtype, row(found, "torch_dtype")[0]) == ("bf16", "dropped")
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 0.03), (8000, 100)])
+def test_default_warmup_of_axolotl_is_at_most_a_hundred_steps(tmp_path: Path, steps: int, warmup: float) -> None:
+    text = f"base_model: m\ndatasets: [{{path: a, type: completion}}]\nmicro_batch_size: 1\nmax_steps: {steps}\n"
+    assert from_text(tmp_path, text).recipe.training.warmup_steps == warmup
+
+
+def test_command_of_a_module_of_swift_is_pretraining(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "torchrun --nproc_per_node 2 -m swift.cli.pt --model m --dataset a.jsonl --max_length 64\n", "run.sh")
+    assert (found.recipe.data.loss_on, found.recipe.launch.num_processes) == ("all", 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "params", "is_asked"),
+    [
+        ("warmup_steps: 100\nlr_scheduler_type: linear\n", {"type": "WarmupCosineLR", "params": {"warmup_type": "linear"}}, True),
+        ("warmup_steps: 100\n", {"type": "WarmupLR", "params": {"warmup_type": "linear"}}, True),
+        ("warmup_steps: 100\nlr_scheduler_type: cosine\n", {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}, False),
+        ("", {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "warmup_type": "linear"}}, False),
+    ],
+)
+def test_schedule_of_deepspeed_comes_before_that_of_the_trainer(tmp_path: Path, own: str, params: dict[str, Any], is_asked: bool) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "scheduler": params}))
+    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndeepspeed: ds.json\n"
+    found = from_text(tmp_path, text + own)
+    asked = [each for each in found.rows if each.fate is Fate.QUESTION and "DeepSpeed's own schedule" in each.reason]
+    assert bool(asked) is is_asked
+    if not own:
+        assert (values(found)["training.lr_scheduler_type"], found.recipe.training.warmup_steps) == ("cosine", 7)
+
+
+def test_targets_of_a_dtype_beside_adapters_are_all_in_the_account(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: default\npure_bf16: true\n"
+    (found,) = [each for each in from_text(tmp_path, text).rows if each.key == "pure_bf16"]
+    assert set(found.targets) == {("model", "frozen_dtype"), ("precision", "mixed_precision")}

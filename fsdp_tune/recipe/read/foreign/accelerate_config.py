@@ -28,7 +28,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_all,
     settle_source,
 )
-from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, leaves
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES
 
 _LAUNCH = "the launcher of this package sets it"
@@ -190,6 +190,11 @@ def _betas(ledger: Ledger, path: Path, value: Any) -> None:
 def _scheduler(ledger: Ledger, path: Path, _: object) -> None:
     names = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = str(ledger.value(*path, "type"))
+    if len(path) > 1 and (other := _other_schedule(ledger, path, names.get(kind))) is not None:
+        words = f"DeepSpeed's own schedule is used there, and `{other}` of the file says another: keep one"
+        for leaf in [leaf for leaf in leaves(ledger.value(*path), path) if ledger.is_open(leaf)]:
+            ledger.ask(leaf, words, ("training", "lr_scheduler_type"))
+        return
     if not ledger.is_open((*path, "type")):
         pass
     elif kind in names:
@@ -199,6 +204,15 @@ def _scheduler(ledger: Ledger, path: Path, _: object) -> None:
         ledger.ask((*path, "type"), f"`{kind}` of DeepSpeed is not known here", ("training", "lr_scheduler_type"))
     if isinstance(ledger.value(*path, "params"), dict):
         settle_all(ledger, (*path, "params"), {name: unless_auto(rule) for name, rule in _SCHEDULER.items()})
+
+
+def _other_schedule(ledger: Ledger, path: Path, kind: str | None) -> str | None:
+    """Return the key of the file, which includes that of DeepSpeed, that gives another schedule; "auto" takes the file's."""
+    given, steps = (ledger.settings.get(("training", name)) for name in ("lr_scheduler_type", "warmup_steps"))
+    if given is not None and given.value != kind:
+        return given.origins[0]
+    of_deepspeed = ledger.value(*path, "params", "warmup_num_steps")
+    return steps.origins[0] if steps is not None and of_deepspeed not in ("auto", steps.value) else None
 
 
 def _default_warmup(ledger: Ledger, params: Path, kind: str) -> None:

@@ -320,8 +320,10 @@ _EVAL_LOADER: Rules = {
 
 def defaults(ledger: Ledger) -> dict[str, Any]:
     """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a cosine with it."""
+    said = str(ledger.get("training", "optim") or "adamw").startswith("adamw") if ledger.is_said(("training", "optim")) else None
+    is_adamw = said if said is not None else _last(ledger, ("optimizer",)) == "AdamW"
     # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
-    decay: dict[str, Any] = {"training.weight_decay": 0.01} if _last(ledger, ("optimizer",)) == "AdamW" else {}
+    decay: dict[str, Any] = {"training.weight_decay": 0.01} if is_adamw else {}
     if not isinstance(ledger.value("lr_scheduler"), dict):
         return {**decay, "training.lr_scheduler_type": "constant"}
     if ledger.get("training", "warmup_steps") is None:
@@ -329,7 +331,7 @@ def defaults(ledger: Ledger) -> dict[str, Any]:
         ledger.decide(("training", "warmup_steps"), words)
     found: dict[str, Any] = {**decay, "training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
     kind = ledger.get("training", "lr_scheduler_type")
-    rate = ledger.get("training", "learning_rate")
+    rate = ledger.decided(("training", "learning_rate"), ledger.get("training", "learning_rate"))
     if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
         found["training.lr_scheduler_kwargs.min_lr"] = rate * 0.01
     return found

@@ -171,7 +171,10 @@ def _share_of_epoch(ledger: Ledger, path: Path, value: Any) -> None:
     epochs = ledger.decided(("training", "num_train_epochs"), ledger.value("num_epochs"))
     advice = SYNONYMS[str(path[-1])].advice(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and isinstance(epochs, int | float) and epochs > 0
-    if advice.tree is None and is_number:
+    if advice.tree is None and is_number and value * epochs <= 1:
+        settings = {key.replace("_steps", "_strategy"): "epoch"}
+        ledger.write(path, settings, Fate.COMPUTED, f"{value} × {epochs:g} epochs: at the end of each, as axolotl's own default")
+    elif advice.tree is None and is_number:
         share = round(1 / (value * epochs), 6)
         settings = {key: share, key.replace("_steps", "_strategy"): "steps"}
         ledger.write(path, settings, Fate.COMPUTED, f"1 / ({value} × {epochs:g} epochs), a share of all steps")
@@ -303,14 +306,12 @@ def _adapter(ledger: Ledger, path: Path, value: Any) -> None:
 
 
 def _batch(ledger: Ledger, path: Path, value: Any) -> None:
-    """Sequences of one device for a step, of which axolotl computes the accumulation."""
-    micro = ledger.value("micro_batch_size")
-    if isinstance(micro, int) and isinstance(value, int) and value % micro == 0:
-        ledger.write(path, {"training.gradient_accumulation_steps": value // micro}, Fate.COMPUTED, f"{value} / {micro} of a micro-batch")
+    """Sequences of one device for a step. axolotl 0.19 does not read it, since its accumulation is 1 by default."""
+    if value == (ledger.value("micro_batch_size") or 1) * (ledger.value("gradient_accumulation_steps") or 1):
+        ledger.drop(path, "it is micro-batch × accumulation")
     else:
-        ledger.ask(
-            path, "it is micro-batch × accumulation of one device: write the sum over all of them", ("training", "global_batch_size")
-        )
+        words = "axolotl 0.19 takes micro-batch × accumulation, older ones divided it by the micro-batch: write the sum over all devices"
+        ledger.ask(path, words, ("training", "global_batch_size"))
 
 
 def _bf16(ledger: Ledger, path: Path, value: Any) -> None:
@@ -340,7 +341,13 @@ def settle_defaults(ledger: Ledger, defaults: dict[str, Any], *, is_adapted: boo
     """Change the defaults that other keys decide. Without a key about it, the weights are bf16, as with `bf16: auto`."""
     if not is_adapted and not any(name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")):
         defaults["model.dtype"] = "bf16"
+    if (ledger.get("training", "max_steps") or 0) * defaults["training.warmup_steps"] > _MOST_WARMUP:
+        defaults["training.warmup_steps"] = _MOST_WARMUP
     _settle_long_rows(ledger, defaults)
+
+
+_MOST_WARMUP = 100
+"""Steps of axolotl's default, a share, where the number of all steps is known."""
 
 
 def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
@@ -351,6 +358,8 @@ def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
     paths = {target[:3] for target in ledger.settings if target[:2] in (TRAIN, ("data", "eval")) and target[3:] == ("path",)}
     texts = {place for place in paths if ledger.get(*place, "format") == "text"}
     if not texts:
+        return
+    if ledger.is_answered(_OVERLONG):
         return
     default = defaults.pop("data.overlong")
     given = ledger.settings.get(_OVERLONG)
@@ -410,6 +419,7 @@ RULES: Rules = {
     "lr_scheduler": _schedule,
     **_all(("bf16", "bfloat16"), _bf16),
     "warmup_steps": _warmup,
+    "torch_dtype": leave("axolotl takes it from `bf16` and `fp16`"),
     "excess_length_strategy": _excess,
     "adapter": _adapter,
     **_all(("evals_per_epoch", "saves_per_epoch"), _share_of_epoch),

@@ -1,7 +1,4 @@
-"""Complete an import: what follows from several keys, and what the other tool does where its file says nothing.
-
-Keys of TRL that mean something of their own.
-"""
+"""Complete an import: what follows from several keys, and what the other tool does where its file says nothing."""
 
 from __future__ import annotations
 
@@ -10,22 +7,13 @@ from typing import Any, cast
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
-from fsdp_tune.recipe.read.foreign.flat_options import FIRST, MIXED, OF_SCRIPTS, listed_sources, mixer, pack_texts
+from fsdp_tune.recipe.read.foreign.flat_options import pack_texts
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
-    Rule,
     Rules,
-    by_synonym,
-    fine_or,
     is_on,
-    leave,
-    off_or,
-    question,
-    same,
-    section,
     settle_all,
-    settle_by_name,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.tools import (
@@ -138,6 +126,8 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
     _settle_evaluation(ledger)
     _settle_state_format(ledger)
     _set_defaults(ledger, rules)
+    if ledger.is_answered(("data", "packing")) and not ledger.get("data", "packing"):
+        ledger.discard(("data", "packing_strategy"), "nothing is packed")
     _settle_batch(ledger, num_gpus)
     name_model_and_data(ledger)
 
@@ -187,7 +177,8 @@ def _settle_dtype(ledger: Ledger) -> None:
         return
     ledger.settings[("model", "frozen_dtype")] = source
     for row in source.rows:
-        row.fate, row.targets, row.reason = Fate.CONVERTED, (("model", "frozen_dtype"),), "of the frozen weights; adapters are kept in fp32"
+        row.targets = tuple(("model", "frozen_dtype") if each == ("model", "dtype") else each for each in row.targets)
+        row.fate, row.reason = Fate.CONVERTED, "of the frozen weights; adapters are kept in fp32"
 
 
 _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "eval_on_start", "eval_delay")
@@ -233,7 +224,7 @@ def _ask_for_nulls(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> No
                 tree = {part: tree}
             tried = Ledger(tree, {}, ledger.tool, ledger.templates)
             settle_all(tried, (), rules)
-            if target not in tried.settings or ledger.get(*target) is not None:
+            if target not in tried.settings or ledger.get(*target) is not None or ledger.is_answered(target):
                 continue
             del defaults[key]
             row.fate, row.targets, row.reason = Fate.QUESTION, (target,), _NO_LIMIT if key == "data.max_length" else _NULL
@@ -243,7 +234,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     is_adapted = has_adapter(ledger)
     found = _defaults_of_tool(ledger) | (_ADAPTER_DEFAULTS if is_adapted else _OF_FULL_TRAINING).get(ledger.tool, {})
     if is_adapted and ledger.tool == LLAMA_FACTORY:
-        rank = ledger.get("lora", "r")
+        rank = ledger.decided(("lora", "r"), ledger.get("lora", "r"))
         found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
         words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
@@ -376,124 +367,3 @@ def name_model_and_data(ledger: Ledger) -> None:
         ledger.set(("data", "train", index, "path"), DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
     if missing:
         ledger.decide(TRAIN, "the file names no rows that can be read here: files or a hub id")
-
-
-_MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
-
-
-def _is_mixed(ledger: Ledger, path: Path) -> bool:
-    """Return whether there is a mixture beside a key: the single data set is ignored then."""
-    return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
-
-
-def _single(rule: Rule) -> Rule:
-    """Return a rule for a key of the single data set."""
-    words = "the mixture is read, and not the single data set"
-    return lambda ledger, path, value: ledger.drop(path, words) if _is_mixed(ledger, path) else rule(ledger, path, value)
-
-
-def _train_split(ledger: Ledger, path: Path, value: Any) -> None:
-    if not _is_mixed(ledger, path):
-        ledger.write(path, {(*FIRST, "split"): value}, Fate.CONVERTED)
-    elif value == "train":
-        ledger.drop(path, "a mixture has this one")
-    else:
-        ledger.ask(path, "a mixture has the split `train` alone: the splits of its data sets are theirs", TRAIN)
-
-
-def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
-    """TRL reads it only if it evaluates; of a mixture it is the rows that are held out."""
-    if ledger.value("eval_strategy") in (None, "no"):
-        ledger.drop(path, "`eval_strategy` evaluates nothing")
-        return
-    if _is_mixed(ledger, path):
-        size = ledger.value(*path[:-1], "test_split_size") or ledger.value(*path[:-1], "dataset_mixture", "test_split_size")
-        if size and value == "test":
-            ledger.drop(path, "the rows that `test_split_size` holds out")
-        else:
-            ledger.ask(path, "a mixture has the split `test` alone, by `test_split_size`", ("data", "eval"))
-        return
-    settings: dict[Path, Any] = {("data", "eval", 0, "path"): ledger.value("dataset_name") or "NAME", ("data", "eval", 0, "split"): value}
-    if (config := ledger.value("dataset_config")) is not None:
-        settings[("data", "eval", 0, "name")] = config
-    ledger.write(path, settings, Fate.CONVERTED)
-
-
-def _text_field(ledger: Ledger, path: Path, value: object) -> None:
-    if value == "text":
-        ledger.drop(path, "`text` is the name of that column here too")
-    else:
-        ledger.write(path, {(*FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
-
-
-def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
-    """Of all rows of a mixture: a number, or a share below 1."""
-    if not _is_mixed(ledger, path):
-        ledger.drop(path, "TRL holds out rows of a mixture (`datasets`) alone")
-        return
-    ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
-
-
-def _packing(ledger: Ledger, path: Path, value: Any) -> None:
-    """`ffd` is an older name of `bfd` in TRL."""
-    if value == "ffd":
-        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
-    else:
-        settle_by_name(ledger, path, value)
-
-
-def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
-    """Arguments of `from_pretrained`."""
-    if isinstance(value, dict):
-        settle_all(ledger, path, {})
-    else:
-        ledger.ask(path, "write its keys under `model:`", ("model",))
-
-
-def _only(loss_on: str) -> Rule:
-    """Return a rule for a switch of what is trained: off, it is left to the format of the rows."""
-
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if value is False and loss_on == "assistant":
-            ledger.drop(path, "off: `data.loss_on` says which tokens are trained")
-        else:
-            by_synonym(str(path[-1]))(ledger, path, value)
-
-    return rule
-
-
-TRL_RULES: Rules = {
-    **OF_SCRIPTS,
-    **{name: _single(OF_SCRIPTS[name]) for name in ("dataset_name", "dataset_config", "dataset_config_name")},
-    "dataset_train_split": _train_split,
-    "dataset_test_split": _eval_split,
-    "dataset_text_field": _text_field,
-    "dataset_streaming": _single(same("data.streaming")),
-    "datasets": listed_sources(),
-    "dataset_mixer": mixer,
-    "dataset_configs": question("write `name` of each data set", "data", "train"),
-    "dataset_splits": question("write `split` of each data set; those with `test` in their names are evaluated", "data", "eval"),
-    "test_split_size": _held_out,
-    "dataset_mixture": section(
-        {"datasets": listed_sources(MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}
-    ),
-    "model_init_kwargs": _init_kwargs,
-    "assistant_only_loss": _only("assistant"),
-    "completion_only_loss": _only("completion"),
-    "packing_strategy": _packing,
-    "padding_free": leave("packed rows have no padding; `data.packing` packs"),
-    "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
-    **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), off_or("off", "there is no counterpart")),
-    "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
-    "loss_type": fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is the negative log-likelihood", "kernels", "loss"),
-    "shuffle_dataset": leave("rows are shuffled in each epoch"),
-    "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data", "overlong"),
-}
-"""By name; see `general.settle_key`."""
-UNSUPPORTED = dict.fromkeys(
-    (
-        *("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs", "beta"),
-        *("max_prompt_length", "max_completion_length", "precompute_ref_log_probs", "reference_free", "desirable_weight", "cpo_alpha"),
-    ),
-    "preference tuning",
-) | {"teacher_model_name_or_path": "distillation"}

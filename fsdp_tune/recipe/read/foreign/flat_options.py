@@ -1,16 +1,12 @@
-"""Options of LLaMA-Factory, ms-swift and transformers' `run_clm.py` that mean something of their own; all take one flat list of options.
-
-Data sets of LLaMA-Factory are entries of `dataset_info.json`, which a configuration names.
-"""
+"""Options of TRL, of ms-swift and of transformers' `run_clm.py` that mean something of their own: all take one flat list."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path as FilePath
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.foreign_file import COMMAND, read_mapping
+from fsdp_tune.recipe.read.foreign.foreign_file import COMMAND
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rule,
@@ -20,260 +16,29 @@ from fsdp_tune.recipe.read.foreign.general import (
     chat_template,
     dtype,
     fine_or,
-    implies,
-    is_on,
     leave,
-    leave_here,
     lora_targets,
     off_or,
     question,
-    rename,
     same,
+    section,
+    settle_all,
     settle_by_name,
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.recipe.read.tools import LLAMA_FACTORY
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
-INFO = "dataset_info.json"
-_COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "history": "history",
-    "messages": "conversations",
-    "system": "system",
-    "tools": "tools",
-}
-"""Contents of a column in LLaMA-Factory, and the name of that column here."""
-_JOINED = "; a row's `input` follows its `instruction` after an empty line here, after one line end there"
-"""`"\\n".join(query)` in its data/converter.py. Alpaca's own prompt has an empty line."""
+MEDIA = "models with images or sound are not trained here"
+"""Said of an option."""
 
 
-def include_info(ledger: Ledger, directory: FilePath) -> None:
-    """Put the entries of `dataset_info.json` that the file names into its account. `directory` is that of the file."""
-    named = [name for key in ("dataset", "eval_dataset") for name in _names(ledger.value(key))]
-    found = _find_info(directory, str(ledger.value("dataset_dir") or "data")) if named else None
-    if found is None:
-        return
-    known = read_mapping(found)
-    entries = {name: dict(known[name]) for name in named if isinstance(known.get(name), dict)}
-    for entry in entries.values():
-        if entry.get("file_name"):
-            entry["file_name"] = str(found.parent / str(entry["file_name"]))
-    if entries:
-        ledger.include((INFO,), entries)
-
-
-def _find_info(directory: FilePath, data: str) -> FilePath | None:
-    """Return the file beside the configuration, or in `dataset_dir`, which is relative to the directory of the command: one above."""
-    above = [directory, *list(directory.resolve().parents)[:3], FilePath()]
-    places = [directory / INFO, FilePath(data) / INFO, *(each / data / INFO for each in above)]
-    return next((place for place in places if place.is_file()), None)
-
-
-def _names(value: object) -> list[str]:
-    items = cast("list[object]", value) if isinstance(value, list) else str(value or "").split(",")
-    return [str(item).strip() for item in items if str(item).strip()]
-
-
-def _listed_datasets(place: Path) -> Rule:
-    """Names in `dataset_info.json`, with commas between them."""
-
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        names = _names(value)
-        first = sum(1 for key in ledger.settings if key[:2] == place and key[-1] == "path")
-        unknown = [name for name in names if ledger.value(INFO, name) is None]
-        if unknown:
-            words = SYNONYMS["dataset"].advice(", ".join(unknown)).words
-            ledger.ask(path, f"`{INFO}` was not found here, or does not have it: {words}", place)
-            return
-        settings: dict[Path, Any] = {}
-        for index, name in enumerate(names, first):
-            settings[(*place, index, "path")] = _path_of(ledger.value(INFO, name)) or "NAME"
-        is_alpaca = any((ledger.value(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
-        ledger.write(path, settings, Fate.CONVERTED, f"by {INFO}{_JOINED if is_alpaca else ''}")
-        for index, name in enumerate(names, first):
-            if ledger.is_open((INFO, name)):
-                settle_source(ledger, (INFO, name), (*place, index), _ENTRY)
-
-    return rule
-
-
-def _path_of(entry: Mapping[str, Any]) -> str | None:
-    found = entry.get("hf_hub_url") or entry.get("file_name")
-    return str(found) if found else None
-
-
-def _place(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    """The key that `_path_of` took is converted; others name other places of the same rows."""
-    found = ledger.get(*place, "path")
-    if found == value:
-        ledger.write(path, {(*place, "path"): found}, Fate.CONVERTED)
-    elif found == "NAME":
-        ledger.ask(path, "write the file or the hub id of the rows", (*place, "path"))
-    else:
-        ledger.drop(path, f"the rows are read from `{found}`")
-
-
-def _formatting(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    """Rows whose messages have `role` and `content` are LLaMA-Factory's sharegpt too."""
-    tags = ledger.value(*path[:-1], "tags")
-    is_chat = value == "sharegpt" and isinstance(tags, dict) and cast("dict[str, Any]", tags).get("role_tag") == "role"
-    name = "messages" if is_chat else str(value)
-    ledger.write(path, {(*place, "format"): name}, Fate.CONVERTED)
-
-
-def _columns(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    is_chat = ledger.get(*place, "format") == "messages" or _role_tag(ledger, path) == "role"
-    for content, column in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
-        name = "messages" if content == "messages" and is_chat else _COLUMNS.get(content)
-        if column is None:
-            ledger.drop((*path, content), "no value")
-        elif name is None:
-            ledger.ask((*path, content), "rows of preferences, images or sound are not trained here", place)
-        else:
-            rename(ledger, (*path, content), place, str(column), name)
-    if ledger.is_open(path):
-        ledger.drop(path, "no columns")
-
-
-def _role_tag(ledger: Ledger, path: Path) -> str:
-    return str(ledger.value(*path[:-1], "tags", "role_tag") or "from")
-
-
-def _tags(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    """How the keys of a message, and the roles in them, are named."""
-    same_here = {
-        "role_tag": ("from", "role"),
-        "content_tag": ("value", "content"),
-        "user_tag": ("human", "user"),
-        "assistant_tag": ("gpt", "assistant"),
-        "system_tag": ("system",),
-        "observation_tag": ("observation", "tool"),
-        "function_tag": ("function_call",),
-    }
-    roles = {
-        "user_tag": "user",
-        "assistant_tag": "assistant",
-        "system_tag": "system",
-        "observation_tag": "tool",
-        "function_tag": "function_call",
-    }
-    for tag, name in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
-        if name in same_here.get(tag, ()):
-            ledger.drop((*path, tag), "that name is known here too")
-        elif tag in roles:
-            ledger.write((*path, tag), {("data", "roles", str(name)): roles[tag]}, Fate.CONVERTED)
-        else:
-            ledger.ask((*path, tag), "messages have `role` and `content`, or `from` and `value`: rename the keys in the file", place)
-    if ledger.is_open(path):
-        ledger.drop(path, "no tags")
-
-
-def _ranking(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    if is_on(value):
-        ledger.ask(path, "rows of preferences are not trained here", place)
-    else:
-        ledger.drop(path, "off")
-
-
-_ENTRY: dict[str, SourceRule] = {
-    **dict.fromkeys(("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"), _place),
-    "formatting": _formatting,
-    "columns": _columns,
-    "tags": _tags,
-    "ranking": _ranking,
-    "folder": lambda ledger, path, place, value: ledger.write(path, {(*place, "data_dir"): value}, Fate.CONVERTED),
-    "load_from": leave_here("the place of the rows says so"),
-}
-
-# ---- Keys of the file
-
-
-def _stage(ledger: Ledger, path: Path, value: object) -> None:
-    if value == "pt":
-        ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, "pre-training: every token is trained")
-        origin = f"default of {LLAMA_FACTORY} for `stage: pt`"
-        if (packing := ledger.value("packing")) is None:
-            ledger.set(("data", "packing"), True, origin, Weight.IMPLIED)
-        if packing is None or is_on(packing):
-            ledger.set(("data", "packing_strategy"), "wrapped", f"{origin}: texts are joined and cut into blocks", Weight.IMPLIED)
-    else:
-        ledger.drop(path, "supervised fine-tuning is what `train` does")
-
-
-def _rows_of_each(ledger: Ledger, path: Path, value: Any) -> None:
-    """A limit of every data set."""
-    count = max(1, len(_names(ledger.value("dataset"))))
-    ledger.write(path, {(*TRAIN, index, "max_rows"): value for index in range(count)}, Fate.CONVERTED)
-
-
-def _shares(ledger: Ledger, path: Path, value: Any) -> None:
-    try:
-        weights = [float(each) for each in _names(value)]
-    except ValueError:
-        ledger.ask(path, "write a `weight` for each source", TRAIN)
-        return
-    ledger.write(path, {(*TRAIN, index, "weight"): weight for index, weight in enumerate(weights)}, Fate.CONVERTED)
-
-
-def _packing(ledger: Ledger, path: Path, value: Any) -> None:
-    ledger.write(path, {"data.packing": value}, Fate.KEPT, "examples in one row never see each other here, as with `neat_packing`")
-
-
-def _method(ledger: Ledger, path: Path, value: Any) -> None:
+def method(ledger: Ledger, path: Path, value: Any) -> None:
     if value == "lora":
         ledger.write(path, {"lora": {}}, Fate.CONVERTED)
     else:
         by_synonym("finetuning_type" if path[-1] == "finetuning_type" else "tuner_type")(ledger, path, value)
-
-
-def _training_dtype(ledger: Ledger, path: Path, value: Any) -> None:
-    if is_on(value):
-        ledger.write(path, {"model.dtype": "bf16", "precision.mixed_precision": "bf16"}, Fate.CONVERTED)
-    else:
-        ledger.drop(path, "off, as it is here")
-
-
-_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "galore_layerwise", "apollo_layerwise")
-_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
-_QUANTISED = "weights that are quantised already are not trained: name the original model"
-_MEDIA = "models with images or sound are not trained here"
-
-LLAMA_FACTORY_RULES: Rules = {
-    "stage": _stage,
-    "dataset": _listed_datasets(TRAIN),
-    "eval_dataset": _listed_datasets(("data", "eval")),
-    "dataset_dir": leave(f"the files of `{INFO}` are written with their paths"),
-    "template": chat_template("data.chat_template"),
-    "max_samples": _rows_of_each,
-    "interleave_probs": _shares,
-    "packing": _packing,
-    "finetuning_type": _method,
-    "pure_bf16": _training_dtype,
-    "use_muon": implies({"training.optim": "muon"}),
-    "buffer_size": same("data.shuffle_buffer_size"),
-    "plot_loss": leave("the run card has the curve of the loss"),
-    "quantization_method": fine_or(("bnb", "bitsandbytes"), "4 bits are NF4 here, as in bitsandbytes", _QUANTISED, "quantization", "load"),
-    **dict.fromkeys(("use_unsloth", "use_unsloth_gc"), leave("kernels are chosen in `kernels:`")),
-    "use_reentrant_gc": leave("activation checkpointing is always non-reentrant"),
-    "upcast_layernorm": leave("norms are trained in `model.dtype`, fp32 by default"),
-    **dict.fromkeys(_OPTIMIZERS, off_or("off", "this optimizer is not supported: `adamw_torch_8bit` needs less memory too")),
-    **dict.fromkeys(_LOSSES, off_or("off", "there is no counterpart")),
-    **dict.fromkeys(("image_max_pixels", "video_max_pixels", "video_maxlen", "video_fps"), leave(_MEDIA)),
-    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), leave(_MEDIA)),
-    "default_system": question("add the system message to the rows", "data", "train"),
-    "cp_size": same("parallelism.sp_size"),
-    "ray_num_workers": leave("ranks are started by `fsdp-tune train`"),
-    "predict_with_generate": off_or("off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"),
-}
-"""By name; see `general.settle_key`."""
-LLAMA_FACTORY_STAGES = ("sft", "pt")
-LLAMA_FACTORY_UNSUPPORTED = "preference tuning and reward models"
-"""The other values of `stage`."""
 
 
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
@@ -353,7 +118,7 @@ SWIFT_RULES: Rules = {
     **dict.fromkeys(("model", "model_id_or_path"), _model),
     "dataset": _named_datasets(("data", "train")),
     "val_dataset": _named_datasets(("data", "eval")),
-    **dict.fromkeys(("train_type", "tuner_type", "sft_type"), _method),
+    **dict.fromkeys(("train_type", "tuner_type", "sft_type"), method),
     "target_modules": lora_targets,
     "torch_dtype": _torch_dtype,
     COMMAND: _pretraining,
@@ -370,7 +135,7 @@ SWIFT_RULES: Rules = {
     "dataset_shuffle": same("data.shuffle"),
     "train_dataloader_shuffle": same("data.shuffle"),
     **dict.fromkeys(("load_from_cache_file", "add_version", "use_hf", "check_model"), leave("a matter of ms-swift's own code")),
-    **dict.fromkeys(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), leave(_MEDIA)),
+    **dict.fromkeys(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), leave(MEDIA)),
     "freeze_llm": off_or("off", "the language model is what is trained; `model: {freeze: [PATTERN]}` freezes parts"),
     "use_chat_template": _unless_pretraining(off_or("rows of text have no template", "chats are rendered by the chat template")),
     **dict.fromkeys(("model_author", "model_name"), question("write the name into the rows", "data", "train")),
@@ -492,3 +257,127 @@ def mixer(ledger: Ledger, path: Path, value: object) -> None:
             _kept_share(ledger, inner, (*TRAIN, index), share)
     if ledger.is_open(path):
         ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
+
+
+# ---- TRL
+
+
+_MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
+
+
+def _is_mixed(ledger: Ledger, path: Path) -> bool:
+    """Return whether there is a mixture beside a key: the single data set is ignored then."""
+    return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
+
+
+def _single(rule: Rule) -> Rule:
+    """Return a rule for a key of the single data set."""
+    words = "the mixture is read, and not the single data set"
+    return lambda ledger, path, value: ledger.drop(path, words) if _is_mixed(ledger, path) else rule(ledger, path, value)
+
+
+def _train_split(ledger: Ledger, path: Path, value: Any) -> None:
+    if not _is_mixed(ledger, path):
+        ledger.write(path, {(*FIRST, "split"): value}, Fate.CONVERTED)
+    elif value == "train":
+        ledger.drop(path, "a mixture has this one")
+    else:
+        ledger.ask(path, "a mixture has the split `train` alone: the splits of its data sets are theirs", TRAIN)
+
+
+def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
+    """TRL reads it only if it evaluates; of a mixture it is the rows that are held out."""
+    if ledger.value("eval_strategy") in (None, "no"):
+        ledger.drop(path, "`eval_strategy` evaluates nothing")
+        return
+    if _is_mixed(ledger, path):
+        size = ledger.value(*path[:-1], "test_split_size") or ledger.value(*path[:-1], "dataset_mixture", "test_split_size")
+        if size and value == "test":
+            ledger.drop(path, "the rows that `test_split_size` holds out")
+        else:
+            ledger.ask(path, "a mixture has the split `test` alone, by `test_split_size`", ("data", "eval"))
+        return
+    settings: dict[Path, Any] = {("data", "eval", 0, "path"): ledger.value("dataset_name") or "NAME", ("data", "eval", 0, "split"): value}
+    if (config := ledger.value("dataset_config")) is not None:
+        settings[("data", "eval", 0, "name")] = config
+    ledger.write(path, settings, Fate.CONVERTED)
+
+
+def _text_field(ledger: Ledger, path: Path, value: object) -> None:
+    if value == "text":
+        ledger.drop(path, "`text` is the name of that column here too")
+    else:
+        ledger.write(path, {(*FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
+
+
+def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
+    """Of all rows of a mixture: a number, or a share below 1."""
+    if not _is_mixed(ledger, path):
+        ledger.drop(path, "TRL holds out rows of a mixture (`datasets`) alone")
+        return
+    ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
+
+
+def _packing(ledger: Ledger, path: Path, value: Any) -> None:
+    """`ffd` is an older name of `bfd` in TRL."""
+    if value == "ffd":
+        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
+    """Arguments of `from_pretrained`."""
+    if isinstance(value, dict):
+        settle_all(ledger, path, {})
+    else:
+        ledger.ask(path, "write its keys under `model:`", ("model",))
+
+
+def _only(loss_on: str) -> Rule:
+    """Return a rule for a switch of what is trained: off, it is left to the format of the rows."""
+
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        if value is False and loss_on == "assistant":
+            ledger.drop(path, "off: `data.loss_on` says which tokens are trained")
+        else:
+            by_synonym(str(path[-1]))(ledger, path, value)
+
+    return rule
+
+
+TRL_RULES: Rules = {
+    **OF_SCRIPTS,
+    **{name: _single(OF_SCRIPTS[name]) for name in ("dataset_name", "dataset_config", "dataset_config_name")},
+    "dataset_train_split": _train_split,
+    "dataset_test_split": _eval_split,
+    "dataset_text_field": _text_field,
+    "dataset_streaming": _single(same("data.streaming")),
+    "datasets": listed_sources(),
+    "dataset_mixer": mixer,
+    "dataset_configs": question("write `name` of each data set", "data", "train"),
+    "dataset_splits": question("write `split` of each data set; those with `test` in their names are evaluated", "data", "eval"),
+    "test_split_size": _held_out,
+    "dataset_mixture": section(
+        {"datasets": listed_sources(MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}
+    ),
+    "model_init_kwargs": _init_kwargs,
+    "assistant_only_loss": _only("assistant"),
+    "completion_only_loss": _only("completion"),
+    "packing_strategy": _packing,
+    "padding_free": leave("packed rows have no padding; `data.packing` packs"),
+    "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
+    **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), off_or("off", "there is no counterpart")),
+    "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
+    "loss_type": fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is the negative log-likelihood", "kernels", "loss"),
+    "shuffle_dataset": leave("rows are shuffled in each epoch"),
+    "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data", "overlong"),
+}
+"""By name; see `general.settle_key`."""
+TRL_UNSUPPORTED = dict.fromkeys(
+    (
+        *("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs", "beta"),
+        *("max_prompt_length", "max_completion_length", "precompute_ref_log_probs", "reference_free", "desirable_weight", "cpo_alpha"),
+    ),
+    "preference tuning",
+) | {"teacher_model_name_or_path": "distillation"}

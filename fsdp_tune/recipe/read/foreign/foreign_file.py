@@ -45,6 +45,7 @@ _PROGRAMS = {
     "sft_trainer.py": FMS,
     "tuning.sft_trainer": FMS,
 }
+_SWIFT_MODULE = "swift.cli."
 _SWITCHES = frozenset({"multi_gpu", "standalone", "use_fsdp", "use_deepspeed", "no_python", "module", "m", "no_local_rank", "cpu"})
 """Options of launchers that take no value, before the name of a script."""
 
@@ -171,7 +172,9 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
         values[LAUNCHER] = launcher
     if environment:
         values[ENVIRONMENT] = environment
-    if tool == SWIFT and any(word.rpartition("/")[2].removesuffix(".py") == "pt" for word in words[: start + 1]):
+    if tool == SWIFT and any(
+        word.removeprefix(_SWIFT_MODULE).rpartition("/")[2].removesuffix(".py") == "pt" for word in words[: start + 1]
+    ):
         values[COMMAND] = "pt"
     return values | _options(words[start + 1 :], is_launcher=False), tool
 
@@ -182,7 +185,7 @@ def _program(words: list[str]) -> tuple[int, str | None]:
     position = 0
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if name in _PROGRAMS or word.endswith(".py"):
+        if name in _PROGRAMS or word.endswith(".py") or word.startswith(_SWIFT_MODULE):
             # ms-swift has a `sft.py` too, in `swift/cli`.
             tool, position = SWIFT if "swift" in word else _PROGRAMS.get(name), index
             break

@@ -55,9 +55,9 @@ def fine_or(fine: Collection[Any], reason: str, words: str, *near: str) -> Rule:
     return rule
 
 
-def off_or(reason: str, words: str) -> Rule:
+def off_or(reason: str, words: str, *near: str) -> Rule:
     """Return a rule for a switch: off it is dropped, on it is a question."""
-    return fine_or((False, 0, "none", "no", "false", "False", [], {}), reason, words)
+    return fine_or((False, 0, "none", "no", "false", "False", [], {}), reason, words, *near)
 
 
 def same(key: str) -> Rule:
@@ -386,7 +386,9 @@ _FSDP: Rules = dict.fromkeys(
     ("fsdp_final_state_dict_type", "final_state_dict_type"), leave("`merge-checkpoint` makes one model of the shards")
 )
 _ACCELERATOR: Rules = {
-    "split_batches": off_or("off", "the batch is that of all ranks there: write `training: {global_batch_size: …}`"),
+    "split_batches": off_or(
+        "off", "the batch is that of all ranks there: write `training: {global_batch_size: …}`", "training", "global_batch_size"
+    ),
     "even_batches": fine_or((True,), "each rank has as many rows here too", "ranks have as many rows as each other", "data"),
     "gradient_accumulation_kwargs": section(
         {

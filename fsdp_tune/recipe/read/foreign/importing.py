@@ -17,7 +17,17 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import ScalarError, parse_plain, printable
-from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, completion, flat_options, python_script, soup, torchtune
+from fsdp_tune.recipe.read.foreign import (
+    accelerate_config,
+    automodel,
+    axolotl,
+    completion,
+    flat_options,
+    llama_factory,
+    python_script,
+    soup,
+    torchtune,
+)
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
@@ -192,9 +202,9 @@ def _inner(value: Any) -> str:
 
 RULES: dict[str, Rules] = {
     AXOLOTL: axolotl.RULES,
-    TRL: completion.TRL_RULES,
+    TRL: flat_options.TRL_RULES,
     EXAMPLES: flat_options.EXAMPLE_RULES,
-    LLAMA_FACTORY: flat_options.LLAMA_FACTORY_RULES,
+    LLAMA_FACTORY: llama_factory.RULES,
     SWIFT: flat_options.SWIFT_RULES,
     TORCHTUNE: torchtune.RULES,
     ACCELERATE: accelerate_config.ACCELERATE_RULES,
@@ -255,8 +265,8 @@ def import_file(
         found.values = torchtune.resolve_references(found.values)
     _refuse_other_training(found)
     said = read_overrides(overrides)
-    if num_gpus is not None and completion.RANKS in said:
-        where, hint = said[completion.RANKS].where, "give one of them"
+    if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
+        where, hint = both.where, "give one of them"
         raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
     ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
     python_script.settle_computed(ledger, found.computed)
@@ -283,7 +293,7 @@ def options_of(path: FilePath) -> dict[str, Any]:
 
 
 _METHODS = (
-    (LLAMA_FACTORY, "stage", flat_options.LLAMA_FACTORY_STAGES, flat_options.LLAMA_FACTORY_UNSUPPORTED),
+    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
     (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
     (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
     (FMS, "peft_method", accelerate_config.FMS_METHODS, accelerate_config.FMS_UNSUPPORTED),
@@ -298,7 +308,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
         AXOLOTL: axolotl.UNSUPPORTED,
         SWIFT: flat_options.SWIFT_UNSUPPORTED,
         TORCHTUNE: torchtune.UNSUPPORTED,
-        TRL: completion.UNSUPPORTED,
+        TRL: flat_options.TRL_UNSUPPORTED,
         AUTOMODEL: automodel.OTHER_MODELS,
     }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
@@ -324,7 +334,7 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
         if place is not None:
             ledger.include(key, read_mapping(place))
     if found.tool == LLAMA_FACTORY:
-        flat_options.include_info(ledger, directory)
+        llama_factory.include_info(ledger, directory)
 
 
 def _existing(directory: FilePath, name: str) -> FilePath | None:
@@ -409,7 +419,10 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read
     for _ in range(_MOST_CORRECTIONS):
         text = recipe_text(ledger, found)
         try:
-            return text, parse_recipe(text, found.path.with_suffix(".yaml"), overrides).recipe
+            path = found.path.with_suffix(".yaml")
+            recipe = parse_recipe(text, path, overrides).recipe
+            assert not overrides or recipe == parse_recipe(text, path).recipe, "the text has what a person says"
+            return text, recipe
         except FsdpTuneError as error:
             problems = [replace(each, message=without_places(each.message)) for each in error.problems]
             if said := [problem for each in problems if (problem := _said(read, each)) is not None]:

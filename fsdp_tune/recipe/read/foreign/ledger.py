@@ -15,7 +15,7 @@ from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
 from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
 
 Path = tuple[str | int, ...]
-_PLACE = re.compile(r" \(`[^`]+` on line \d+\)")
+_PLACE = re.compile(r" \([^()]* on line \d+[^()]*\)| on line \d+")
 _HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
 _TOKENS = _HUB_TOKENS | {"wandb_api_key", "swanlab_api_key", "api_key", "WANDB_API_KEY"}
 _LOGINS = {"wandb": "WANDB_API_KEY, or log in with `wandb login`", "swanlab": "SWANLAB_API_KEY, or log in with `swanlab login`"}
@@ -243,10 +243,10 @@ class Ledger:
     def _answer(self, target: Path, value: Any) -> None:
         words = f"`--set {dotted(target)}` decides"
         for other in [other for other in self.settings if _is_below(other, target)]:
-            self.discard(other, words)
+            self._remove(other, words)
         found = [] if value is None and has_default(target) else list(_said(target, value))
         while found and (place := self._of_another_kind(target, value)) is not None:
-            self.discard(next(other for other in self.settings if _is_below(other, place)), words)
+            self._remove(next(other for other in self.settings if _is_below(other, place)), words)
         for row in self.rows:
             if row.fate is Fate.QUESTION and any(_is_below(near, target) for near in row.targets):
                 row.fate, row.targets, row.reason = Fate.DROPPED, (), words
@@ -260,6 +260,7 @@ class Ledger:
 
     def withdraw(self, target: Path, words: str) -> None:
         """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
+        assert not self.is_answered(target), f"`{dotted(target)}` is what a person says"
         setting = self.settings.pop(target)
         words = without_places(words)
         for row in setting.rows:
@@ -269,7 +270,11 @@ class Ledger:
 
     def discard(self, target: Path, reason: str) -> None:
         """Remove a setting that has no effect, if there is one: keys that have set nothing else are dropped."""
-        setting = self.settings.pop(target, None) if not self.is_answered(target) else None
+        if not self.is_answered(target):
+            self._remove(target, reason)
+
+    def _remove(self, target: Path, reason: str) -> None:
+        setting = self.settings.pop(target, None)
         for row in setting.rows if setting is not None else []:
             row.targets = tuple(each for each in row.targets if each != target)
             if not row.targets:
@@ -283,6 +288,10 @@ class Ledger:
             return self._said[target]
         found = self.settings.get(target)
         return None if found is None else found.value
+
+    def is_said(self, target: Path) -> bool:
+        """Return whether a person says the value of a key, also before answers are written."""
+        return target in self._said
 
     def decided(self, target: Path, of_the_file: Any) -> Any:
         """Return what a person says of a key, or its default if that is null; else the value of the file, which is not settled yet."""

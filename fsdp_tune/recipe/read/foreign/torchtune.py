@@ -199,6 +199,8 @@ def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
 
 def decays_by_default(ledger: Ledger) -> bool:
     """Return whether the optimizer has the default of AdamW, 0.01, in torch, torchao and bitsandbytes; that of Adam and SGD is 0."""
+    if ledger.is_said(("training", "optim")):
+        return str(ledger.get("training", "optim") or "adamw").startswith("adamw")
     return "AdamW" in _component(ledger, ("optimizer",))
 
 
