@@ -20,6 +20,7 @@ from fsdp_tune.run.launch_files import ResumeRequest, Verdict
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved
+from tests.launch.test_own_directories import write_parts
 from tests.launch.test_run_directory import checkpoint
 
 KILLED = Problem("rank-killed", "rank 1 was killed by SIGKILL")
@@ -270,3 +271,13 @@ def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir, *,
 def test_run_that_is_not_restarted_downloads_nothing(attempt: Any) -> None:
     end, _ = attempt({"0": DIES_AT_12}, "launch.max_restarts=0", newer_copy=lambda *_: pytest.fail("a copy was downloaded"))
     assert end.exit_code == 5
+
+
+@pytest.mark.parametrize("restarts", [0, 5])
+def test_failure_is_named_before_the_files_that_a_restart_would_lack(attempt: Any, run: RunDir, tmp_path: Path, restarts: int) -> None:
+    write_parts([run, RunDir(tmp_path / "other")], 10)
+    end, _ = attempt({"0": DIES_AT_12}, f"launch.max_restarts={restarts}")
+    assert (end.exit_code, end.problem.code) == (5, "rank-killed")
+    cause, _, why = end.problem.message.partition("; it is not restarted, since ")
+    assert cause == "rank 0 was killed by SIGKILL at step 12"
+    assert why.startswith("checkpoint-10 cannot be used: 1 of its 3 files is not here") if restarts else why == ""

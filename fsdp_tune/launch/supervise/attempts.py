@@ -218,6 +218,8 @@ class Attempts:
 
     def _decide(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
         assert ended.problem is not None, "only failures come here"
+        if self._recipe.launch.max_restarts == 0:  # before other machines are asked, one of which may be lost
+            return ended.problem, None
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         progress = self._machines.advance
         wait_seconds = parse_seconds(self._recipe.launch.replacement_timeout) if self._sizes is not None else self._hang_seconds
@@ -231,7 +233,9 @@ class Attempts:
             message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
             return replace(ended.problem, message=message), None
         if usable is None and (lacking := [each for each in rejected if each.is_elsewhere]):
-            return missing_files(lacking[-1]), None
+            missing = missing_files(lacking[-1])
+            message = f"{ended.problem.message}; it is not restarted, since {missing.message}"
+            return replace(ended.problem, message=message, hint=missing.hint), None
         checkpoint_step = usable.step if usable else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained, self._members))
         decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
