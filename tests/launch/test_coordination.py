@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Identity, combined, difference, identity_of
+from fsdp_tune.launch.supervise import supervisor as supervisors
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
@@ -302,6 +305,39 @@ def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
     *_, last = supervisor.events()
     assert isinstance(last, Verdict)
     assert (last.reason, last.problem) == (reason, None)
+
+
+AGENT_AT_BARRIER = """
+import os, subprocess, sys, time
+subprocess.run([sys.executable, "-m", "tests.launch.fake_worker", sys.argv[1]], env={**os.environ, "RANK": sys.argv[2]})
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("is_told", [True, False], ids=["stopped", "killed"])
+def test_agent_does_not_wait_at_its_barrier_for_a_machine_that_has_left(
+    machine: int, is_told: bool, play: Play, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "LINGER_SECONDS", 0.2)
+    both = play.machine(0, replacement_seconds=60.0), play.machine(1, replacement_seconds=60.0)
+    start(*both)
+    here, there = both[machine], both[1 - machine]
+    finished = {"exit_code": 0, "exit_reason": "finished", "launch": here.launch_id}
+    plan = plan_of({str(machine): [["outcome", finished]]})
+    argv = (sys.executable, "-c", AGENT_AT_BARRIER, str(plan.run.path), str(machine))
+    plan = replace(plan, argv=argv, world_size=2, ranks=range(machine, machine + 1))
+    assert not here.has_one_left()
+    if is_told:
+        there.end(FINISHED)
+    else:
+        monkeypatch.setattr(machines, "UNHEARD_SECONDS", 0.3)
+        play.network.link(1).is_cut.set()
+    began = time.monotonic()
+    *_, last = Supervisor(plan, hang_timeout_seconds=60.0, machines=here).events()
+    assert isinstance(last, Verdict)
+    assert (last.reason, last.problem) == (ExitReason.FINISHED, None)
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -236,6 +236,11 @@ class Machines:
             return replace(judged, problem=self._lost_problem(open_ones[0]))
         return judged
 
+    def has_one_left(self) -> bool:
+        """Return whether a machine that this one reads has published how this launch ended there, or is not heard of any more."""
+        open_ones, read = self._unreported(), self.others if self._machine == 0 else self.others[:1]
+        return any(machine not in open_ones or not self._is_heard(machine) for machine in read)
+
     def _unreported(self) -> list[int]:
         """Return the machines that have not published how this launch ended there."""
         reports = self._read_others()
@@ -266,7 +271,7 @@ class Machines:
 
         Returns how the run ended before that, or None.
         """
-        while self._progress_seconds() < JOIN_SECONDS:
+        while self._channel.unchanged_seconds(0) < JOIN_SECONDS:
             first = self._read(0)
             if first is not None and self._report.life != first.life:  # also that of a command started after the one it had found
                 self._publish(life=first.life, held=self._directory.held(self.advance))
@@ -318,7 +323,7 @@ class Machines:
                     return standby
                 time.sleep(READ_SECONDS)
                 continue
-            if self._progress_seconds() > DECISION_SECONDS:
+            if self._channel.unchanged_seconds(0) > DECISION_SECONDS:
                 return None
             if first.state == "gathering" and first.launch > self._report.launch:
                 if (problem := self._take_files()) is not None:
@@ -332,10 +337,6 @@ class Machines:
                 self._publish(state="running")
                 return first.launch
             time.sleep(READ_SECONDS)
-
-    def _progress_seconds(self) -> float:
-        """Return the seconds without a change of the first machine's document."""
-        return self._channel.unchanged_seconds(0)
 
     # ---- All machines, during a launch.
 

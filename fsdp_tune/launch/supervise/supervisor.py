@@ -133,7 +133,7 @@ GRACE_SECONDS = 5.0
 LINGER_SECONDS = 30.0
 """From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may hang in its clean-up."""
 OTHER_MACHINES_SECONDS = 330.0
-"""Agents of torchrun wait 300 s for each other at the end."""
+"""Agents of torchrun wait 300 s for each other at the end, and do not know that one was stopped or killed and never comes."""
 HANG_MARGIN_SECONDS = 3.0
 """A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much later. With
 `hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
@@ -336,8 +336,9 @@ class Supervisor:
             _kill_remaining(launcher, watch)  # its ranks may not have started: it waits for the other machines
             return
         kill_for_good(watch.lingering(LINGER_SECONDS))
-        limit_seconds = LINGER_SECONDS if self._plan.has_all_ranks else OTHER_MACHINES_SECONDS
-        if watch.all_ended_at is not None and now - watch.all_ended_at > limit_seconds:
+        ended_seconds = now - watch.all_ended_at if watch.all_ended_at is not None else 0.0
+        waits_for_none = ended_seconds > LINGER_SECONDS and (self._plan.has_all_ranks or self._machines.has_one_left())
+        if waits_for_none or ended_seconds > OTHER_MACHINES_SECONDS:
             launcher.kill()
 
     def _report_hang(self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float) -> Problem:
