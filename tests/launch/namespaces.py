@@ -18,6 +18,8 @@ HOSTS = ("machine-a", "machine-b")
 NAMES = tuple(f"{host}-{os.getpid()}" for host in HOSTS)
 ROUTER = f"router-{os.getpid()}"
 ADDRESSES = ("10.91.1.1", "10.91.2.1")
+ROUTER_ADDRESS = "10.91.1.254"
+"""Both machines reach it."""
 INTERFACE = "wire"
 
 
@@ -99,3 +101,8 @@ def on_machine(machine: int, command: Sequence[str]) -> list[str]:
     """Return the command for one of the machines. Each program on the way replaces itself, so that the pid is the command's own."""
     shell = f'hostname {HOSTS[machine]}; exec "$@"'
     return ["ip", "netns", "exec", NAMES[machine], "unshare", "--uts", "sh", "-c", shell, "sh", *command]
+
+
+def on_router(command: Sequence[str]) -> list[str]:
+    """Return the command for the router, whose services both machines reach."""
+    return ["ip", "netns", "exec", ROUTER, *command]

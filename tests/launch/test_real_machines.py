@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ class TwoMachines:
     def own_run(self, number: int) -> RunDir:
         return RunDir(self.folder / f"disk-{number}" / "run")
 
-    def both(self, **keys: Any) -> tuple[Machine, Machine]:
-        second = self.start(1, **keys)
-        return self.start(0, **keys), second
+    def both(self, *words: str, **keys: Any) -> tuple[Machine, Machine]:
+        second = self.start(1, *words, **keys)
+        return self.start(0, *words, **keys), second
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: any(line["step"] >= step for line in loss_lines(self.run)))
@@ -98,16 +99,22 @@ def plain_run(folder: Path, keys: dict[str, Any]) -> RunDir:
     return RunDir(folder / "run")
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[TwoMachines]:
+@contextmanager
+def two_machines(folder: Path) -> Iterator[TwoMachines]:
     with two_namespaces() as wire:
-        machines = TwoMachines(tmp_path, wire)
+        machines = TwoMachines(folder, wire)
         try:
             yield machines
         finally:
             for each in machines.started:
                 each.process.kill()
                 each.process.wait()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[TwoMachines]:
+    with two_machines(tmp_path) as machines:
+        yield machines
 
 
 def test_machines_whose_names_are_loopback_train_and_survive_a_cut_and_a_dead_store(two: TwoMachines) -> None:
