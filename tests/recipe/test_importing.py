@@ -1141,3 +1141,113 @@ def test_targets_of_a_dtype_beside_adapters_are_all_in_the_account(tmp_path: Pat
     text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: default\npure_bf16: true\n"
     (found,) = [each for each in from_text(tmp_path, text).rows if each.key == "pure_bf16"]
     assert set(found.targets) == {("model", "frozen_dtype"), ("precision", "mixed_precision")}
+
+
+# ---- Files of options that a command names
+
+
+def test_file_that_a_command_names_is_read_beside_its_options(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO_OF_TEXTS))
+    text = "model_name_or_path: m\nstage: pt\ndataset: texts\ncutoff_len: 64\nlearning_rate: 1.0e-4\n"
+    (tmp_path / "pt.yaml").write_text(text)
+    for command in ("llamafactory-cli train pt.yaml --learning_rate 3e-4", "accelerate launch --num_processes 2 src/train.py pt.yaml"):
+        found = from_text(tmp_path, f"NPROC_PER_NODE=2 {command}\n", "run.sh")
+        assert found.tool == "LLaMA-Factory"
+        assert (found.recipe.data.train[0].format, found.recipe.data.train[0].path) == ("text", str(tmp_path / "c4.jsonl"))
+        assert found.recipe.training.learning_rate == (3e-4 if "--learning_rate" in command else 1e-4)
+    (tmp_path / "dpo.yaml").write_text(text.replace("stage: pt", "stage: dpo"))
+    assert "preference tuning" in refusal(tmp_path, "llamafactory-cli train dpo.yaml\n", "run.sh")
+
+
+def test_option_of_the_command_hides_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: a\nlearning_rate: 1.0e-4\n")
+    found = from_text(tmp_path, "llamafactory-cli train a.yaml --learning_rate 3e-4\n", "run.sh")
+    assert row(found, "config.learning_rate") == ("dropped", "the command gives it too, and comes first")
+
+
+@pytest.mark.parametrize(
+    "command", ["axolotl train ax.yaml", "accelerate launch -m axolotl.cli.train ax.yaml", "axolotl train ax.yaml --launcher torchrun"]
+)
+def test_command_of_axolotl_is_read_with_its_file(tmp_path: Path, command: str) -> None:
+    (tmp_path / "ax.yaml").write_text("base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 3\n")
+    found = from_text(tmp_path, command + "\n", "run.sh")
+    assert (found.tool, found.recipe.training.per_device_train_batch_size) == ("axolotl", 3)
+
+
+def test_quotients_of_a_script_are_computed(tmp_path: Path) -> None:
+    command = "n=2\nm=2\nswift sft --model m --dataset a.jsonl --max_length 8 --gradient_accumulation_steps $(expr 32 / $n / $m)\n"
+    assert from_text(tmp_path, command, "run.sh").recipe.training.gradient_accumulation_steps == 8
+
+
+# ---- Weights that the tools keep in fp32, templates of their own, rows that they repeat
+
+
+SHARDED = "deepspeed: zero3.json\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndtype: bfloat16\n", "bf16"),
+        ("model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndtype: bfloat16\n" + SHARDED, "fp32"),
+        ("model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndtype: bfloat16\nbf16: false\n" + SHARDED, "bf16"),
+        ("base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 1\nbf16: true\n" + SHARDED, "fp32"),
+        ("base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 1\n" + SHARDED, "fp32"),
+        (
+            "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 1\nfsdp_version: 2\nfsdp_config: {offload_params: true}\n",
+            "bf16",
+        ),
+    ],
+)
+def test_trained_weights_of_a_sharded_run_are_fp32(tmp_path: Path, text: str, dtype: str) -> None:
+    found = from_text(tmp_path, text)
+    assert (found.recipe.model.dtype, "model.dtype" in dict(found.decisions)) == (dtype, False)
+
+
+def test_dtype_of_a_sharded_run_of_swift_asks_nothing(tmp_path: Path) -> None:
+    command = SWIFT_COMMAND.format(2, " --tuner_type full --deepspeed zero3 --torch_dtype {}")
+    for dtype in ("bfloat16", ""):
+        found = from_text(tmp_path, command.format(dtype).replace(" --torch_dtype \n", "\n"), "run.sh")
+        assert (found.recipe.model.dtype, found.recipe.precision.mixed_precision) == ("fp32", "bf16")
+        assert "model.dtype" not in dict(found.decisions)
+
+
+def test_batch_of_swift_without_a_micro_batch(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "swift sft --model m --dataset a.jsonl --max_length 8\n", "run.sh", num_gpus=4)
+    assert found.recipe.training.global_batch_size == 16
+
+
+def test_number_of_rows_of_swift_is_a_question(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "swift sft --model m --dataset 'a/b#500' c.jsonl --max_length 8\n", "run.sh")
+    assert found.recipe.data.train[0].max_rows == 500
+    assert [key for key, words in found.decisions if "repeats those of a smaller set" in words] == ["data.train[0].max_rows"]
+
+
+def test_tokens_in_a_file_are_a_question(tmp_path: Path) -> None:
+    command = "swift sft --model m --dataset a.jsonl --max_length 8 --new_special_tokens {}\n"
+    assert row(from_text(tmp_path, command.format("tokens.txt"), "run.sh"), "new_special_tokens")[0] == "question"
+    assert from_text(tmp_path, command.format("'<a>' '<b>'"), "run.sh").recipe.model.tokens.add == ["<a>", "<b>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fate"), [("default", "question"), ("qwen2.5", "question"), ("chatml", "converted"), ("llama3", "converted")]
+)
+def test_template_of_llama_factory_is_kept_where_it_renders_the_same(tmp_path: Path, name: str, fate: str) -> None:
+    text = f"model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: {name}\n"
+    assert row(from_text(tmp_path, text), "template")[0] == fate
+
+
+def test_evaluation_of_trl_is_of_the_split_test(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\ndataset_config: en\nassistant_only_loss: true\neval_strategy: steps\n"
+    (source,) = values(from_text(tmp_path, text))["data.eval"]
+    assert (source["path"], source["split"], source["name"]) == ("d", "test", "en")
+    assert (
+        "data.eval" not in values(from_text(tmp_path, text.replace("steps", "'no'")))
+        or not values(from_text(tmp_path, text.replace("steps", "'no'")))["data.eval"]
+    )
+
+
+def test_resized_vocabulary_of_llama_factory_is_trained_beside_adapters(tmp_path: Path) -> None:
+    lora = from_text(tmp_path, "model_name_or_path: m\nstage: sft\ndataset: a\nresize_vocab: true\n").recipe.lora
+    assert lora is not None
+    assert lora.modules_to_save == ["embed_tokens", "lm_head"]

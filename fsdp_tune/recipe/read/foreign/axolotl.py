@@ -337,9 +337,9 @@ def _excess(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"data.overlong": name}, Fate.CONVERTED)
 
 
-def settle_defaults(ledger: Ledger, defaults: dict[str, Any], *, is_adapted: bool) -> None:
+def settle_defaults(ledger: Ledger, defaults: dict[str, Any], *, is_loaded_in_half: bool) -> None:
     """Change the defaults that other keys decide. Without a key about it, the weights are bf16, as with `bf16: auto`."""
-    if not is_adapted and not any(name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")):
+    if is_loaded_in_half and not any(name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")):
         defaults["model.dtype"] = "bf16"
     if (ledger.get("training", "max_steps") or 0) * defaults["training.warmup_steps"] > _MOST_WARMUP:
         defaults["training.warmup_steps"] = _MOST_WARMUP
@@ -450,6 +450,7 @@ RULES: Rules = {
     **_all(("strict", "debug", "skip_prepare_dataset", "experimental_skip_move_to_device"), leave("a matter of axolotl's own code")),
     **_all(("shuffle_merged_datasets", "shuffle_before_merging_datasets"), _merged),
     "curriculum_sampling": _curriculum,
+    "pretrain_multipack_attn": leave("examples in one row never see each other"),
     **_all(
         ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "flash_attn_cross_entropy", "flash_attn_rms_norm"), leave(_OTHER_KERNELS)
     ),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
-from fsdp_tune.recipe.read.foreign.flat_options import pack_texts
+from fsdp_tune.recipe.read.foreign.flat_options import is_mixed, pack_texts
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
@@ -55,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     LLAMA_FACTORY: {**_TRAINER, "fsdp.activation_checkpointing": "full"},
     EXAMPLES: {**_TRAINER, "precision.mixed_precision": "no"},
     SWIFT: {
+        "training.per_device_train_batch_size": 1,
         "training.weight_decay": 0.1,
         "training.adam_beta2": 0.95,
         "training.lr_scheduler_type": "cosine",
@@ -137,7 +138,7 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
 
 def has_adapter(ledger: Ledger) -> bool:
     """Return whether the file trains LoRA adapters: LLaMA-Factory and ms-swift do unless it says otherwise."""
-    values = {**_nested(ledger, "config"), **ledger.values}
+    values = ledger.values
     answers = {target: value for target, value in ledger.answers.items() if target[0] == "lora"}
     if ("lora",) in answers or any(value is not None for value in answers.values()):
         return any(value is not None for value in answers.values())
@@ -154,11 +155,6 @@ def has_adapter(ledger: Ledger) -> bool:
     return any(target[0] == "lora" for target in ledger.settings)
 
 
-def _nested(ledger: Ledger, name: str) -> dict[str, Any]:
-    found = ledger.value(name)
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-
-
 def _settle_adapter(ledger: Ledger) -> None:
     if has_adapter(ledger):
         ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
@@ -170,6 +166,8 @@ def _settle_adapter(ledger: Ledger) -> None:
 def _settle_dtype(ledger: Ledger) -> None:
     """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps adapters in fp32."""
     source = ledger.settings.get(("model", "dtype"))
+    if _keeps_fp32(ledger) and not has_adapter(ledger):
+        ledger.discard(("model", "dtype"), _UPCAST)
     if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE:
         return
     del ledger.settings[("model", "dtype")]
@@ -181,11 +179,39 @@ def _settle_dtype(ledger: Ledger) -> None:
         row.fate, row.reason = Fate.CONVERTED, "of the frozen weights; adapters are kept in fp32"
 
 
+_UPCAST = "with sharding, trained weights are kept in fp32 there, as here"
+_SHARDING = frozenset(
+    {"deepspeed", "deepspeed_config", "zero_stage", "fsdp", "fsdp_config", "use_fsdp", "use_deepspeed", "deepspeed_config_file"}
+)
+_UPCASTS = frozenset({TRL, SWIFT, EXAMPLES, AXOLOTL, FMS})
+
+
+def _keeps_fp32(ledger: Ledger) -> bool:
+    """Return whether the dtype of loading is not that of the trained weights.
+
+    Below mixed precision Accelerate upcasts those of FSDP (accelerate/utils/fsdp_utils.py), and DeepSpeed keeps its own copies in fp32.
+    axolotl replaces that code under FSDP2.
+    """
+    is_sharded = any(
+        (_SHARDING.intersection(row.path) and row.value not in (None, False, "", [], {}))
+        or (row.path[-1] == "distributed_type" and row.value in ("FSDP", "DEEPSPEED"))
+        for row in ledger.rows
+    )
+    is_patched = ledger.tool == AXOLOTL and ledger.get("fsdp", "version") == 2
+    computed = ledger.get("precision", "mixed_precision") or DEFAULTS[ledger.tool].get("precision.mixed_precision", "bf16")
+    return ledger.tool in _UPCASTS and is_sharded and not is_patched and computed != "no"
+
+
 _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "eval_on_start", "eval_delay")
 
 
 def _settle_evaluation(ledger: Ledger) -> None:
-    """Leave out keys of evaluations if there are no rows to evaluate, since they have no effect."""
+    """Leave out keys of evaluations if there are no rows to evaluate, since they have no effect. TRL evaluates the split `test`."""
+    name = ledger.value("dataset_name")
+    if ledger.tool == TRL and name and not is_mixed(ledger) and ledger.value("eval_strategy") not in (None, "no"):
+        found = {"path": name, "split": "test"} | ({"name": config} if (config := ledger.value("dataset_config")) else {})
+        for key, value in found.items() if ledger.value("dataset_test_split") is None else ():
+            ledger.set(("data", "eval", 0, key), value, "default of TRL", Weight.DEFAULT)
     if not any(target[:2] == ("data", "eval") for target in ledger.settings):
         for target in (*(("training", name) for name in _EVALUATIONS), ("data", "eval_packing")):
             ledger.discard(target, "there are no rows to evaluate")
@@ -236,10 +262,15 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if is_adapted and ledger.tool == LLAMA_FACTORY:
         rank = ledger.decided(("lora", "r"), ledger.get("lora", "r"))
         found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
+        if is_on(ledger.value("resize_vocab") or False):
+            found["lora.modules_to_save"] = ["embed_tokens", "lm_head"]
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
         words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
         ledger.decide(("lora", "target_modules"), words)
-    if ledger.tool in _LOADS_AS_STORED and not is_adapted and ledger.get("model", "dtype") is None:
+    is_upcast = _keeps_fp32(ledger)
+    if is_upcast:
+        found.pop("model.dtype", None)
+    if ledger.tool in _LOADS_AS_STORED and not is_adapted and not is_upcast and ledger.get("model", "dtype") is None:
         words = f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
         ledger.decide(("model", "dtype"), words)
     if "quantization.load" in found and _is_unquantised(ledger):
@@ -252,7 +283,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)
     if ledger.tool == AXOLOTL:
-        axolotl.settle_defaults(ledger, found, is_adapted=is_adapted)
+        axolotl.settle_defaults(ledger, found, is_loaded_in_half=not is_adapted and not is_upcast)
     _ask_for_nulls(ledger, rules, found)
     for key, value in found.items():
         owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool

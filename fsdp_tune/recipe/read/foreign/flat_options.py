@@ -55,7 +55,10 @@ def _named_datasets(place: Path) -> Rule:
             assert match is not None
             settings[(*place, index, "path")] = match["path"].removeprefix("HF::").removeprefix("MS::")
             settings |= {(*place, index, "name"): match["subset"]} if match["subset"] else {}
-            settings |= {(*place, index, "max_rows"): int(match["rows"])} if match["rows"] else {}
+            if match["rows"]:
+                settings[(*place, index, "max_rows")] = int(match["rows"])
+                words = f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it is the most, from the first on"
+                ledger.decide((*place, index, "max_rows"), words)
         from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
         ledger.write(path, settings, Fate.CONVERTED, "ids are of ModelScope there, of the Hugging Face hub here" if from_hub else "")
 
@@ -87,6 +90,20 @@ def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.write(path, {"data.loss_on": names[value]}, Fate.CONVERTED)
     else:
         ledger.ask(path, "tokens have one weight here: write `data: {loss_on: …}`", ("data", "loss_on"))
+
+
+def _new_tokens(ledger: Ledger, path: Path, value: Any) -> None:
+    """Tokens, or files of words."""
+    names = [str(each) for each in cast("list[Any]", value)] if isinstance(value, list) else str(value).split()
+    if any(name.endswith(".txt") for name in names):
+        ledger.ask(path, "write the words of the file: `model: {tokens: {add: […]}}`", ("model", "tokens", "add"))
+    else:
+        ledger.write(path, {"model.tokens.add": names}, Fate.CONVERTED)
+
+
+def _interleaved(ledger: Ledger, path: Path, value: Any) -> None:
+    shares = cast("list[Any]", value) if isinstance(value, list) else [value]
+    ledger.write(path, {(*TRAIN, index, "weight"): float(share) for index, share in enumerate(shares)}, Fate.CONVERTED)
 
 
 def _torch_dtype(ledger: Ledger, path: Path, value: object) -> None:
@@ -121,6 +138,14 @@ SWIFT_RULES: Rules = {
     **dict.fromkeys(("train_type", "tuner_type", "sft_type"), method),
     "target_modules": lora_targets,
     "torch_dtype": _torch_dtype,
+    "new_special_tokens": _new_tokens,
+    "interleave_prob": _interleaved,
+    "stopping_strategy": same("data.mixture.stopping_strategy"),
+    "lorap_lr_ratio": same("lora.lr_ratio"),
+    "init_weights": same("lora.init_lora_weights"),
+    "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora", "bias"),
+    **dict.fromkeys(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), leave("a matter of ms-swift's own code")),
+    **dict.fromkeys(("use_ray", "device_groups"), leave("ranks are started by `fsdp-tune train`")),
     COMMAND: _pretraining,
     "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
@@ -265,7 +290,7 @@ def mixer(ledger: Ledger, path: Path, value: object) -> None:
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
 
 
-def _is_mixed(ledger: Ledger, path: Path) -> bool:
+def is_mixed(ledger: Ledger, path: Path = ("",)) -> bool:
     """Return whether there is a mixture beside a key: the single data set is ignored then."""
     return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
 
@@ -273,11 +298,11 @@ def _is_mixed(ledger: Ledger, path: Path) -> bool:
 def _single(rule: Rule) -> Rule:
     """Return a rule for a key of the single data set."""
     words = "the mixture is read, and not the single data set"
-    return lambda ledger, path, value: ledger.drop(path, words) if _is_mixed(ledger, path) else rule(ledger, path, value)
+    return lambda ledger, path, value: ledger.drop(path, words) if is_mixed(ledger, path) else rule(ledger, path, value)
 
 
 def _train_split(ledger: Ledger, path: Path, value: Any) -> None:
-    if not _is_mixed(ledger, path):
+    if not is_mixed(ledger, path):
         ledger.write(path, {(*FIRST, "split"): value}, Fate.CONVERTED)
     elif value == "train":
         ledger.drop(path, "a mixture has this one")
@@ -290,7 +315,7 @@ def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
     if ledger.value("eval_strategy") in (None, "no"):
         ledger.drop(path, "`eval_strategy` evaluates nothing")
         return
-    if _is_mixed(ledger, path):
+    if is_mixed(ledger, path):
         size = ledger.value(*path[:-1], "test_split_size") or ledger.value(*path[:-1], "dataset_mixture", "test_split_size")
         if size and value == "test":
             ledger.drop(path, "the rows that `test_split_size` holds out")
@@ -312,7 +337,7 @@ def _text_field(ledger: Ledger, path: Path, value: object) -> None:
 
 def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
     """Of all rows of a mixture: a number, or a share below 1."""
-    if not _is_mixed(ledger, path):
+    if not is_mixed(ledger, path):
         ledger.drop(path, "TRL holds out rows of a mixture (`datasets`) alone")
         return
     ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)

@@ -20,7 +20,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
 from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
-from fsdp_tune.recipe.read.tools import EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
+from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
@@ -36,6 +36,8 @@ _LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python
 _OPERATORS = frozenset({"|", "&&", "||", ";", "&", ">", ">>", "2>", "2>&1", "<"})
 _PROGRAMS = {
     "trl": TRL,
+    "axolotl": AXOLOTL,
+    "axolotl.cli.train": AXOLOTL,
     "megatron": SWIFT,
     "swift": SWIFT,
     "llamafactory-cli": LLAMA_FACTORY,
@@ -79,7 +81,7 @@ def command_in(text: str) -> ForeignCommand | None:
             variables += [word for word in words[1:] if _VARIABLE.fullmatch(word)]
         elif words and all(_VARIABLE.fullmatch(word) for word in words):
             variables += words
-        elif words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words[1:]):
+        elif words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words):
             found.append(list(itertools.takewhile(lambda word: word not in _OPERATORS, words)))
     trainings = [words for words in found if _is_training(words)]
     chosen = trainings or found
@@ -150,11 +152,15 @@ def _expanded(words: list[str]) -> list[str]:
 
 def _evaluated(word: str) -> str:
     """Return `$(expr 32 / 4)` as its number."""
-    match = re.fullmatch(r"\$\(expr (\d+) ([/*]) (\d+)\)", word.replace("\\", ""))
-    if match is None or match[3] == "0":
+    match = re.fullmatch(r"\$\(expr (\d+(?: [/*] \d+)+)\)", word.replace("\\", ""))
+    if match is None:
         return word
-    left, right = int(match[1]), int(match[3])
-    return str(left // right if match[2] == "/" else left * right)
+    value, *rest = match[1].split(" ")
+    for operator, other in zip(rest[::2], rest[1::2], strict=True):
+        if operator == "/" and int(other) == 0:
+            return word
+        value = str(int(value) // int(other) if operator == "/" else int(value) * int(other))
+    return value
 
 
 def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
@@ -256,6 +262,8 @@ class ForeignFile:
     """Keys of a script whose value only running it would give."""
     unread: Sequence[str] = ()
     """Parts of a script that are not among the values, one sentence each."""
+    named: Path | None = None
+    """The file of options that it names, whose keys are among the values; those that the file has too are under `config`."""
 
 
 def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
@@ -275,12 +283,30 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         found = ForeignFile(path, tool or "", _json(text, path))
     else:
         found = _yaml(text, path, tool or "")
+    _take_named_file(found)
     found.tool = found.tool or tool_of(found.values) or ""
     if not found.tool:
         names = ", ".join(OPTION_NAMES)
         message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
+
+
+def existing_file(directory: Path, name: str) -> Path | None:
+    """Return the file of a name in a configuration, which is relative to its directory, to one of those above, or to this one."""
+    places = [directory / name, Path(name), *(above / name for above in list(directory.resolve().parents)[:3])]
+    return next((place for place in places if place.suffix in (*_YAML, ".json") and place.is_file()), None)
+
+
+def _take_named_file(found: ForeignFile) -> None:
+    """Put the keys of the file of options that a command names beside its own, which come first: rules read one from another."""
+    name = found.values.get("config")
+    found.named = existing_file(found.path.parent, name) if isinstance(name, str) else None
+    if found.named is None:
+        return
+    inner = read_mapping(found.named)
+    hidden = {key: value for key, value in inner.items() if key in found.values}
+    found.values = {**inner, **found.values, "config": hidden or name}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

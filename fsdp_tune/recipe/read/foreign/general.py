@@ -14,6 +14,7 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened, leaves
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
+from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.kinds import is_jinja
@@ -24,6 +25,8 @@ Rule = Callable[[Ledger, Path, Any], None]
 """Settles the key at a path, given its value."""
 Rules = Mapping[str, Rule]
 
+_SAME_IN_LLAMA_FACTORY = ("chatml", "llama3", "phi4", "gemma3")
+"""Its other templates have a system message, spaces or a trained empty thought that those of the models' authors do not have."""
 _DTYPES = {"true": "bf16", "auto": "bf16", "full": "bf16"}
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_torch_8bit"),
@@ -115,7 +118,7 @@ def chat_template(key: str | Path, *more: Path) -> Rule:
 
     def rule(ledger: Ledger, path: Path, value: object) -> None:
         name = str(value)
-        if name in ("tokenizer_default", "default"):
+        if name == "tokenizer_default" or (name == "default" and ledger.tool not in (LLAMA_FACTORY, SWIFT)):
             ledger.drop(path, "the tokenizer's own is the default here too")
         elif name == "jinja" and ledger.value(*path[:-1], f"{path[-1]}_jinja"):
             ledger.drop(path, f"the template is `{path[-1]}_jinja`")
@@ -131,7 +134,8 @@ def chat_template(key: str | Path, *more: Path) -> Rule:
 
 def _bundled(ledger: Ledger, name: str) -> str | None:
     """Return the bundled template of a name; other tools write `qwen_25` and `phi_3` for qwen2.5 and phi3."""
-    return {re.sub(r"[^a-z0-9]", "", each): each for each in ledger.templates}.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    found = {re.sub(r"[^a-z0-9]", "", each): each for each in ledger.templates}.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    return None if ledger.tool == LLAMA_FACTORY and found not in _SAME_IN_LLAMA_FACTORY else found
 
 
 def is_on(value: object) -> bool:

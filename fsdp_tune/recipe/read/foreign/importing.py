@@ -29,7 +29,7 @@ from fsdp_tune.recipe.read.foreign import (
     torchtune,
 )
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
-from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, read_foreign, read_mapping
+from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, existing_file, read_foreign, read_mapping
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
 from fsdp_tune.recipe.read.loader import DECIDE, Override, parse_recipe, read_overrides
@@ -271,7 +271,7 @@ def import_file(
     ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
     python_script.settle_computed(ledger, found.computed)
     _include(ledger, found)
-    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), **_NESTED}
+    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), "config": _named(found.named), **_NESTED}
     rules |= dict.fromkeys(ignored, leave("the tool does not read it"))
     settle_all(ledger, (), rules)
     ask_each(ledger, ())
@@ -286,10 +286,8 @@ def import_file(
 
 def options_of(path: FilePath) -> dict[str, Any]:
     """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
-    values = {name: value for name, value in read_foreign(path).values.items() if name not in (LAUNCHER, ENVIRONMENT)}
-    named = values.get("config")
-    place = _existing(path.parent, named) if isinstance(named, str) else None
-    return values if place is None else read_mapping(place) | {name: value for name, value in values.items() if name != "config"}
+    aside = (LAUNCHER, ENVIRONMENT, "config")
+    return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
 
 _METHODS = (
@@ -326,20 +324,15 @@ def _refuse_other_training(found: ForeignFile) -> None:
 def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
     directory = found.path.parent
-    named: list[Path] = [("config",), (LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
+    named: list[Path] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
     named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
     for key in named:
         name = ledger.value(*key)
-        place = _existing(directory, name) if isinstance(name, str) else None
+        place = existing_file(directory, name) if isinstance(name, str) else None
         if place is not None:
             ledger.include(key, read_mapping(place))
     if found.tool == LLAMA_FACTORY:
         llama_factory.include_info(ledger, directory)
-
-
-def _existing(directory: FilePath, name: str) -> FilePath | None:
-    places = [directory / name, FilePath(name), *(above / name for above in list(directory.resolve().parents)[:3])]
-    return next((place for place in places if place.suffix in (".yaml", ".yml", ".json") and place.is_file()), None)
 
 
 def _file(rules: Rules, otherwise: Rule) -> Rule:
@@ -358,9 +351,18 @@ def _not_found(ledger: Ledger, path: Path, value: object) -> None:
     ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it")
 
 
-def _config(ledger: Ledger, path: Path, value: Any) -> None:
-    """The file of options that a command line names, with the keys of its tool."""
-    _file(RULES[ledger.tool], _not_found)(ledger, path, value)
+def _named(file: FilePath | None) -> Rule:
+    """Return a rule for the name of the file of options, and for its keys that the command gives too."""
+
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        if isinstance(value, dict):
+            settle_all(ledger, path, dict.fromkeys(cast("dict[str, Any]", value), leave("the command gives it too, and comes first")))
+        elif file is not None:
+            ledger.drop(path, "its keys are read")
+        else:
+            _not_found(ledger, path, value)
+
+    return rule
 
 
 def _deepspeed(ledger: Ledger, path: Path, value: Any) -> None:
@@ -405,7 +407,7 @@ _LAUNCHER: Rules = {
     "config_file": _file(accelerate_config.ACCELERATE_RULES, _not_found),
     "deepspeed_config_file": _file(accelerate_config.DEEPSPEED_RULES, _not_found),
 }
-_NESTED: Rules = {"config": _config, "deepspeed": _deepspeed}
+_NESTED: Rules = {"deepspeed": _deepspeed}
 
 
 # ---- The text

@@ -85,9 +85,10 @@ def _listed_datasets(place: Path) -> Rule:
         settings: dict[Path, Any] = {}
         for index, name in enumerate(names, first):
             settings[(*place, index, "path")] = _path_of(ledger.value(INFO, name)) or "NAME"
-        if ledger.value("stage") == "pt":
+        is_of_texts = ledger.value("stage") == "pt"
+        if is_of_texts:
             _settle_texts(ledger, names, place, first)
-        is_alpaca = any((ledger.value(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
+        is_alpaca = not is_of_texts and any((ledger.value(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
         ledger.write(path, settings, Fate.CONVERTED, f"by {INFO}{_JOINED if is_alpaca else ''}")
         for index, name in enumerate(names, first):
             if ledger.is_open((INFO, name)):
@@ -217,8 +218,9 @@ def _stage(ledger: Ledger, path: Path, value: object) -> None:
 
 def _rows_of_each(ledger: Ledger, path: Path, value: Any) -> None:
     """A limit of every data set."""
-    count = max(1, len(_names(ledger.value("dataset"))))
-    ledger.write(path, {(*TRAIN, index, "max_rows"): value for index in range(count)}, Fate.CONVERTED)
+    names = {TRAIN: _names(ledger.value("dataset")) or ["NAME"], ("data", "eval"): _names(ledger.value("eval_dataset"))}
+    places = [(*place, index, "max_rows") for place, named in names.items() for index in range(len(named))]
+    ledger.write(path, dict.fromkeys(places, value), Fate.CONVERTED)
 
 
 def _shares(ledger: Ledger, path: Path, value: Any) -> None:
@@ -241,6 +243,7 @@ def _training_dtype(ledger: Ledger, path: Path, value: Any) -> None:
         ledger.drop(path, "off, as it is here")
 
 
+_CUT = "prompt and answer of a longer row are cut in proportion there; here its end is, and a row without a trained token is left out"
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "galore_layerwise", "apollo_layerwise")
 _LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
 _QUANTISED = "weights that are quantised already are not trained: name the original model"
@@ -257,6 +260,9 @@ RULES: Rules = {
     ),
     "neat_packing": implies({"data.packing": True}, "examples in one row never see each other"),
     "max_samples": _rows_of_each,
+    "cutoff_len": lambda ledger, path, value: ledger.write(path, {"data.max_length": value}, Fate.CONVERTED, _CUT),
+    **dict.fromkeys(("use_v1_kernels", "preprocessing_batch_size", "eval_num_beams"), leave("a matter of LLaMA-Factory's own code")),
+    "tokenized_path": leave("prepared data are named by their content, in `data.cache_dir`"),
     "interleave_probs": _shares,
     "packing": _packing,
     "finetuning_type": method,
