@@ -1247,3 +1247,18 @@ def test_resized_vocabulary_of_llama_factory_is_trained_beside_adapters(tmp_path
     lora = from_text(tmp_path, "model_name_or_path: m\nstage: sft\ndataset: a\nresize_vocab: true\n").recipe.lora
     assert lora is not None
     assert lora.modules_to_save == ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("command", "verb"),
+    [
+        ("swift infer --model m --max_new_tokens 4", "infer"),
+        ("llamafactory-cli export --model_name_or_path m", "export"),
+        ("python swift/cli/deploy.py --model m", "deploy"),
+        ("python -m swift.cli.eval --model m", "eval"),
+        ("axolotl inference a.yaml --gradio", "inference"),
+        ("trl vllm-serve --model m", "vllm-serve"),
+    ],
+)
+def test_command_that_does_not_train_is_refused(tmp_path: Path, command: str, verb: str) -> None:
+    assert f"the command does not train, but runs `{verb}`" in refusal(tmp_path, f"CUDA_VISIBLE_DEVICES=0 {command}\n", "run.sh")

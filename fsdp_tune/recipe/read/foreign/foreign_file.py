@@ -105,8 +105,24 @@ def _check_method(words: list[str]) -> None:
         (word for word in named if word in _OTHER_TRAINING or word.startswith(tuple(f"{name}_" for name in _OTHER_TRAINING))), None
     )
     if found is not None:
-        hint = "only supervised fine-tuning and pre-training of causal language models can be imported"
-        raise usage_error("no-counterpart", f"the command trains by `{found}`, which this release does not have", hint=hint)
+        raise usage_error("no-counterpart", f"the command trains by `{found}`, which this release does not have", hint=_IMPORTED)
+    verb = _verb(rest)
+    if verb is not None and verb not in _TRAINING:
+        raise usage_error("no-counterpart", f"the command does not train, but runs `{verb}`", hint=_IMPORTED)
+
+
+_IMPORTED = "only supervised fine-tuning and pre-training of causal language models can be imported"
+
+
+def _verb(words: Sequence[str]) -> str | None:
+    """Return what a command of a tool does: the word after its name, or the last part of its script or module."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name = word.rpartition("/")[2]
+        if name in ("trl", "swift", "llamafactory-cli", "axolotl"):
+            return after if after and not after.startswith("-") and "." not in after else None
+        if word.startswith(_SWIFT_MODULE) or ("swift/cli/" in word and word.endswith(".py")):
+            return name.removeprefix(_SWIFT_MODULE).removesuffix(".py")
+    return None
 
 
 def _without_comment(line: str) -> str:
