@@ -101,32 +101,27 @@ def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, t
 
 
 CHECKED = """\
-base_model: model
-tokenizer_config: builtin:arithmetic
-datasets: [{path: rows.jsonl, type: completion}]
-sequence_len: 64
-micro_batch_size: 2
-max_steps: 4
-learning_rate: 0.001
+python run_clm.py --model_name_or_path model --tokenizer_name builtin:arithmetic --train_file rows.jsonl --block_size 64 \\
+    --per_device_train_batch_size 2 --max_steps 4 --learning_rate 0.001 --torch_dtype float32
 """
 
 
 @pytest.mark.e2e
 def test_check_compares_the_file_with_the_written_recipe(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "axolotl.yaml").write_text(CHECKED)
+    (tmp_path / "run.sh").write_text(CHECKED)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    done = cli("import", "axolotl.yaml", "--output", "r.yaml", "--num-gpus", "1", "--check")
+    done = cli("import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check")
     assert done.returncode == 0, done.stderr
     assert "keys: 8 (" in done.stdout
     assert "✓ tokens of the first rows" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("equal in all that was compared")
     (tmp_path / "r.yaml").unlink()
     (tmp_path / "rows.jsonl").unlink()
-    again = cli("import", "axolotl.yaml", "--output", "r.yaml", "--num-gpus", "1", "--check", "--json")
+    again = cli("import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check", "--json")
     found = document(again)
-    assert (again.returncode, found["check"]["equal"], found["check"]["a"]["kind"]) == (0, True, "axolotl")
+    assert (again.returncode, found["check"]["equal"], found["check"]["a"]["kind"]) == (0, True, "transformers examples")
     assert any(line.startswith("tokens of the first rows") for line in found["check"]["not_compared"])
 
 

@@ -137,7 +137,8 @@ def _add_needed(install: Sequence[str], python: Path, name: str, given: Collecti
         tried.add(module)
         _run([*install, *(f"{each.name}{each.specifier}" for each in found)])
     shown = " / ".join([line.strip() for line in text.splitlines() if line.strip()][-SHOWN_LINES:])
-    hint = f"`--tools import` compares the imported recipe; `--with {name}==VERSION` tries another version, `--with PACKAGE` adds a package"
+    others = f"`--with {name}==VERSION` tries another version, `--with PACKAGE` adds a package"
+    hint = f"`compare --tools import` compares the imported recipe; {others}"
     raise failed_error("compare-environment", f"{name} was installed and cannot be imported: {shown}", hint=hint)
 
 
@@ -382,7 +383,7 @@ def needed_requirements(tools: Collection[str], given: Sequence[str]) -> list[st
     """
     packages = {TOOLS[tool] for tool in tools}
     if len(packages) > 1:
-        hint = "`--tools import` compares the recipes that `import` makes of them; or compare each with a recipe"
+        hint = "`compare --tools import` compares the recipes that `import` makes of them; or compare each with a recipe"
         raise usage_error("compare-with", "A and B are of two tools, whose environments exclude each other", hint=hint)
     named = {Requirement(_requirement(each)).name.lower() for each in given}
     return [*given, *sorted(packages - named)]
