@@ -251,7 +251,7 @@ def check_import(found: Import, *, allowed: Allowed = Allowed(), observer: Obser
         raise nothing_to_check()
     path = found.imported.path
     read = partial(import_file, path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED))
-    plain = read()
+    plain = read() if found.overrides else found.imported
     if answers := _answers(plain, found.overrides):
         plain = read(overrides=answers)
     if not plain.names_inputs:

@@ -22,6 +22,18 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write `a.sh`, a command of transformers' example, with a tiny model and rows, into the working directory. Compare in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
+    (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
+
+
 def code(source: Path, output: Path, *, force: bool = False) -> str:
     with pytest.raises(fsdp_tune.FsdpTuneError) as caught:
         fsdp_tune.import_recipe(source, output=output, force=force)
@@ -59,14 +71,8 @@ def test_unknown_name_of_a_tool_is_a_usage_error(source: Path) -> None:
         fsdp_tune.import_recipe(source, tool="axolotol")
 
 
-def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ObservingChild, "computed", in_process)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
-    (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
+@pytest.mark.usefixtures("script")
+def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None:
     found = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1)
     check = check_import(found)
     assert check.equal
@@ -82,14 +88,8 @@ def test_check_needs_a_written_recipe(source: Path) -> None:
         check_import(fsdp_tune.import_recipe(source))
 
 
-def test_check_shows_what_an_override_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ObservingChild, "computed", in_process)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
-    (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
+@pytest.mark.usefixtures("script")
+def test_check_shows_what_an_override_has_changed() -> None:
     check = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1, overrides=["data.max_length=4"], check=True).check
     assert check is not None
     assert (check.equal, check.cause and [key.key for key in check.cause.keys]) == (False, ["data.max_length"])

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from fsdp_tune.recipe.rules.launch import TRACKERS
-from fsdp_tune.recipe.schema.keys import NOT_YET, all_keys, refused, value_of
+from fsdp_tune.recipe.schema.keys import NOT_YET, all_keys, default_of, refused, value_of
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
-from fsdp_tune.recipe.schema.reference import default_of, json_schema, reference_yaml, surface_lines
+from fsdp_tune.recipe.schema.reference import json_schema, reference_yaml, surface_lines
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names, owner_of, training_value, version_gap
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())

@@ -220,7 +220,7 @@ class Attempts:
         assert ended.problem is not None, "only failures come here"
         if self._recipe.launch.max_restarts == 0:  # before other machines are asked, one of which may be lost
             return ended.problem, None
-        digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
+        digests = self._recipe.checkpoint.verify == "digest"
         progress = self._machines.advance
         wait_seconds = parse_seconds(self._recipe.launch.replacement_timeout) if self._sizes is not None else self._hang_seconds
         held = self._held = self._machines.held_elsewhere(wait_seconds)

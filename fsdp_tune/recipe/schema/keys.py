@@ -142,7 +142,7 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def is_known_key(path: Sequence[str | int]) -> bool:
+def _is_known(path: Sequence[str | int]) -> bool:
     """Return whether a recipe can have a key: of the schema, of TrainingArguments, or in a free mapping."""
     is_passed = path[0] == "training" and len(path) == 2 and path[1] in TRAINING_FIELDS.fields
     return is_passed or field_at(path) is not None or _free_values(path) is not None
@@ -150,13 +150,17 @@ def is_known_key(path: Sequence[str | int]) -> bool:
 
 def has_default(path: Sequence[str | int]) -> bool:
     """Return whether null for a key is its default. In a mapping of any values, as `model.config_overrides`, null is one of them."""
-    return is_known_key(path) and _free_values(path) is not Any
+    return _is_known(path) and _free_values(path) is not Any
 
 
 def default_at(path: Sequence[str | int]) -> Any:
     """Return the default of a key of the schema, or of a field of TrainingArguments."""
     field = field_at(path)
-    return TRAINING_FIELDS.fields[str(path[-1])].default if field is None else field.get_default(call_default_factory=True)
+    return TRAINING_FIELDS.fields[str(path[-1])].default if field is None else default_of(field)
+
+
+def default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
 
 
 def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:

@@ -6,10 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, field_words
+from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, default_of, field_words
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import (
@@ -29,10 +27,6 @@ _HEAD = """\
 
 
 _LAST_TRAINING_KEY = [key.name for key in all_keys() if key.path[0] == "training"][-1]
-
-
-def default_of(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
 
 
 def reference_yaml() -> str:

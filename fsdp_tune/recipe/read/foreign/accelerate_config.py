@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
+    UNSUPPORTED_SWITCH,
     Rule,
     Rules,
     SourceRule,
@@ -110,7 +111,7 @@ LAUNCHER_RULES: Rules = {
     **dict.fromkeys(("module", "m", "no_python", "standalone", "monitor_interval", "rdzv_conf", "rdzv_id"), leave(_LAUNCH)),
     **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), off_or("off", "TPUs are not supported")),
     "gpu_ids": leave("`launch.num_processes` counts the ranks; CUDA_VISIBLE_DEVICES selects their GPUs"),
-    **dict.fromkeys(("ipex_config", "mpirun_config", "megatron_lm_config", "fp8_config"), off_or("off", "there is no counterpart")),
+    **dict.fromkeys(("ipex_config", "mpirun_config", "megatron_lm_config", "fp8_config"), UNSUPPORTED_SWITCH),
     "distributed_type": _kind,
     **dict.fromkeys(("multi_gpu", "use_fsdp", "use_deepspeed"), leave("the ranks share the model by `fsdp.sharding_strategy`")),
     "mixed_precision": _precision,
@@ -295,9 +296,7 @@ _PLUGIN: Rules = {
     "gradient_accumulation_steps": unless_auto(same("training.gradient_accumulation_steps")),
     "gradient_clipping": unless_auto(by_synonym("gradient_clipping")),
     **dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"), leave("`fsdp:` needs no such switch")),
-    **dict.fromkeys(
-        ("offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names"), off_or("off", "no counterpart")
-    ),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names"), UNSUPPORTED_SWITCH),
     "deepspeed_config_file": lambda ledger, path, value: (
         settle_all(ledger, path, DEEPSPEED_RULES)
         if isinstance(value, dict)

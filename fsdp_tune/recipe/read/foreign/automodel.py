@@ -12,6 +12,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     SourceRule,
     ask_each,
     chat_template,
+    decays_by_default,
     dtype,
     fine_or,
     implies,
@@ -320,8 +321,7 @@ _EVAL_LOADER: Rules = {
 
 def defaults(ledger: Ledger) -> dict[str, Any]:
     """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a cosine with it."""
-    said = str(ledger.get("training", "optim") or "adamw").startswith("adamw") if ledger.is_said(("training", "optim")) else None
-    is_adamw = said if said is not None else _last(ledger, ("optimizer",)) == "AdamW"
+    is_adamw = decays_by_default(ledger, of_the_class=_last(ledger, ("optimizer",)) == "AdamW")
     # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
     decay: dict[str, Any] = {"training.weight_decay": 0.01} if is_adamw else {}
     if not isinstance(ledger.value("lr_scheduler"), dict):

@@ -8,6 +8,7 @@ from typing import Any, cast
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
+    UNSUPPORTED_SWITCH,
     Rule,
     Rules,
     SourceRule,
@@ -466,7 +467,7 @@ RULES: Rules = {
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
     "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
-    **_all(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), off_or("off", "there is no counterpart")),
+    **_all(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }
 """By name; see `general.settle_key`."""
 UNSUPPORTED = {"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"}

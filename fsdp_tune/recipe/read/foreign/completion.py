@@ -206,7 +206,7 @@ _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "ev
 
 
 def _settle_evaluation(ledger: Ledger) -> None:
-    """Leave out keys of evaluations if there are no rows to evaluate, since they have no effect. TRL evaluates the split `test`."""
+    """Leave out keys of evaluations that nothing evaluates. TRL evaluates the split `test`."""
     name = ledger.value("dataset_name")
     if ledger.tool == TRL and name and not is_mixed(ledger) and ledger.value("eval_strategy") not in (None, "no"):
         found = {"path": name, "split": "test"} | ({"name": config} if (config := ledger.value("dataset_config")) else {})
@@ -278,7 +278,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if ledger.tool == AUTOMODEL:
         found |= automodel.defaults(ledger)
     _decide_about_rows(ledger)
-    if ledger.tool == TORCHTUNE and not torchtune.decays_by_default(ledger):
+    if ledger.tool == TORCHTUNE and not torchtune.has_decay(ledger):
         del found["training.weight_decay"]
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from fsdp_tune.recipe.read.foreign.foreign_file import COMMAND
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
+    UNSUPPORTED_SWITCH,
     Rule,
     Rules,
     SourceRule,
@@ -78,9 +79,13 @@ def _pretraining(ledger: Ledger, path: Path, value: object) -> None:
     ledger.decide(("data", "chat_template"), words)
 
 
+def unless_pretraining(rule: Rule, key: str, words: str) -> Rule:
+    """Return a rule for a key that is not read in pre-training. `key`: of the method, which is `pt` then."""
+    return lambda ledger, path, value: ledger.drop(path, words) if ledger.value(key) == "pt" else rule(ledger, path, value)
+
+
 def _unless_pretraining(rule: Rule) -> Rule:
-    words = "`swift pt` sets it: every token of rows without a chat template"
-    return lambda ledger, path, value: ledger.drop(path, words) if ledger.value(COMMAND) == "pt" else rule(ledger, path, value)
+    return unless_pretraining(rule, COMMAND, "`swift pt` sets it: every token of rows without a chat template")
 
 
 def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
@@ -392,7 +397,7 @@ TRL_RULES: Rules = {
     "packing_strategy": _packing,
     "padding_free": leave("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
-    **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), off_or("off", "there is no counterpart")),
+    **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),
     "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
     "loss_type": fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is the negative log-likelihood", "kernels", "loss"),
     "shuffle_dataset": leave("rows are shuffled in each epoch"),

@@ -194,9 +194,7 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
         values[LAUNCHER] = launcher
     if environment:
         values[ENVIRONMENT] = environment
-    if tool == SWIFT and any(
-        word.removeprefix(_SWIFT_MODULE).rpartition("/")[2].removesuffix(".py") == "pt" for word in words[: start + 1]
-    ):
+    if tool == SWIFT and _verb(words) == "pt":
         values[COMMAND] = "pt"
     return values | _options(words[start + 1 :], is_launcher=False), tool
 

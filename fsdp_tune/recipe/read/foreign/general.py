@@ -18,7 +18,7 @@ from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.kinds import is_jinja
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.schema.training_fields import DEFAULT_OPTIMIZER, TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 Rule = Callable[[Ledger, Path, Any], None]
@@ -73,6 +73,9 @@ def by_synonym(name: str) -> Rule:
     return lambda ledger, path, value: _advised(ledger, path, name, value)
 
 
+UNSUPPORTED_SWITCH = off_or("off", "it has no counterpart")
+
+
 def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
     """Return a rule for the class of an optimizer, by the names of classes. `decay`: the key beside it that has the weight decay."""
 
@@ -87,6 +90,12 @@ def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
             ledger.write(path, {"training.optim": names[kind]}, Fate.CONVERTED, reason)
 
     return rule
+
+
+def decays_by_default(ledger: Ledger, *, of_the_class: bool) -> bool:
+    """Return whether an optimizer has AdamW's default decay, 0.01: that of `--set` before the class of the file."""
+    optim: Path = ("training", "optim")
+    return str(ledger.get(*optim) or DEFAULT_OPTIMIZER).startswith("adamw") if ledger.has_answer(optim) else of_the_class
 
 
 def lora_targets(ledger: Ledger, path: Path, value: Any) -> None:
@@ -390,9 +399,7 @@ _FSDP: Rules = dict.fromkeys(
     ("fsdp_final_state_dict_type", "final_state_dict_type"), leave("`merge-checkpoint` makes one model of the shards")
 )
 _ACCELERATOR: Rules = {
-    "split_batches": off_or(
-        "off", "the batch is that of all ranks there: write `training: {global_batch_size: …}`", "training", "global_batch_size"
-    ),
+    "split_batches": off_or("off", "the batch is of all ranks there: write `global_batch_size`", "training", "global_batch_size"),
     "even_batches": fine_or((True,), "each rank has as many rows here too", "ranks have as many rows as each other", "data"),
     "gradient_accumulation_kwargs": section(
         {

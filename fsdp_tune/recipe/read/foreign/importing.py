@@ -416,18 +416,18 @@ _NESTED: Rules = {"deepspeed": _deepspeed}
 def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[Path, Override]) -> tuple[str, Recipe]:
     """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
 
-    Raises: FsdpTuneError for a refused value that a person has said.
+    Raises: FsdpTuneError for a refused value of `--set`.
     """
     for _ in range(_MOST_CORRECTIONS):
         text = recipe_text(ledger, found)
         try:
             path = found.path.with_suffix(".yaml")
             recipe = parse_recipe(text, path, overrides).recipe
-            assert not overrides or recipe == parse_recipe(text, path).recipe, "the text has what a person says"
+            assert not overrides or recipe == parse_recipe(text, path).recipe, "the text has the values of `--set`"
             return text, recipe
         except FsdpTuneError as error:
             problems = [replace(each, message=without_places(each.message)) for each in error.problems]
-            if said := [problem for each in problems if (problem := _said(read, each)) is not None]:
+            if said := [problem for each in problems if (problem := _at_override(read, each)) is not None]:
                 raise FsdpTuneError(*said) from error
             withdrawn = [target for problem in problems if (target := _setting_of(ledger, problem)) is not None]
             if not withdrawn:
@@ -437,7 +437,7 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read
     raise AssertionError("a recipe without settings loads")
 
 
-def _said(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
+def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
     """Return a problem that is about an override, at its place; None for another one."""
     if str(problem.where.source).startswith("--set"):
         return problem

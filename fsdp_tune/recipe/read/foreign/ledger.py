@@ -124,8 +124,8 @@ class Ledger:
     ) -> None:
         self.values, self.tool, self.templates = values, tool, templates
         self.answers = answers or {}
-        """What a person says: a value, or None for the default. Known from the start, and written by `write_answers`."""
-        self._said = {path: value for target, answer in self.answers.items() for path, value in _said(target, answer)}
+        """Values of `--set`, None for the default. They are known from the start, and written by `write_answers`."""
+        self._given = {path: value for target, answer in self.answers.items() for path, value in _keys_of(target, answer)}
         self._lines = lines
         self._open = dict.fromkeys(leaves(values)) if values else {}
         self.rows: list[AccountRow] = []
@@ -134,8 +134,7 @@ class Ledger:
         """Places of other files' content. What a file or command says itself comes before what it includes."""
         self.decisions: list[tuple[Path, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
-        self._answered: list[Path] = []
-        """Answers that are written: nothing replaces them."""
+        self._has_written_answers = False
 
     def value(self, *path: str | int) -> Any:
         """Return the value at a path; None if there is none."""
@@ -232,19 +231,20 @@ class Ledger:
         self._row(path, Fate.DROPPED, (), reason)
 
     def decide(self, target: Path, words: str) -> None:
-        if not any(_is_below(target, each) for each in self._answered):
+        if not (self._has_written_answers and any(_is_below(target, each) for each in self.answers)):
             self.decisions.append((target, words))
 
     def write_answers(self) -> None:
-        """Write what a person says, in place of what the file gives or leaves open."""
+        """Write the values of `--set` in place of what the file gives or leaves unset. Nothing replaces them."""
         for target, value in self.answers.items():
-            self._answer(target, value)
+            self._write_answer(target, value)
+        self._has_written_answers = True
 
-    def _answer(self, target: Path, value: Any) -> None:
+    def _write_answer(self, target: Path, value: Any) -> None:
         words = f"`--set {dotted(target)}` decides"
         for other in [other for other in self.settings if _is_below(other, target)]:
             self._remove(other, words)
-        found = [] if value is None and has_default(target) else list(_said(target, value))
+        found = [] if value is None and has_default(target) else list(_keys_of(target, value))
         while found and (place := self._of_another_kind(target, value)) is not None:
             self._remove(next(other for other in self.settings if _is_below(other, place)), words)
         for row in self.rows:
@@ -252,15 +252,14 @@ class Ledger:
                 row.fate, row.targets, row.reason = Fate.DROPPED, (), words
         self.decisions = [(near, words) for near, words in self.decisions if not _is_below(near, target)]
         self.settings |= {path: Setting(inner, Weight.GIVEN, ["--set"]) for path, inner in found}
-        self._answered.append(target)
 
     def is_answered(self, target: Path) -> bool:
-        """Return whether a person has said the value of a key, or of one above or below it: nothing replaces it."""
-        return any(_is_below(target, each) or _is_below(each, target) for each in self._answered)
+        """Return whether an answer to a key, or to one above or below it, is written: nothing replaces it."""
+        return self._has_written_answers and any(_is_below(target, each) or _is_below(each, target) for each in self.answers)
 
     def withdraw(self, target: Path, words: str) -> None:
         """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
-        assert not self.is_answered(target), f"`{dotted(target)}` is what a person says"
+        assert not self.is_answered(target), f"`{dotted(target)}` is of `--set`"
         setting = self.settings.pop(target)
         words = without_places(words)
         for row in setting.rows:
@@ -281,23 +280,23 @@ class Ledger:
                 row.fate, row.reason = Fate.DROPPED, reason
 
     def get(self, *target: str | int) -> Any:
-        """Return the value that the recipe has so far, or that a person says; None if it has none."""
+        """Return the value that the recipe has so far, or that `--set` gives; None if it has none."""
         if any(value is None and _is_below(target, each) for each, value in self.answers.items()):
             return None
-        if target in self._said:
-            return self._said[target]
+        if target in self._given:
+            return self._given[target]
         found = self.settings.get(target)
         return None if found is None else found.value
 
-    def is_said(self, target: Path) -> bool:
-        """Return whether a person says the value of a key, also before answers are written."""
-        return target in self._said
+    def has_answer(self, target: Path) -> bool:
+        """Return whether `--set` gives the value of a key, also before answers are written."""
+        return target in self._given
 
     def decided(self, target: Path, of_the_file: Any) -> Any:
-        """Return what a person says of a key, or its default if that is null; else the value of the file, which is not settled yet."""
-        if target not in self._said:
+        """Return the value of `--set`, or the default if it is null; else that of the file, which is not settled yet."""
+        if target not in self._given:
             return of_the_file
-        value = self._said[target]
+        value = self._given[target]
         return default_at(target) if value is None else value
 
     def close(self) -> None:
@@ -324,11 +323,11 @@ class Ledger:
 
 
 def without_places(words: str) -> str:
-    """Return what the reader of recipes says, without the lines of the text that was tried."""
+    """Return a message of the reader of recipes without the lines of the text that was tried."""
     return _PLACE.sub("", words)
 
 
-def _said(target: Path, value: object) -> Iterator[tuple[Path, Any]]:
+def _keys_of(target: Path, value: object) -> Iterator[tuple[Path, Any]]:
     """Return each key that an answer gives, with its value."""
     return iter([(target, None)]) if value is None else flattened(value, target)
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.flat_options import MEDIA, method
+from fsdp_tune.recipe.read.foreign.flat_options import MEDIA, method, unless_pretraining
 from fsdp_tune.recipe.read.foreign.foreign_file import read_mapping
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
+    UNSUPPORTED_SWITCH,
     Rule,
     Rules,
     SourceRule,
@@ -253,11 +254,7 @@ RULES: Rules = {
     "dataset": _listed_datasets(TRAIN),
     "eval_dataset": _listed_datasets(("data", "eval")),
     "dataset_dir": leave(f"the files of `{INFO}` are written with their paths"),
-    "template": lambda ledger, path, value: (
-        ledger.drop(path, "`stage: pt` renders no template")
-        if ledger.value("stage") == "pt"
-        else chat_template("data.chat_template")(ledger, path, value)
-    ),
+    "template": unless_pretraining(chat_template("data.chat_template"), "stage", "`stage: pt` renders no template"),
     "neat_packing": implies({"data.packing": True}, "examples in one row never see each other"),
     "max_samples": _rows_of_each,
     "cutoff_len": lambda ledger, path, value: ledger.write(path, {"data.max_length": value}, Fate.CONVERTED, _CUT),
@@ -275,7 +272,7 @@ RULES: Rules = {
     "use_reentrant_gc": leave("activation checkpointing is always non-reentrant"),
     "upcast_layernorm": leave("norms are trained in `model.dtype`, fp32 by default"),
     **dict.fromkeys(_OPTIMIZERS, off_or("off", "this optimizer is not supported: `adamw_torch_8bit` needs less memory too")),
-    **dict.fromkeys(_LOSSES, off_or("off", "there is no counterpart")),
+    **dict.fromkeys(_LOSSES, UNSUPPORTED_SWITCH),
     **dict.fromkeys(("image_max_pixels", "video_max_pixels", "video_maxlen", "video_fps"), leave(MEDIA)),
     **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), leave(MEDIA)),
     "default_system": question("add the system message to the rows", "data", "train"),

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
+    UNSUPPORTED_SWITCH,
     Rules,
     by_synonym,
     chat_template,
@@ -171,7 +172,7 @@ _TRAINING: Rules = {
     "activation_offloading": implies({"fsdp.activation_checkpointing_offload": True}),
     "use_fsdp2_compile": same("kernels.compile"),
     "bnb_4bit_use_double_quant": by_synonym("bnb_4bit_use_double_quant"),
-    **dict.fromkeys(_SWITCHES, off_or("off", "there is no counterpart")),
+    **dict.fromkeys(_SWITCHES, UNSUPPORTED_SWITCH),
     "early_stop_patience": leave("no effect without `early_stop_on_regression`"),
     "loss_watchdog": leave("a loss that is not finite ends the run; spikes are events of it"),
     **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), leave("spikes are found against the run's own losses")),

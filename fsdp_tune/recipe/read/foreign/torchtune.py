@@ -10,6 +10,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     Rules,
     by_synonym,
     chat_template,
+    decays_by_default,
     implies,
     is_on,
     leave,
@@ -197,11 +198,9 @@ def _optimizer(ledger: Ledger, path: Path, value: object) -> None:
     named_optimizer(names, "weight_decay")(ledger, path, value)
 
 
-def decays_by_default(ledger: Ledger) -> bool:
-    """Return whether the optimizer has the default of AdamW, 0.01, in torch, torchao and bitsandbytes; that of Adam and SGD is 0."""
-    if ledger.is_said(("training", "optim")):
-        return str(ledger.get("training", "optim") or "adamw").startswith("adamw")
-    return "AdamW" in _component(ledger, ("optimizer",))
+def has_decay(ledger: Ledger) -> bool:
+    """Return whether the optimizer decays without a key: AdamW in torch, torchao and bitsandbytes. The default of Adam and SGD is 0."""
+    return decays_by_default(ledger, of_the_class="AdamW" in _component(ledger, ("optimizer",)))
 
 
 def _betas(ledger: Ledger, path: Path, value: Any) -> None:
