@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import session
 from tests.cuda.devices import require
+from tests.leaks import leaves_nothing
+from tests.times import Times
+
+__all__ = ["leaves_nothing"]  # pytest finds fixtures by their names here
+
+session.begin()  # before pytest starts further processes, which belong to it
 
 # No deadline: a busy machine makes any example slow, and a hang is seen without one.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -29,7 +36,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing; the commit says why")
+    parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing; the commit says why")
+    parser.addoption("--write-times", action="store_true", help="write what each test file costs into docs/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Times(config))
 
 
 @pytest.hookimpl(trylast=True)

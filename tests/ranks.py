@@ -1,41 +1,47 @@
-"""A pool of gloo ranks that live for the whole session: importing the stack costs ten seconds a process, a case a second or two.
+"""Ranks of tests: forks of a server that has imported the stack and computed nothing, each in a new process group over gloo.
 
-`pool.run(world_size, function, *arguments)` calls a top-level function on ranks 0 … world_size - 1, each in a process
-of its own with a fresh process group (rendezvous by file, no ports), and returns the values by rank. What one case
-leaves behind (process group, Accelerate's singletons, seeds, environment, signal handlers) is put back before the next.
+`ranks.run(world_size, function, *arguments)` calls a top-level function on ranks 0 … world_size - 1 and returns the values by rank;
+`ranks.ends(…)` also reports ranks that raise, are killed, kill themselves or hang. A world of two takes 0.2 s, where importing the
+stack takes ten. There is one server for each device, for all processes of a session (`tests/session.py`): it forks a process for each
+client, which forks a process for each rank, so no state passes from one world to the next.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
-import itertools
 import os
 import pickle
 import random
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import leaks, session, times
 from tests.cuda.environment import with_gpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 300.0
-# A rank that fails closes its connections, and gloo tells the others at once; who is silent for longer hangs.
-GRACE_SECONDS = 20.0
+LIMIT_SECONDS = 300.0
+GRACE_SECONDS = 30.0
+"""A rank that fails closes its connections, and gloo notifies the others at once. A rank that is silent for longer than this hangs."""
+MOST_RANKS = 4
+KILLED = 77
+"""Exit code of a rank that an injected kill ended: `os._exit`, so that nothing is flushed and no `finally` runs."""
 
 
 class RanksFailed(AssertionError):
@@ -43,175 +49,253 @@ class RanksFailed(AssertionError):
 
 
 class Leaves(Exception):
-    """Raised by a function to answer `value` and leave at once, without waiting for the others, as a process that ends would."""
+    """Raised by a function to return `value` and leave at once, without waiting for the others, as a process that ends would."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.value = value
 
 
-@dataclass
-class RankPool:
-    """`folder` holds the rendezvous files and what the ranks print; `environment` is theirs, by default that of this process.
+@dataclass(frozen=True)
+class End:
+    """How one rank ended."""
 
-    On `cuda` each rank has the GPU of its number.
-    """
+    code: int
+    """As `os.waitstatus_to_exitcode`: negative for a signal."""
+    value: Any
+    """What the function returned; None where it did not."""
+    text: str
+    """Traceback, or what it printed."""
+    stuck: bool
+    """It neither ended nor noticed that others had."""
 
-    folder: Path
-    size: int = 4
-    device: str = "cpu"
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    restarts: int = 0
-    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _pipes: list[Connection] = field(default_factory=list)
-    _calls: Iterator[int] = field(default_factory=itertools.count)
+    @property
+    def succeeded(self) -> bool:
+        return self.code == 0 and not self.stuck
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
-        """The function's value on every rank; RanksFailed with the tracebacks when it raises on any, or in time on none.
 
-        On a machine with fewer GPUs than ranks the test is skipped.
-        """
-        if world_size > self.size:
-            assert self.device == "cuda"
-            pytest.skip(f"{world_size} ranks need as many GPUs, and here are {self.size}")
-        if not self._processes:
-            self._start()
-        rendezvous = self.folder / f"rendezvous-{next(self._calls)}"
-        task = pickle.dumps((function, arguments))
-        for rank in range(world_size):
-            self._pipes[rank].send((rank, world_size, str(rendezvous), task))
-        answers = self._collect(world_size, time.monotonic() + timeout_seconds)
-        rendezvous.unlink(missing_ok=True)
-        failures = [f"--- rank {rank}\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+class Ranks:
+    """A client of the server of a device. On `cuda` each rank has the GPU of its number."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._connection: Connection | None = None
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Largest world: as many ranks as GPUs; emulated GPUs are enough for any."""
+        if self.device == "cpu":
+            return MOST_RANKS
+        import torch
+
+        return min(torch.cuda.device_count() or MOST_RANKS, MOST_RANKS)
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = LIMIT_SECONDS) -> list[Any]:
+        """The function's value on every rank. Raises: RanksFailed with the tracebacks if a rank raises, dies or does not end in time."""
+        ends = self.ends(world_size, function, *arguments, limit_seconds=limit_seconds)
+        failures = [f"--- rank {rank}: {_described(end)}\n{end.text}" for rank, end in enumerate(ends) if not end.succeeded]
         if failures:
             raise RanksFailed("\n".join(failures))
-        return [pickle.loads(value) for _, value in answers]
+        return [end.value for end in ends]
 
-    def _collect(self, world_size: int, deadline: float) -> list[tuple[bool, Any]]:
-        answers: dict[int, tuple[bool, Any]] = {}
-        lost = False
-        while len(answers) < world_size:
-            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in answers}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                stuck = self._stop(waiting.values())
-                return [answers.get(rank) or (False, f"no answer in time\n{stuck[rank]}") for rank in range(world_size)]
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting[pipe]
-                try:
-                    ok, value, stays = pipe.recv()
-                    answers[rank] = (ok, value)
-                except EOFError:
-                    self._processes[rank].wait()
-                    answers[rank] = (False, f"the process ended with {self._processes[rank].returncode}\n{self._log(rank)}")
-                    stays = False
-                lost = lost or not stays
-                if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if lost:
-            self.close()
-        return [answers[rank] for rank in range(world_size)]
-
-    def _start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for rank in range(self.size):
-            ours, theirs = Pipe()
-            with open(self._log_path(rank), "wb") as log:
-                command = [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(os.getpid()), self.device]
-                paths = filter(None, [self.environment.get("PYTHONPATH"), str(REPOSITORY)])
-                environment = {**self.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-                process = subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                )
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-
-    def _stop(self, stuck: Any) -> dict[int, str]:
-        """Ends the pool; the next call starts another. Returns where the stuck ranks stood (faulthandler's stacks)."""
-        stuck = list(stuck)
-        for rank in stuck:
-            self._processes[rank].send_signal(signal.SIGABRT)
-        for rank in stuck:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._processes[rank].wait(timeout=5)
-        stacks = {rank: self._log(rank) for rank in stuck}
-        self.close()
-        self.restarts += 1
-        return stacks
+    def ends(self, world_size: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = LIMIT_SECONDS) -> list[End]:
+        """How every rank ended. On a machine with fewer GPUs than ranks the test is skipped."""
+        if world_size > self.most:
+            pytest.skip(f"{world_size} ranks need as many GPUs, and this machine has {self.most}")
+        if self._connection is None:
+            self._connection = _connect(self.device)
+        try:
+            self._connection.send((world_size, pickle.dumps((function, arguments)), limit_seconds))
+            assert self._connection.poll(limit_seconds + GRACE_SECONDS + 60), "the server of ranks does not answer"
+            ends, cpu_seconds = self._connection.recv()
+            times.elsewhere.append(cpu_seconds)
+        except (EOFError, OSError) as error:
+            log = session.folder() / f"ranks-{self.device}.log"
+            raise AssertionError(f"the server of ranks has ended\n{log.read_text(errors='replace')[-6000:]}") from error
+        finally:
+            if sys.exc_info()[0] is not None:
+                self.close()
+        return ends
 
     def close(self) -> None:
-        for process in self._processes:
-            process.terminate()  # `scripts/coverage` has a rank write its data at this signal
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            pipe.close()
-        self._processes, self._pipes = [], []
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _log_path(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.log"
 
-    def _log(self, rank: int) -> str:
-        return self._log_path(rank).read_text(errors="replace")[-6000:]
+def _described(end: End) -> str:
+    return "no end in time" if end.stuck else f"the process ended with {end.code}"
 
 
 @functools.cache
-def shared_pool(device: str = "cpu") -> RankPool:
-    """The pool of this session for a device, whichever tests ask for it.
-
-    Ranks on `cuda` have the GPUs that this process finds, and where it finds none each has an emulated one.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pool = RankPool(folder) if device == "cpu" else _pool_on_gpus(folder)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(pool.close)
-    return pool
+def shared_ranks(device: str = "cpu") -> Ranks:
+    """The ranks of this process for a device. Where there is no GPU, each rank on `cuda` has an emulated one."""
+    return Ranks(device)
 
 
-def _pool_on_gpus(folder: Path) -> RankPool:
+def rank_device() -> str:
+    """Return where a rank of a test computes."""
+    return os.environ["RANK_DEVICE"]
+
+
+def _connect(device: str) -> Connection:
+    """Connect to the session's server, which the first caller starts."""
+    address = str(session.folder() / f"ranks-{device}")
+    client = socket.socket(socket.AF_UNIX)
+    with session.alone(f"ranks-{device}"):
+        try:
+            client.connect(address)
+        except OSError:
+            Path(address).unlink(missing_ok=True)
+            _start(address, device)
+            client.connect(address)
+    return Connection(client.detach())
+
+
+def _start(address: str, device: str) -> None:
+    """Start a server on a socket that accepts connections from now on: clients wait while it imports."""
+    environment = dict(os.environ)
+    if device == "cuda":
+        import torch
+
+        environment = environment if torch.cuda.is_available() else with_gpus(MOST_RANKS)
+    paths = filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")])
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    for name in ("PYTEST_CURRENT_TEST", leaks.MARK):  # of the test that happens to be the first
+        environment.pop(name, None)
+    with socket.socket(socket.AF_UNIX) as listening, open(f"{address}.log", "wb") as log:
+        listening.bind(address)
+        listening.listen()
+        descriptor = listening.fileno()
+        subprocess.run(
+            [sys.executable, "-m", "tests.ranks", str(descriptor), device],
+            cwd=REPOSITORY,
+            env=environment,
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            check=True,
+        )
+
+
+# In the server
+
+
+def _import_stack() -> None:
+    """Import what ranks would import, once for all."""
+    import gc
+
+    import datasets  # noqa: F401
+    import hypothesis  # noqa: F401
+    import peft  # noqa: F401
     import torch
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
-    if found := torch.cuda.device_count():
-        return RankPool(folder, min(found, RankPool.size), "cuda")
-    return RankPool(folder, device="cuda", environment=with_gpus(RankPool.size))
-
-
-def _serve(pipe: Connection, device: str) -> None:
-    """The life of a rank: waits for a task, runs it in a fresh world, answers."""
-    import torch
-    import torch.distributed as dist
+    import fsdp_tune.worker.main
+    import fsdp_tune.worker.setup  # noqa: F401
 
     torch.set_num_threads(1)
-    environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)}
+    gc.collect()
+    gc.freeze()  # half a million objects that collections in forks would visit, copying their pages
+
+
+def _serve(listening: socket.socket, device: str) -> None:
+    """Accept clients until the session has ended."""
+    _import_stack()
+    owner = int(os.environ[session.OWNER])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes of clients
+    server = os.getpid()
+    while _is_alive(owner):
+        if not select.select([listening], [], [], 1.0)[0]:
+            continue
+        accepted, _ = listening.accept()
+        if os.fork() == 0:
+            try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listening.close()
+                _die_with(server)
+                _serve_client(Connection(accepted.detach()), device)
+            finally:
+                os._exit(0)
+        accepted.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _die_with(parent: int) -> None:
+    from fsdp_tune.core.parent_death import die_with_parent
+
+    die_with_parent(parent)
+
+
+def _serve_client(connection: Connection, device: str) -> None:
+    """Make one world after the other. What a task imports is imported here, before its ranks are forked."""
+    place = Path(tempfile.mkdtemp(prefix="world-", dir=session.folder()))
+    client = os.getpid()
     while True:
         try:
-            rank, world_size, rendezvous, task = pipe.recv()
+            world_size, task, limit_seconds = connection.recv()
         except EOFError:
-            return
+            break
+        place.mkdir(exist_ok=True)
         try:
-            _seed()
-            enter_world(rank, world_size, rendezvous, device, timeout_seconds=120)
             function, arguments = pickle.loads(task)
-            answer = (True, pickle.dumps(function(*arguments)))
-            # Who leaves closes its connections, and others may still be in the last collective. If one failed, this fails too.
-            with contextlib.suppress(RuntimeError):
-                dist.barrier()
-        except Leaves as leaving:
-            answer = (True, pickle.dumps(leaving.value))
-        except BaseException:  # noqa: BLE001  whatever it was, the test gets the traceback
-            answer = (False, traceback.format_exc())
-        if not dist.is_initialized():
-            # A group that did not come about leaves torch's counters out of step with the other ranks': start anew.
-            pipe.send((*answer, False))
-            return
-        _leave_world(environment, handlers)
-        pipe.send((*answer, True))
+        except Exception:  # noqa: BLE001  the test gets the traceback
+            connection.send(([End(1, None, traceback.format_exc(), stuck=False)] * world_size, 0.0))
+            continue
+        children = [_fork(place, rank, world_size, lambda: function(*arguments), client, device) for rank in range(world_size)]
+        before = times.cpu_seconds()
+        ends = _wait(children, time.monotonic() + limit_seconds)
+        answer = [_end(place, rank, code, stuck) for rank, (code, stuck) in enumerate(ends)]
+        shutil.rmtree(place, ignore_errors=True)
+        connection.send((answer, times.cpu_seconds() - before))
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _fork(place: Path, rank: int, world_size: int, action: Callable[[], Any], parent: int, device: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        _die_with(parent)
+        _be_rank(place, rank, world_size, action, device)
+        code = 0
+    except BaseException:  # noqa: BLE001  whatever it was, the test gets the traceback
+        (place / f"text-{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _be_rank(place: Path, rank: int, world_size: int, action: Callable[[], Any], device: str) -> None:
+    import torch.distributed as dist
+
+    log = os.open(place / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()  # a rank that hangs is ended by SIGABRT, which prints its stacks
+    _seed()
+    enter_world(rank, world_size, f"{place}/rendezvous", device, timeout_seconds=120)
+    try:
+        value, stays = action(), True
+    except Leaves as leaving:
+        value, stays = leaving.value, False
+    (place / f"value-{rank}").write_bytes(pickle.dumps(value))
+    for thread in threading.enumerate():  # as the interpreter does when a process ends: a save in flight is finished
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(timeout=GRACE_SECONDS)
+    if stays:  # others may still be in the last collective. If one failed, this fails too
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
 
 
 def _seed() -> None:
@@ -221,11 +305,6 @@ def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-def rank_device() -> str:
-    """Return where a rank of a test computes."""
-    return os.environ["RANK_DEVICE"]
 
 
 def enter_world(rank: int, world_size: int, rendezvous: str, device: str, *, timeout_seconds: float) -> None:
@@ -246,33 +325,44 @@ def enter_world(rank: int, world_size: int, rendezvous: str, device: str, *, tim
     dist.barrier()  # else a rank that fails at once closes connections that others are still opening
 
 
-def _leave_world(environment: dict[str, str], handlers: dict[signal.Signals, Any]) -> None:
-    import gc
+def _wait(children: list[int], deadline: float) -> list[tuple[int, bool]]:
+    """Exit codes by rank, and whether a rank had to be ended."""
+    ended: dict[int, tuple[int, bool]] = {}
+    while len(ended) < len(children):
+        for child in children:
+            if child not in ended and (found := os.waitpid(child, os.WNOHANG))[0] == child:
+                code = os.waitstatus_to_exitcode(found[1])
+                ended[child] = (code, False)
+                if code != 0:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            for child in [child for child in children if child not in ended]:
+                ended[child] = (_stop(child), True)
+        time.sleep(0.005)
+    return [ended[child] for child in children]
 
-    import torch
-    import torch.distributed as dist
 
-    dist.destroy_process_group()
-    if "accelerate" in sys.modules:
-        from accelerate.state import AcceleratorState, GradientState
+def _stop(child: int) -> int:
+    """End a rank that hangs, with its stacks in its log if it can still print them. Returns its exit code."""
+    os.kill(child, signal.SIGABRT)
+    for _ in range(100):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found == child:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)  # a stopped process
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
-    torch.set_grad_enabled(True)
-    gc.collect()  # a trainer holds itself in cycles; its tensors must not wait for the collector
-    gc.freeze()  # spares later collections the imported stack, half a million objects: a fifth of a rank's CPU time
+
+def _end(place: Path, rank: int, code: int, stuck: bool) -> End:
+    value, text, log = (place / f"{name}-{rank}" for name in ("value", "text", "log"))
+    printed = text.read_text() if text.exists() else log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    return End(code, pickle.loads(value.read_bytes()) if value.exists() else None, printed, stuck)
 
 
 if __name__ == "__main__":
-    from fsdp_tune.core.parent_death import die_with_parent
     from tests import ranks  # the module that others import: `Leaves` must be one class
 
-    die_with_parent(int(sys.argv[2]))
-    faulthandler.enable()
-    ranks._serve(Connection(int(sys.argv[1])), sys.argv[3])
+    if os.fork():
+        os._exit(0)  # the server is no child of the test that happened to need it first
+    ranks._serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -16,7 +16,7 @@ from tests.architectures.page import EVIDENCE
 from tests.architectures.tiny import names
 from tests.evidence import Results, installed
 from tests.parity.store import make_store
-from tests.ranks import RankPool
+from tests.ranks import shared_ranks
 
 
 def main() -> int:
@@ -38,18 +38,15 @@ def run_all(architectures: list[str], results: Path) -> None:
     done = {json.loads(line)["architecture"] for line in results.read_text().splitlines()} if results.exists() else set()
     with tempfile.TemporaryDirectory(prefix="models-") as scratch:
         folder = Path(scratch)
-        store, pool = make_store(folder / "rows"), RankPool(folder / "ranks", size=2)
-        try:
-            for name in architectures:
-                if name in done:
-                    continue
-                started = time.monotonic()
-                line = json.dumps(try_architecture(name, Bench(folder / name, store, pool)).as_dict())
-                with results.open("a") as file:
-                    file.write(line + "\n")
-                print(f"{time.monotonic() - started:.1f} s {line}", flush=True)
-        finally:
-            pool.close()
+        store = make_store(folder / "rows")
+        for name in architectures:
+            if name in done:
+                continue
+            started = time.monotonic()
+            line = json.dumps(try_architecture(name, Bench(folder / name, store, shared_ranks())).as_dict())
+            with results.open("a") as file:
+                file.write(line + "\n")
+            print(f"{time.monotonic() - started:.1f} s {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fsdp_tune.run.directory import RunDir
 from tests.architectures.tiny import config_of, make_model, set_fields
 from tests.parity import runs
 from tests.parity.compare import relative
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import Ranks, RanksFailed
 
 RANKS, MICRO_BATCH, STEPS, SAVED_STEP, NEW_TOKENS = 2, 2, 3, 2, 6
 TIMEOUT_SECONDS = 120.0
@@ -75,7 +75,7 @@ class Refused(Exception):
 class Bench:
     folder: Path
     store: Path
-    pool: RankPool
+    on_ranks: Ranks
 
 
 def try_architecture(name: str, bench: Bench) -> Result:
@@ -157,7 +157,7 @@ def _train(folder: Path, way: str, changes: dict[str, Any], bench: Bench, donor:
         raise Refused(error.problems[0]) from error
     if donor is not None:
         runs.resume_from(run, donor, SAVED_STEP)
-    outcomes = bench.pool.run(RANKS, runs.run_with_kernels, str(run.path), timeout_seconds=TIMEOUT_SECONDS)
+    outcomes = bench.on_ranks.run(RANKS, runs.run_with_kernels, str(run.path), limit_seconds=TIMEOUT_SECONDS)
     for outcome in outcomes:
         problem = outcome["problem"]
         if problem is not None and problem["code"] not in ("worker-failed", "lost-rank"):

@@ -11,24 +11,24 @@ from tests.architectures.case import Bench, try_architecture
 from tests.architectures.page import failures_of, page
 from tests.evidence import Results
 from tests.parity.store import make_store
-from tests.ranks import shared_pool
+from tests.ranks import shared_ranks
 
 
 @pytest.mark.ranks
 def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path / "rows")
-    experts = try_architecture("mixtral", Bench(tmp_path / "mixtral", store, shared_pool()))
+    experts = try_architecture("mixtral", Bench(tmp_path / "mixtral", store, shared_ranks()))
     assert failures_of(experts.as_dict()) == []
     assert experts.packed is not None
     assert experts.refused == {}
-    states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_pool()))
+    states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_ranks()))
     assert failures_of(states.as_dict()) == []
     assert states.refused.keys() == {"packed"}
     text = page(Results({"transformers": "5"}, [experts.as_dict(), states.as_dict()]))
     assert "2 train, resume, merge and generate, 1 of them packed too; 0 are refused, 0 fail" in text
     assert "\n- the model lets packed examples see each other: `mamba`\n" in text
     monkeypatch.setattr(case, "make_model", lambda *_: 1 / 0)
-    unbuilt = try_architecture("llama", Bench(tmp_path / "llama", store, shared_pool()))
+    unbuilt = try_architecture("llama", Bench(tmp_path / "llama", store, shared_ranks()))
     assert unbuilt.refused == {"model": "ZeroDivisionError: division by zero"}
 
 

@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.run_status import DirectoryStatus, run_status
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import refuse_undeclared
-from tests.cli.test_progress import shown_on_a_terminal
+from tests.cli.test_train_progress import shown_on_a_terminal
 from tests.launch.test_accelerate import resolved
 
 LINES: list[dict[str, object]] = [

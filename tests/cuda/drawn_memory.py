@@ -30,7 +30,7 @@ from tests.fuzz.trial import BASE, blamed, blamed_by_ranks
 from tests.model.flash import FLASH_STAND_IN
 from tests.parity import runs
 from tests.parity.store import write_store
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 MAX_LENGTH = 128
 GLOBAL_BATCH = 8
@@ -120,12 +120,12 @@ def layers_of(one: Draw) -> int:
     return next((one.overrides[name] for name in ("num_hidden_layers", "n_layer") if name in one.overrides), 2)
 
 
-def weigh(one: Draw, folder: Path, pool: RankPool, run: Recorded | None = None) -> Weighed:
+def weigh(one: Draw, folder: Path, on_ranks: Ranks, run: Recorded | None = None) -> Weighed:
     """Train and plan a recipe in an empty folder, without the switches that the rules or the ranks refuse.
 
     Raises: RunRefused for a run that fails otherwise, AssertionError for a recipe that is refused for no switch of the draw.
     """
-    model = make_model(one.family, one.overrides, pool.folder / f"models of {layers_of(one)} layers")
+    model = make_model(one.family, one.overrides, f"models of {layers_of(one)} layers")
     refusals: list[str] = []
     while (problem := _refused(one, folder, model)) is not None:
         one = _without(one, blamed(problem, one), problem, refusals)
@@ -133,7 +133,7 @@ def weigh(one: Draw, folder: Path, pool: RankPool, run: Recorded | None = None) 
         rows = full_rows(folder / f"rows-{len(refusals)}", packed=one.batch["data.packing"])
         written = _write(folder / f"run-{len(refusals)}", one, rows, model)
         try:
-            live = live_memory(pool, one.ranks, str(written.path), run)
+            live = live_memory(on_ranks, one.ranks, str(written.path), run)
             break
         except RunRefused as refused:
             code = Problem.from_dict({"code": None, "message": None, **refused.problem})

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from tests.cuda.memory_step import MemoryChange, MemoryStep
 from tests.parity import runs
-from tests.ranks import Leaves, RankPool
+from tests.ranks import Leaves, Ranks
 
 STEADY_STEP = 3
 """The first step creates the state of the optimizer, and after the second nothing is new."""
@@ -36,9 +36,9 @@ class RunRefused(Exception):
         self.problem = problem
 
 
-def live_memory(pool: RankPool, ranks: int, path: str, run: Recorded | None = None) -> MemoryStep:
-    """Train to the steady step on `ranks` devices of the pool, by `recorded_run` unless given. Raises: RunRefused."""
-    answers = pool.run(ranks, run or recorded_run, path)
+def live_memory(on_ranks: Ranks, ranks: int, path: str, run: Recorded | None = None) -> MemoryStep:
+    """Train to the steady step on `ranks` devices, by `recorded_run` unless given. Raises: RunRefused."""
+    answers = on_ranks.run(ranks, run or recorded_run, path)
     for answer in answers:
         if isinstance(answer, dict):
             raise RunRefused(answer)

@@ -12,18 +12,17 @@ from pathlib import Path
 import transformers
 
 from tests.cuda.drawn_memory import Weighed, drawn, layers_of, weigh
-from tests.cuda.environment import with_gpus
 from tests.cuda.live_memory import RunRefused
 from tests.cuda.memory_page import EVIDENCE, ComparedRow, results
 from tests.cuda.memory_step import only_at_peak, parting
 from tests.fuzz.space import Draw
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import Ranks, RanksFailed, shared_ranks
 
 
-def compare(seed: int, folder: Path, pool: RankPool) -> ComparedRow:
+def compare(seed: int, folder: Path, on_ranks: Ranks) -> ComparedRow:
     one = drawn(seed)
     try:
-        weighed = weigh(one, folder, pool)
+        weighed = weigh(one, folder, on_ranks)
     except (RunRefused, RanksFailed, AssertionError) as error:
         return ComparedRow(seed, described(one), failure=_last_line(str(error)))
     finally:
@@ -63,15 +62,13 @@ def main() -> int:
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="memory-"))
-    pool = RankPool(folder / "ranks", size=2, device="cuda", environment=with_gpus(2))
     rows: list[ComparedRow] = []
     started = time.monotonic()
     try:
         for seed in range(arguments.seed, arguments.seed + arguments.recipes):
-            rows.append(compare(seed, folder / str(seed), pool))
+            rows.append(compare(seed, folder / str(seed), shared_ranks("cuda")))
             print(rows[-1], flush=True)
     finally:
-        pool.close()
         shutil.rmtree(folder, ignore_errors=True)
     outside = sum(not row.is_within for row in rows if row.failure is None)
     failed = sum(row.failure is not None for row in rows)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.cuda.devices import require
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
 
 
 @pytest.fixture(scope="module")
-def pool() -> RankPool:
+def on_ranks() -> Ranks:
     require("cuda")
-    return shared_pool("cuda")
+    return shared_ranks("cuda")
 
 
 def races_of(act: Any) -> list[str]:
@@ -63,8 +63,8 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def test_device_says_what_it_is_and_refuses_tensors_of_the_cpu(pool: RankPool) -> None:
-    (found,) = pool.run(1, _facts)
+def test_device_says_what_it_is_and_refuses_tensors_of_the_cpu(on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _facts)
     assert found.pop("mixed").startswith("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
     assert found == {
         "name": "NVIDIA H100 80GB HBM3",
@@ -85,9 +85,9 @@ def _generators_advanced_by_dropout() -> tuple[bool, bool]:
     return not torch.equal(torch.get_rng_state(), host), not torch.equal(torch.cuda.get_rng_state(), device)
 
 
-def test_dropout_draws_from_the_generator_of_the_device(pool: RankPool) -> None:
+def test_dropout_draws_from_the_generator_of_the_device(on_ranks: Ranks) -> None:
     """Its kernel takes no generator as an argument."""
-    assert pool.run(2, _generators_advanced_by_dropout) == [(False, True)] * 2
+    assert on_ranks.run(2, _generators_advanced_by_dropout) == [(False, True)] * 2
 
 
 def _memory() -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _memory() -> dict[str, Any]:
     return found
 
 
-def test_memory_is_given_out_as_the_caching_allocator_does(pool: RankPool) -> None:
-    (found,) = pool.run(1, _memory)
+def test_memory_is_given_out_as_the_caching_allocator_does(on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _memory)
     error = found.pop("error")
     assert error.startswith("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of ")
     assert " is reserved by PyTorch but unallocated." in error
@@ -155,8 +155,8 @@ def _copies() -> dict[str, Any]:
     return {"before": before, "after": after, "back": back.tolist(), "pinned": waits_of_pinned, "then": waits[len(waits_of_pinned) :]}
 
 
-def test_copies_to_pinned_memory_arrive_when_the_host_has_waited(pool: RankPool) -> None:
-    (found,) = pool.run(1, _copies)
+def test_copies_to_pinned_memory_arrive_when_the_host_has_waited(on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _copies)
     assert found == {
         "before": True,
         "after": [0.0, 1.0, 2.0, 3.0],
@@ -184,8 +184,8 @@ def _unordered(wait: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_work_of_two_streams_without_an_event_between_is_a_race(wait: bool, pool: RankPool) -> None:
-    (found,) = pool.run(1, _unordered, wait)
+def test_work_of_two_streams_without_an_event_between_is_a_race(wait: bool, on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _unordered, wait)
     assert bool(found) != wait, found
     assert wait or all(" at act while it may still be written on stream " in race for race in found)
 
@@ -210,8 +210,8 @@ def _freed(keep: str) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", ["", "record_stream", "wait"])
-def test_freed_memory_that_another_stream_reads_is_not_given_out_again(keep: str, pool: RankPool) -> None:
-    (found,) = pool.run(1, _freed, keep)
+def test_freed_memory_that_another_stream_reads_is_not_given_out_again(keep: str, on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _freed, keep)
     assert [race.startswith("memory is given to a tensor of stream") for race in found] == [True] * (not keep)
 
 
@@ -229,8 +229,8 @@ def _overwritten(wait: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_pinned_memory_that_is_written_while_it_is_copied_is_a_race(wait: bool, pool: RankPool) -> None:
-    (found,) = pool.run(1, _overwritten, wait)
+def test_pinned_memory_that_is_written_while_it_is_copied_is_a_race(wait: bool, on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _overwritten, wait)
     assert [race.split(",")[0] for race in found] == ["pinned memory was changed before its copy to the device"] * (not wait)
 
 
@@ -271,8 +271,8 @@ def _collectives() -> dict[str, Any]:
     }
 
 
-def test_collectives_are_those_of_nccl(pool: RankPool) -> None:
-    found = pool.run(2, _collectives)
+def test_collectives_are_those_of_nccl(on_ranks: Ranks) -> None:
+    found = on_ranks.run(2, _collectives)
     line = [float(index) for index in range(8)]
     for rank, values in enumerate(found):
         assert values["sum"] == [2 * value + 1 for value in line]
@@ -304,15 +304,15 @@ def _attention(dtype: str, groups: int, declared: bool = True) -> dict[str, Any]
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "Flash"), ("float32", "Efficient")])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dtype: str, kernel: str, groups: int, pool: RankPool) -> None:
-    (found,) = pool.run(1, _attention, dtype, groups)
+def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dtype: str, kernel: str, groups: int, on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _attention, dtype, groups)
     if not (kernel == "Efficient" and groups == 2):
         assert kernel in found["kernel"]
     assert max(found["differences"]) <= (2e-2 if dtype == "bfloat16" else 1e-5)
 
 
-def test_no_fused_attention_broadcasts_heads(pool: RankPool) -> None:
-    (found,) = pool.run(1, _attention, "bfloat16", 4, False)
+def test_no_fused_attention_broadcasts_heads(on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _attention, "bfloat16", 4, False)
     assert "Flash" not in found["kernel"]
     assert "Efficient" not in found["kernel"]
     assert max(found["differences"]) <= 2e-2
@@ -367,9 +367,9 @@ def _attention_with_dropout(dtype: str) -> dict[str, float]:
     }
 
 
-def test_attention_draws_its_dropout_mask_inside(pool: RankPool) -> None:
+def test_attention_draws_its_dropout_mask_inside(on_ranks: Ranks) -> None:
     """The same seed draws it again in the backward; the mean over masks is the result without dropout."""
-    (found,) = pool.run(1, _attention_with_dropout, "float32")
+    (found,) = on_ranks.run(1, _attention_with_dropout, "float32")
     assert found["differs without a new mask"] == 0
     assert found["advances the generator"] == 1
     assert found["mean over masks"] < 0.15
@@ -399,9 +399,9 @@ def _gradients_with_dropout() -> dict[str, float]:
     return {way: float((gradients(way) - plain).norm() / plain.norm()) for way in ("none", "full", "selective")}
 
 
-def test_recomputed_layers_draw_the_masks_of_their_forward(pool: RankPool) -> None:
+def test_recomputed_layers_draw_the_masks_of_their_forward(on_ranks: Ranks) -> None:
     """With attention whose mask is drawn in its kernel, as on a GPU. Kept attention gave gradients that were 28 % off."""
-    (found,) = pool.run(1, _gradients_with_dropout)
+    (found,) = on_ranks.run(1, _gradients_with_dropout)
     assert found == dict.fromkeys(("none", "full", "selective"), pytest.approx(0, abs=1e-6))
 
 
@@ -416,8 +416,8 @@ def test_recomputed_layers_draw_the_masks_of_their_forward(pool: RankPool) -> No
         ("rows", "bfloat16", "float8_e4m3fn", True),
     ],
 )
-def test_products_of_fp8_are_those_of_fp32_with_scales(scales: str, dtype: str, left: str, bias: bool, pool: RankPool) -> None:
-    (found,) = pool.run(1, _scaled_product, scales, dtype, left, bias)
+def test_products_of_fp8_are_those_of_fp32_with_scales(scales: str, dtype: str, left: str, bias: bool, on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _scaled_product, scales, dtype, left, bias)
     assert found["dtype"] == dtype
     assert found["shape"] == (24, 48)
     assert found["largest"] <= 1e-6
@@ -454,8 +454,8 @@ def _refused_products() -> list[str]:
     return found
 
 
-def test_products_of_fp8_that_cuda_refuses_are_refused(pool: RankPool) -> None:
-    (found,) = pool.run(1, _refused_products)
+def test_products_of_fp8_that_cuda_refuses_are_refused(on_ranks: Ranks) -> None:
+    (found,) = on_ranks.run(1, _refused_products)
     words = [
         "col_major",
         "divisible by 16",
@@ -485,9 +485,9 @@ def _moved_bytes() -> dict[str, Any]:
     return {"gathered": gathered.float().tolist(), "swapped": swapped.float().tolist(), "sent": sent.float().tolist()}
 
 
-def test_nccl_moves_fp8(pool: RankPool) -> None:
+def test_nccl_moves_fp8(on_ranks: Ranks) -> None:
     line = [float(index) for index in range(16)]
-    for rank, values in enumerate(pool.run(2, _moved_bytes)):
+    for rank, values in enumerate(on_ranks.run(2, _moved_bytes)):
         assert values["gathered"] == line
         assert values["sent"] == line[8:]
         assert values["swapped"] == line[4 * rank : 4 * rank + 4] + line[8 + 4 * rank : 12 + 4 * rank]

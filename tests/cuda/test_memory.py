@@ -14,7 +14,7 @@ from tests.cuda.live_memory import recorded_run
 from tests.cuda.memory_page import HEADING, ComparedRow, results, section, written
 from tests.cuda.memory_report import compare, difference
 from tests.cuda.memory_step import MemoryChange, MemoryStep, only_at_peak, parting
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
 
 MIB = 2**20
 FAST = (2, 6, 7)
@@ -22,9 +22,9 @@ FAST = (2, 6, 7)
 
 
 @pytest.fixture(scope="module")
-def pool() -> RankPool:
+def on_ranks() -> Ranks:
     require("cuda")
-    return shared_pool("cuda")
+    return shared_ranks("cuda")
 
 
 def _step(*sizes: float, begin: int = 0) -> MemoryStep:
@@ -75,8 +75,8 @@ def test_section_replaces_the_old_one_alone() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", [FAST[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAST[1:])])
-def test_plan_holds_what_a_run_holds(tmp_path: Path, pool: RankPool, seed: int) -> None:
-    row = compare(seed, tmp_path / "recipe", pool)
+def test_plan_holds_what_a_run_holds(tmp_path: Path, on_ranks: Ranks, seed: int) -> None:
+    row = compare(seed, tmp_path / "recipe", on_ranks)
     assert row.failure is None, row
     assert row.is_within, row
 
@@ -98,8 +98,8 @@ def leaky_run(path: str) -> MemoryStep | dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, pool: RankPool) -> None:
-    weighed = weigh(drawn(FAST[0]), tmp_path / "recipe", pool, run=leaky_run)
+def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: Ranks) -> None:
+    weighed = weigh(drawn(FAST[0]), tmp_path / "recipe", on_ranks, run=leaky_run)
     assert not weighed.is_within
     named = difference(weighed) or ""
     assert "only the live's peak has 2 × 3.00 MiB by aten::empty, worker/trainer.py" in named, named
@@ -108,6 +108,6 @@ def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, pool: Rank
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_plans_of_thirty_drawn_recipes_hold_what_runs_hold(tmp_path: Path, pool: RankPool) -> None:
-    rows = [compare(seed, tmp_path / str(seed), pool) for seed in range(100, 130)]
+def test_plans_of_thirty_drawn_recipes_hold_what_runs_hold(tmp_path: Path, on_ranks: Ranks) -> None:
+    rows = [compare(seed, tmp_path / str(seed), on_ranks) for seed in range(100, 130)]
     assert [str(row) for row in rows if row.failure is None and not row.is_within] == []

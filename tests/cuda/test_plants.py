@@ -140,7 +140,7 @@ def run_watched(path: str, plant: str) -> dict[str, Any]:
 
 def watched(bench: Bench, plant: str, case: Case = BASE) -> tuple[RunDir, list[dict[str, Any]]]:
     run = bench.prepared_run(case)
-    return run, bench.pool.run(2, run_watched, str(run.path), plant)
+    return run, bench.on_ranks.run(2, run_watched, str(run.path), plant)
 
 
 def steady_places(counted: dict[str, Any]) -> set[str]:
@@ -202,7 +202,7 @@ def test_resumed_run_shows_which_generator_was_saved(plant: str, is_equal: bool,
     whole, _ = watched(bench, plant, DROPOUT)
     resumed = bench.prepared_run(DROPOUT)
     runs.resume_from(resumed, whole)
-    runs.train(bench.pool, resumed, DROPOUT.ranks)
+    runs.train(bench.on_ranks, resumed, DROPOUT.ranks)
     expected, found = ([line["loss"] for line in runs.loss_lines(run)] for run in (whole, resumed))
     assert len(expected) == len(found) == runs.STEPS
     assert (found == expected) is is_equal

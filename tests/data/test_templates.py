@@ -19,7 +19,7 @@ from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.real_templates import PUBLISHED, Published
 from tests.data.support import CHATML, ByteEncoder
-from tests.data.test_real_templates import CONVERSATIONS
+from tests.data.test_templates_real import CONVERSATIONS
 
 SAME = {
     "chatml": ("chatml", 9),

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.forks import ForkServer, shared_forks
 from tests.faults.training import Training, shared_training
+from tests.ranks import Ranks, shared_ranks
 
 Count = Callable[..., None]
 
 
 @pytest.fixture
-def forks(device: str) -> ForkServer:
-    return shared_forks(device)
+def on_ranks(device: str) -> Ranks:
+    return shared_ranks(device)
 
 
 @pytest.fixture

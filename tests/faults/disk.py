@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from fsdp_tune.core import atomic
 from fsdp_tune.core.atomic import Disk
-from tests.faults.forks import KILLED
+from tests.ranks import KILLED
 
 OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
 How = Literal["before", "after", "torn", "error"]

@@ -20,11 +20,11 @@ from tests.cuda.devices import on_devices
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected
-from tests.faults.forks import KILLED, shared_forks
 from tests.faults.training import CASE, Training, outcomes
 from tests.merge.checkpoints import make_run, merged_tensors, same_bits
 from tests.merge.peft import write_config
 from tests.parity import runs
+from tests.ranks import KILLED, shared_ranks
 
 LORA: dict[str, Any] = {"lora": {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1}}
 SECOND_SAVE = ".checkpoint-6."
@@ -32,7 +32,7 @@ SECOND_SAVE = ".checkpoint-6."
 
 @functools.cache
 def adapted(device: str) -> Training:
-    return Training(shared_forks(device), CASE, LORA)
+    return Training(shared_ranks(device), CASE, LORA)
 
 
 @pytest.mark.slow

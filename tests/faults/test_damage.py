@@ -15,7 +15,7 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from
 from fsdp_tune.run.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.faults import ranks
 from tests.faults.conftest import Count
-from tests.faults.forks import ForkServer
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 FLIPS = 64
@@ -24,12 +24,12 @@ FLIPS = 64
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Two checkpoints of two ranks."""
-    from tests.faults.forks import shared_forks
+    from tests.ranks import shared_ranks
 
     run = RunDir(tmp_path_factory.mktemp("damage") / "run")
     run.path.mkdir()
     for step in (ranks.FIRST, ranks.SECOND):
-        shared_forks().values(2, ranks.save, run.path, step, False, None)
+        shared_ranks().run(2, ranks.save, run.path, step, False, None)
     return run
 
 
@@ -204,20 +204,20 @@ EXTRAS = (
 )
 
 
-def test_extra_files_in_checkpoint_are_ignored(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
+def test_extra_files_in_checkpoint_are_ignored(pristine: RunDir, tmp_path: Path, on_ranks: Ranks) -> None:
     """A stale shard among them, of a rank that this world does not have."""
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     for name in EXTRAS:
         (run.checkpoint(ranks.SECOND) / name).write_bytes(b"not ours")
-    assert forks.values(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
+    assert on_ranks.run(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
 
 
-def test_read_only_copy_without_mtimes_resumes(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
+def test_read_only_copy_without_mtimes_resumes(pristine: RunDir, tmp_path: Path, on_ranks: Ranks) -> None:
     run = RunDir(tmp_path / "elsewhere" / "of another name")
     shutil.copytree(pristine.path, run.path, copy_function=shutil.copyfile)
     for path in run.checkpoint(ranks.SECOND).rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    assert forks.values(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
+    assert on_ranks.run(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
 
 
 @pytest.mark.parametrize("name", ["checkpoint-x", "checkpoint-", "checkpoint-07x", "Checkpoint-30", "checkpoint-30.old"])

@@ -20,9 +20,9 @@ from fsdp_tune.worker.checkpoint.save import remove_leftovers, rotate
 from tests.faults.checks import half_files, in_child, stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected, kill_points, shown_late
-from tests.faults.forks import KILLED
 from tests.launch.test_accelerate import resolved
-from tests.launch.test_run_directory import files_of
+from tests.launch.test_resume import files_of
+from tests.ranks import KILLED
 
 STEPS = (10, 20, 30, 40, 50)
 

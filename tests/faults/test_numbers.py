@@ -14,12 +14,12 @@ from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import on_devices
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
-from tests.faults.forks import End, ForkServer
 from tests.faults.ranks import Happening
 from tests.faults.training import Training, numbers
 from tests.parity import runs, store
 from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
+from tests.ranks import End, Ranks
 
 pytestmark = pytest.mark.ranks
 slow = pytest.mark.slow
@@ -73,8 +73,8 @@ def test_out_of_memory_error_names_rank_and_memory(rank: int, what: str, code: i
 @on_devices
 @slow
 @pytest.mark.parametrize("what", ["loader raises", "loader dies"])
-def test_failing_loader_worker_ends_the_run(what: str, forks: ForkServer) -> None:
-    training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
+def test_failing_loader_worker_ends_the_run(what: str, on_ranks: Ranks) -> None:
+    training = Training(on_ranks, changes={"training": {"dataloader_num_workers": 1}})
     run = training.new()
     ends = training.attempt(run, sabotage=[(what, 1, 0)])
     assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
@@ -91,8 +91,8 @@ def test_failing_loader_worker_ends_the_run(what: str, forks: ForkServer) -> Non
 
 
 @slow
-def test_resume_between_epochs_with_loader_workers_loses_no_rows(forks: ForkServer) -> None:
-    training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
+def test_resume_between_epochs_with_loader_workers_loses_no_rows(on_ranks: Ranks) -> None:
+    training = Training(on_ranks, changes={"training": {"dataloader_num_workers": 1}})
     run = training.new()
     training.attempt(run, [Happening(1, "forward", 8)])
     assert verified_steps(run) == [3, 6], "an epoch ends at step 6"
@@ -124,7 +124,7 @@ def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, trai
     moved = RunDir(run.path.with_name(f"{run.path.name}-moved"))
     newest = {"resume_from": None}
     (run.path / "resume.json").write_text(json.dumps(newest))
-    ends: list[End] = training.forks.run(2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),))
+    ends: list[End] = training.on_ranks.ends(2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),))
     assert not any(end.stuck for end in ends)
     assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
     assert not run.path.exists() or not any(run.path.iterdir()), "nothing is made at the old place"
@@ -167,20 +167,20 @@ def untrained_store(folder: Path, rows: set[int]) -> Path:
     return made
 
 
-def train_on(folder: Path, rows: set[int], world: int, forks: ForkServer, shuffle: bool) -> tuple[RunDir, list[End]]:
+def train_on(folder: Path, rows: set[int], world: int, on_ranks: Ranks, shuffle: bool) -> tuple[RunDir, list[End]]:
     case = Case("llama", ranks=world, accumulation=2)
     changes = {"data": {"shuffle": shuffle}, "training": {"max_steps": 4, "save_steps": 4, "eval_strategy": "no"}}
     recipe = runs.merged(case.recipe(str(shared_bench().model("llama"))), changes)
     run = runs.write_run(folder / f"run-{world}", recipe, untrained_store(folder / f"store-{world}", rows))
-    return run, forks.run(world, ranks.train, str(run.path))
+    return run, on_ranks.ends(world, ranks.train, str(run.path))
 
 
-def test_rows_without_targets_match_one_rank(tmp_path: Path, forks: ForkServer) -> None:
+def test_rows_without_targets_match_one_rank(tmp_path: Path, on_ranks: Ranks) -> None:
     """Rows 0 to 3 are one rank's whole micro-batch of the first step; more are strewn about."""
     untrained = {0, 1, 2, 3, 20, 33, 35, 50}
     curves = []
     for world in (1, 2):
-        run, ends = train_on(tmp_path, untrained, world, forks, shuffle=False)
+        run, ends = train_on(tmp_path, untrained, world, on_ranks, shuffle=False)
         assert [end.value["exit_reason"] for end in ends] == ["finished"] * world
         curves.append(numbers(run))
     for one, two in zip(*curves, strict=True):
@@ -190,8 +190,8 @@ def test_rows_without_targets_match_one_rank(tmp_path: Path, forks: ForkServer) 
 
 
 @slow
-def test_step_without_targets_is_an_error(tmp_path: Path, forks: ForkServer) -> None:
-    run, _ = train_on(tmp_path, set(range(16, 32)), 2, forks, shuffle=False)
+def test_step_without_targets_is_an_error(tmp_path: Path, on_ranks: Ranks) -> None:
+    run, _ = train_on(tmp_path, set(range(16, 32)), 2, on_ranks, shuffle=False)
     assert {outcome(run, rank)["problem"]["code"] for rank in range(2)} == {"step-without-targets"}
     assert "step 2" in outcome(run, 0)["problem"]["message"]
     assert all(line["loss"] > 0 for line in runs.loss_lines(run))

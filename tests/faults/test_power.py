@@ -16,7 +16,7 @@ from tests.faults import ranks
 from tests.faults.checks import half_files, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Operation, injected
-from tests.faults.forks import ForkServer
+from tests.ranks import Ranks
 
 SECTOR_BYTES = 512
 DATA = ("all", "torn", "synced")
@@ -140,12 +140,12 @@ def thinned(log: list[Operation]) -> list[Operation]:
 
 
 @pytest.mark.ranks
-def test_power_cut_during_a_save_and_its_rotation_leaves_old_or_new(tmp_path: Path, forks: ForkServer, count: Count) -> None:
+def test_power_cut_during_a_save_and_its_rotation_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    forks.values(2, ranks.save, root, ranks.FIRST)
+    on_ranks.run(2, ranks.save, root, ranks.FIRST)
     before = shutil.copytree(root, tmp_path / "before")
-    first, second = forks.values(2, ranks.save_logged, root, ranks.SECOND)
+    first, second = on_ranks.run(2, ranks.save_logged, root, ranks.SECOND)
     # The ranks meet before the manifest is written, so all of the other's writes come before it.
     start = next(index for index, operation in enumerate(first) if operation.path.name == "manifest.json")
     log = thinned(first[:start]) + thinned(second) + thinned(first[start:])

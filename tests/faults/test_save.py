@@ -17,7 +17,7 @@ from tests.faults import ranks
 from tests.faults.checks import half_files, stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, kill_points
-from tests.faults.forks import KILLED, ForkServer
+from tests.ranks import KILLED, Ranks
 
 pytestmark = pytest.mark.ranks
 RANKS = 2
@@ -28,11 +28,11 @@ BATCH = 40
 class Cases:
     """Copies of a run that has its first checkpoint."""
 
-    def __init__(self, folder: Path, forks: ForkServer, *, full: bool = False) -> None:
-        self.folder, self.forks, self.full = folder, forks, full
+    def __init__(self, folder: Path, on_ranks: Ranks, *, full: bool = False) -> None:
+        self.folder, self.on_ranks, self.full = folder, on_ranks, full
         self.first = folder / "first"
         self.first.mkdir()
-        forks.values(RANKS, ranks.save, self.first, ranks.FIRST, full)
+        on_ranks.run(RANKS, ranks.save, self.first, ranks.FIRST, full)
 
     def new(self, name: object) -> Path:
         return shutil.copytree(self.first, self.folder / str(name))
@@ -40,7 +40,7 @@ class Cases:
     def operations(self, *, asynchronous: bool = False) -> list[list[tuple[str, str]]]:
         """Return the disk operations of a successful save, by rank."""
         path = self.new("counted")
-        counted: list[list[tuple[str, str]]] = self.forks.values(RANKS, ranks.save_counting, path, ranks.SECOND, asynchronous, self.full)
+        counted: list[list[tuple[str, str]]] = self.on_ranks.run(RANKS, ranks.save_counting, path, ranks.SECOND, asynchronous, self.full)
         shutil.rmtree(path)
         return counted
 
@@ -51,7 +51,7 @@ def kill_each(cases: Cases, points: Sequence[tuple[int, Fault]], *, asynchronous
         paths: list[Path] = []
         for number, (rank, fault) in enumerate(batch):
             path = cases.new(number)
-            ends = cases.forks.run(RANKS, ranks.save_killed, path, ranks.SECOND, rank, fault, asynchronous, cases.full)
+            ends = cases.on_ranks.ends(RANKS, ranks.save_killed, path, ranks.SECOND, rank, fault, asynchronous, cases.full)
             what = f"rank {rank}, {fault}"
             assert ends[rank].code == KILLED, f"{what}: {ends[rank].text}"
             assert not any(end.stuck for end in ends), what
@@ -59,7 +59,7 @@ def kill_each(cases: Cases, points: Sequence[tuple[int, Fault]], *, asynchronous
             assert verified_steps(RunDir(path)) in ([ranks.FIRST], [ranks.FIRST, ranks.SECOND], [ranks.SECOND]), what
             paths.append(path)
         newest = [verified_steps(RunDir(path))[-1] for path in paths]
-        back = cases.forks.values(RANKS, ranks.come_back, paths)
+        back = cases.on_ranks.run(RANKS, ranks.come_back, paths)
         assert back[0] == back[1], "all ranks load one checkpoint"
         for path, wanted, (step, same), case in zip(paths, newest, back[0], batch, strict=True):
             assert (step, same) == (wanted, True), case
@@ -76,9 +76,9 @@ def points_of(operations: list[list[tuple[str, str]]], *, every_write: int, ever
     return [(rank, fault) for rank, log in enumerate(operations) for fault in kill_points(log, every_write, every)]
 
 
-def test_save_operations_are_deterministic(tmp_path: Path, forks: ForkServer) -> None:
+def test_save_operations_are_deterministic(tmp_path: Path, on_ranks: Ranks) -> None:
     """Else the n-th would not be the same one twice."""
-    cases = Cases(tmp_path, forks)
+    cases = Cases(tmp_path, on_ranks)
 
     def without_pids(logs: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
         return [[(name, path.rstrip("0123456789")) for name, path in log] for log in logs]
@@ -90,8 +90,8 @@ def test_save_operations_are_deterministic(tmp_path: Path, forks: ForkServer) ->
 
 
 @on_devices
-def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, forks: ForkServer, count: Count) -> None:
-    cases = Cases(tmp_path, forks)
+def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+    cases = Cases(tmp_path, on_ranks)
     points = points_of(cases.operations(), every_write=60, every=7)
     kill_each(cases, points)
     count(kill_points_in_a_save=len(points))
@@ -100,8 +100,8 @@ def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path
 @on_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["sharded", "background", "full"])
-def test_rank_killed_at_any_operation_leaves_old_or_new(variant: str, tmp_path: Path, forks: ForkServer, count: Count) -> None:
-    cases = Cases(tmp_path, forks, full=variant == "full")
+def test_rank_killed_at_any_operation_leaves_old_or_new(variant: str, tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+    cases = Cases(tmp_path, on_ranks, full=variant == "full")
     background = variant == "background"  # the same operations, in a thread: every other one
     points = points_of(cases.operations(asynchronous=background), every_write=12, every=2 if background else 1)
     assert len(points) >= 90
@@ -115,7 +115,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errn
 def refuse_each(cases: Cases, faults: Sequence[tuple[int, Fault]]) -> None:
     """Save once for each (rank, fault). It fails with a reason or is complete; the older one is kept; the next save succeeds."""
     paths = [cases.new(number) for number in range(len(faults))]
-    told = cases.forks.values(
+    told = cases.on_ranks.run(
         RANKS, ranks.save_on_broken_disks, [(path, *fault) for path, fault in zip(paths, faults, strict=True)], ranks.SECOND
     )
     for path, (rank, fault), messages in zip(paths, faults, zip(*told, strict=True), strict=True):
@@ -149,9 +149,9 @@ def broken(cases: Cases, errors: Sequence[int], *, every_write: int, every: int 
 
 @on_devices
 def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_succeeds(
-    tmp_path: Path, forks: ForkServer, count: Count
+    tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
-    cases = Cases(tmp_path, forks)
+    cases = Cases(tmp_path, on_ranks)
     faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=6)
     refuse_each(cases, faults)
     count(refused_operations=len(faults))
@@ -160,9 +160,9 @@ def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_suc
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=[errno.errorcode[error] for error in ERRORS])
 def test_disk_refusing_any_operation_is_reported_and_the_next_save_succeeds(
-    error: int, tmp_path: Path, forks: ForkServer, count: Count
+    error: int, tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
-    cases = Cases(tmp_path, forks)
+    cases = Cases(tmp_path, on_ranks)
     # Which of them the disk gives is all one to what writes; every operation has two that it may meet.
     faults = broken(cases, [error], every_write=12, every=1 if error in (errno.ENOSPC, errno.EIO) else 3)
     for batch in _batches(faults, 60):
@@ -170,26 +170,26 @@ def test_disk_refusing_any_operation_is_reported_and_the_next_save_succeeds(
     count(refused_operations=len(faults))
 
 
-def test_short_and_interrupted_writes_are_completed(tmp_path: Path, forks: ForkServer) -> None:
-    cases = Cases(tmp_path, forks)
+def test_short_and_interrupted_writes_are_completed(tmp_path: Path, on_ranks: Ranks) -> None:
+    cases = Cases(tmp_path, on_ranks)
     path = cases.new("short")
-    forks.values(RANKS, ranks.save_with_short_writes, path, ranks.SECOND)
+    on_ranks.run(RANKS, ranks.save_with_short_writes, path, ranks.SECOND)
     assert verified_steps(RunDir(path)) == [ranks.SECOND]
-    assert forks.values(RANKS, ranks.come_back, [path]) == [[(ranks.SECOND, True)]] * RANKS
+    assert on_ranks.run(RANKS, ranks.come_back, [path]) == [[(ranks.SECOND, True)]] * RANKS
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint(
-    rank: int, tmp_path: Path, forks: ForkServer, count: Count
+    rank: int, tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
     """A limit of the kernel: no writer can pass it by, neither Python nor C++."""
-    cases = Cases(tmp_path, forks)
+    cases = Cases(tmp_path, on_ranks)
     sizes = {path.name: path.stat().st_size for path in cases.first.rglob("*") if path.is_file()}
     # Each kind of file is once the first that is cut.
     limits = sorted({1, max(sizes.values()) // 2, *(size - 1 for size in sizes.values())})
     for limit in limits:
         path = cases.new(limit)
-        message = forks.values(RANKS, ranks.save_limited, path, ranks.SECOND, rank, limit)[rank]
+        message = on_ranks.run(RANKS, ranks.save_limited, path, ranks.SECOND, rank, limit)[rank]
         assert half_files(path) == [], limit
         if message is None:
             assert verified_steps(RunDir(path)) == [ranks.SECOND], limit

@@ -17,12 +17,12 @@ from tests.faults import ranks
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault
-from tests.faults.forks import KILLED, ForkServer
 from tests.faults.ranks import Happening
 from tests.faults.training import CASE, STEPS, Training, numbers, outcomes
 from tests.parity import runs
 from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
+from tests.ranks import KILLED, Ranks
 
 pytestmark = pytest.mark.ranks
 slow = pytest.mark.slow
@@ -66,9 +66,9 @@ def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int,
 
 @on_devices
 @slow
-def test_rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes(forks: ForkServer) -> None:
+def test_rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes(on_ranks: Ranks) -> None:
     sample = {"every": 4, "prompts": ["one plus two is", "two"], "max_new_tokens": 4}
-    training = Training(forks, changes={"training": {"sample": sample}}, vocabulary=384)
+    training = Training(on_ranks, changes={"training": {"sample": sample}}, vocabulary=384)
     run = death(training, Happening(1, ranks.SAMPLE, 8))
     assert verified_steps(run) == [3, 6]
     training.finish(run)
@@ -228,9 +228,9 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(kind: s
 
 @on_devices
 @pytest.mark.parametrize("worlds", each([(2, 4, 1), (1, 2, 4), (4, 2, 1)]))
-def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tuple[int, ...], forks: ForkServer, count: Count) -> None:
+def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tuple[int, ...], on_ranks: Ranks, count: Count) -> None:
     """Llama without dropout, whose curve does not depend on the number of ranks."""
-    training = Training(forks, Case("llama", ranks=2))
+    training = Training(on_ranks, Case("llama", ranks=2))
     run: RunDir | None = None
     for world, stop in zip(worlds, (4, 8, None), strict=True):
         case = Case("llama", ranks=world)
@@ -271,8 +271,8 @@ def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tupl
     ],
     ids=["recomputation", "replicated", "full state dict"],
 )
-def test_resume_with_other_sharding_equals_uninterrupted_run(change: dict[str, Any], forks: ForkServer) -> None:
-    training = Training(forks, CASE, change)
+def test_resume_with_other_sharding_equals_uninterrupted_run(change: dict[str, Any], on_ranks: Ranks) -> None:
+    training = Training(on_ranks, CASE, change)
     run = training.new()
     training.attempt(run, [Happening(0, "forward", 7)])
     training.finish(run)
@@ -281,8 +281,8 @@ def test_resume_with_other_sharding_equals_uninterrupted_run(change: dict[str, A
 
 @on_devices
 @slow
-def test_recomputation_draws_same_dropout_masks_after_resume(training: Training, forks: ForkServer) -> None:
-    recomputed = Training(forks, CASE, {"fsdp": {"activation_checkpointing": "full"}})
+def test_recomputation_draws_same_dropout_masks_after_resume(training: Training, on_ranks: Ranks) -> None:
+    recomputed = Training(on_ranks, CASE, {"fsdp": {"activation_checkpointing": "full"}})
     run = recomputed.new()
     recomputed.attempt(run, [Happening(0, "forward", 7)])
     recomputed.finish(run)
@@ -291,17 +291,17 @@ def test_recomputation_draws_same_dropout_masks_after_resume(training: Training,
 
 @on_devices
 @pytest.mark.parametrize("world", [1, 4])
-def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, forks: ForkServer) -> None:
-    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
-    drawn = forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")
+def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
+    on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
+    drawn = on_ranks.run(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")
     assert len(set(drawn)) == world
-    assert drawn == forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"), "repeatable"
+    assert drawn == on_ranks.run(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"), "repeatable"
 
 
 @on_devices
 @slow
-def test_repeated_saves_leak_nothing(tmp_path: Path, forks: ForkServer, count: Count) -> None:
-    for early, late in forks.values(2, ranks.many_saves, tmp_path, 400, limit_seconds=400.0):
+def test_repeated_saves_leak_nothing(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+    for early, late in on_ranks.run(2, ranks.many_saves, tmp_path, 400, limit_seconds=400.0):
         assert late[0] <= early[0] + 2, "open files"
         assert late[1] <= early[1] + 1, "threads"
         assert late[2] <= early[2] + 40_000, "resident KiB"

@@ -14,16 +14,16 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, read_ma
 from tests.cuda.devices import on_devices
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
-from tests.faults.forks import ForkServer
 from tests.faults.training import STEPS, Training
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, forks: ForkServer) -> None:
-    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
-    told = forks.values(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)
+def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, on_ranks: Ranks) -> None:
+    on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
+    told = on_ranks.run(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)
     assert told[0] == told[1]
     assert told[0] in ("checkpoint-damaged", "checkpoint-unusable")
 
@@ -35,11 +35,11 @@ def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, f
 )
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_machine_waits_until_checkpoint_files_are_visible(
-    late: int, seconds: float, by_name: bool, wait_seconds: float, ends: str, tmp_path: Path, forks: ForkServer
+    late: int, seconds: float, by_name: bool, wait_seconds: float, ends: str, tmp_path: Path, on_ranks: Ranks
 ) -> None:
-    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
+    on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
     checkpoint = tmp_path / f"checkpoint-{ranks.FIRST}"
-    told = forks.values(2, ranks.come_back_late, checkpoint, late, seconds, by_name, wait_seconds)
+    told = on_ranks.run(2, ranks.come_back_late, checkpoint, late, seconds, by_name, wait_seconds)
     if ends == "refused":
         ends = "checkpoint-unusable" if late == 0 else "checkpoint-damaged"
     assert told == [ends] * 2
@@ -47,14 +47,14 @@ def test_machine_waits_until_checkpoint_files_are_visible(
 
 @on_devices
 @pytest.mark.parametrize("world", [2, 4])
-def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, forks: ForkServer) -> None:
+def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
     """Moments included, on the same and on another number of ranks."""
-    forks.values(2, ranks.save, tmp_path, ranks.FIRST, True)
+    on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST, True)
     assert (tmp_path / f"checkpoint-{ranks.FIRST}" / "model.safetensors").exists()
-    assert forks.values(world, ranks.loads, tmp_path, ranks.FIRST) == [True] * world
-    forks.values(world, ranks.save, tmp_path, ranks.SECOND)
+    assert on_ranks.run(world, ranks.loads, tmp_path, ranks.FIRST) == [True] * world
+    on_ranks.run(world, ranks.save, tmp_path, ranks.SECOND)
     assert verified_steps(RunDir(tmp_path)) == [ranks.SECOND]
-    assert forks.values(1, ranks.loads, tmp_path, ranks.SECOND) == [True]
+    assert on_ranks.run(1, ranks.loads, tmp_path, ranks.SECOND) == [True]
 
 
 @pytest.mark.slow
@@ -80,11 +80,11 @@ class RunsCode:
         return os.mkdir, (str(self.target),)
 
 
-def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, forks: ForkServer) -> None:
+def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, on_ranks: Ranks) -> None:
     """By somebody who wrote a manifest that fits."""
     run = tmp_path / "run"
     run.mkdir()
-    forks.values(2, ranks.save, run, ranks.FIRST)
+    on_ranks.run(2, ranks.save, run, ranks.FIRST)
     checkpoint, sentinel = run / f"checkpoint-{ranks.FIRST}", tmp_path / "sentinel"
     (checkpoint / "rng_state_1.pth").write_bytes(pickle.dumps(RunsCode(sentinel)))
     manifest = read_manifest(checkpoint)
@@ -93,7 +93,7 @@ def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, forks: ForkServer
     (checkpoint / MANIFEST_NAME).write_text(Manifest(manifest.kind, files, manifest.facts).to_json())
     assert verified_steps(RunDir(run)) == [ranks.FIRST]
     nobody = 2
-    ends = forks.run(2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0)  # no save after it: the other rank would wait in it
+    ends = on_ranks.ends(2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0)  # no save after it: the other rank would wait in it
     assert ends[1].code == 1
     assert "weights_only" in ends[1].text.lower() or "unpickl" in ends[1].text.lower()
     assert not sentinel.exists()

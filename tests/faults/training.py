@@ -13,12 +13,12 @@ from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.faults import ranks
 from tests.faults.checks import half_files, stages
 from tests.faults.disk import Fault
-from tests.faults.forks import End, ForkServer
 from tests.faults.ranks import Happening
 from tests.parity import runs
 from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
 from tests.parity.store import VOCABULARY
+from tests.ranks import End, Ranks
 
 STEPS = 12
 CASE = Case("gpt2-dropout", accumulation=2)
@@ -30,17 +30,15 @@ NOTHING_LOST = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens",
 class Training:
     """One recipe, its uninterrupted run, and runs of it that are interrupted."""
 
-    def __init__(
-        self, forks: ForkServer, case: Case = CASE, changes: dict[str, Any] | None = None, *, vocabulary: int = VOCABULARY
-    ) -> None:
-        self.forks, self.case, self.vocabulary = forks, case, vocabulary
+    def __init__(self, on_ranks: Ranks, case: Case = CASE, changes: dict[str, Any] | None = None, *, vocabulary: int = VOCABULARY) -> None:
+        self.on_ranks, self.case, self.vocabulary = on_ranks, case, vocabulary
         self.changes = runs.merged(CHANGES, changes or {})
         self.whole = self.new()
         self.finish(self.whole)
 
     def new(self, case: Case | None = None, changes: dict[str, Any] | None = None) -> RunDir:
         """`changes`: of what changes no number."""
-        case, bench = case or self.case, shared_bench(self.forks.device)
+        case, bench = case or self.case, shared_bench(self.on_ranks.device)
         model = bench.model(case.architecture, None if self.vocabulary == VOCABULARY else self.vocabulary)
         recipe = runs.merged(runs.merged(case.recipe(str(model)), self.changes), changes or {})
         return bench.written_run(recipe, vocabulary=self.vocabulary)
@@ -55,7 +53,7 @@ class Training:
         """One launch, from the newest checkpoint that verifies."""
         newest, _ = latest_checkpoint(run, digests=True)
         (run.path / "resume.json").write_text(json.dumps({"resume_from": str(newest.path) if newest else None}))
-        ends = self.forks.run(self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults), tuple(sabotage))
+        ends = self.on_ranks.ends(self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults), tuple(sabotage))
         assert not any(end.stuck for end in ends), "nothing hangs"
         assert half_files(run.path) == []
         return ends
@@ -84,6 +82,6 @@ def outcomes(ends: Sequence[End]) -> list[tuple[int, str]]:
 
 @functools.cache
 def shared_training(device: str = "cpu") -> Training:
-    from tests.faults.forks import shared_forks
+    from tests.ranks import shared_ranks
 
-    return Training(shared_forks(device))
+    return Training(shared_ranks(device))

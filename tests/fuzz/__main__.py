@@ -16,7 +16,7 @@ import transformers
 from tests.fuzz.plants import PLANTS
 from tests.fuzz.space import Draw, draw
 from tests.fuzz.trial import Verdict, judge
-from tests.ranks import RankPool
+from tests.ranks import Ranks, shared_ranks
 
 
 def main() -> int:
@@ -27,25 +27,23 @@ def main() -> int:
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    pool = RankPool(folder / "ranks")
     try:
-        return fuzz(range(arguments.seed, arguments.seed + arguments.runs), folder, pool, arguments.plant)
+        return fuzz(range(arguments.seed, arguments.seed + arguments.runs), folder, shared_ranks(), arguments.plant)
     finally:
-        pool.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def fuzz(seeds: range, folder: Path, pool: RankPool, plant: str | None = None) -> int:
+def fuzz(seeds: range, folder: Path, on_ranks: Ranks, plant: str | None = None) -> int:
     started, failed, refusals = time.monotonic(), 0, Counter[str]()
     for number, seed in enumerate(seeds, start=1):
-        verdict = trial(draw(seed), folder / str(seed), pool, plant)
+        verdict = trial(draw(seed), folder / str(seed), on_ranks, plant)
         refusals.update(refusal.partition(":")[0] for refusal in verdict.refusals)
-        if verdict.failures and plant and not trial(verdict.draw, folder / f"{seed}-without", pool).failures:
+        if verdict.failures and plant and not trial(verdict.draw, folder / f"{seed}-without", on_ranks).failures:
             print(f"found `{plant}` by trial {number} (seed {seed}): {verdict.failures[0]}")
             return 0
         if verdict.failures:
             failed += 1
-            smallest = shrink(verdict, folder / f"{seed}-smaller", pool)
+            smallest = shrink(verdict, folder / f"{seed}-smaller", on_ranks)
             print(f"\nseed {seed} FAILED\n  {smallest.draw}", *smallest.failures, sep="\n  ", flush=True)
         elif sys.stdout.isatty() or number % 10 == 0:
             print(f"{number} of {len(seeds)} trials, {failed} failed, {time.monotonic() - started:.0f} s", dict(refusals), flush=True)
@@ -53,20 +51,20 @@ def fuzz(seeds: range, folder: Path, pool: RankPool, plant: str | None = None) -
     return 1 if failed or plant else 0
 
 
-def trial(drawn: Draw, folder: Path, pool: RankPool, plant: str | None = None) -> Verdict:
+def trial(drawn: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) -> Verdict:
     try:
-        return judge(drawn, folder, pool, plant)
+        return judge(drawn, folder, on_ranks, plant)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def shrink(verdict: Verdict, folder: Path, pool: RankPool) -> Verdict:
+def shrink(verdict: Verdict, folder: Path, on_ranks: Ranks) -> Verdict:
     """Takes out the resume, the bad step and switches, as many at once as it can, as long as the trial still fails."""
     smallest = verdict
 
     def fails(smaller: Draw) -> bool:
         nonlocal smallest
-        tried = trial(smaller, folder, pool)
+        tried = trial(smaller, folder, on_ranks)
         smallest = tried if tried.failures else smallest
         return bool(tried.failures)
 

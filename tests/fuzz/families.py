@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.model.families import FAMILIES as DECODERS
+from tests.session import made_once
 
 VOCABULARY = 257
 _NO_DROPOUT: dict[str, dict[str, Any]] = {
@@ -35,18 +36,19 @@ lengths of examples that reach the kernel (StableLM's layers drop them)."""
 HAS_EAGER_ALONE = frozenset({"bloom", "gpt_oss"})
 """Models whose ALiBi or sinks have no other kernel in transformers."""
 PACKED_EXAMPLES_MEET = frozenset({"bloom", "opt", "falcon", "lfm2", "gpt_oss"})
-"""Models that cannot separate packed examples in transformers (tests/model/test_packed.py): runs of the others must not be refused."""
+"""Models that cannot separate packed examples in transformers (tests/model/test_step_packed.py): runs of the others must not be refused."""
 EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})
 
 
-def make_model(family: str, overrides: dict[str, Any], models: Path) -> Path:
-    """Random weights as an ordinary model directory below `models`, by transformers alone; made once."""
-    folder = models / "-".join([family, *map(str, overrides)])
-    if not folder.exists():
+def make_model(family: str, overrides: dict[str, Any], kind: str = "models") -> Path:
+    """Random weights as an ordinary model directory of the session, by transformers alone; made once for each `kind`."""
+
+    def make(folder: Path) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         fields = FAMILIES[family] | overrides
         torch.manual_seed(7)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(folder)
-    return folder
+
+    return made_once(f"{kind}/{'-'.join([family, *map(str, overrides)])}", make)

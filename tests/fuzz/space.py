@@ -52,11 +52,12 @@ NOT_DRAWN: dict[str, str] = {
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
     **dict.fromkeys(("lora", "quantization"), "need files of a base; tests/parity/test_adapters.py has rows of them"),
     **dict.fromkeys(
-        ("extensions", "extensions.callbacks", "extensions.metrics"), "run code of other packages; tests/recipe/test_extensions.py has them"
+        ("extensions", "extensions.callbacks", "extensions.metrics"),
+        "run code of other packages; tests/recipe/test_references_extensions.py has them",
     ),
     **dict.fromkeys(("training.max_steps", "training.num_train_epochs"), "every run has `STEPS` steps over more than one epoch"),
     **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
-    "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_lora_run.py trains with it",
+    "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_train_lora.py trains with it",
     **dict.fromkeys(("training.optim_args", "training.optim_target_modules"), "lean state has parity rows of its own (test_lean_state)"),
     "kernels.mlp_slice_tokens": "dense MLPs alone; tests/parity has rows",
     "training.parameter_groups": "it has parity rows of its own (test_optimizers)",

@@ -11,7 +11,7 @@ from tests.fuzz.__main__ import fuzz, trial
 from tests.fuzz.families import FAMILIES
 from tests.fuzz.plants import PLANTS
 from tests.fuzz.space import NOT_DRAWN, draw, drawn_keys, keys, reason_not_drawn, values_of
-from tests.ranks import shared_pool
+from tests.ranks import shared_ranks
 
 
 def test_numeric_keys_are_drawn_or_excluded_with_a_reason() -> None:
@@ -49,17 +49,17 @@ def test_resumed_trial_changes_only_free_keys() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", [5, 9, 13])
 def test_drawn_recipe_follows_the_plain_loop(tmp_path: Path, seed: int) -> None:
-    assert trial(draw(seed), tmp_path / "trial", shared_pool()).failures == []
+    assert trial(draw(seed), tmp_path / "trial", shared_ranks()).failures == []
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_three_hundred_drawn_recipes_follow_the_plain_loop(tmp_path: Path) -> None:
-    assert fuzz(range(1000, 1300), tmp_path, shared_pool()) == 0
+    assert fuzz(range(1000, 1300), tmp_path, shared_ranks()) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bug_is_detected_within_200_trials(tmp_path: Path, plant: str) -> None:
-    assert fuzz(range(200), tmp_path, shared_pool(), plant) == 0
+    assert fuzz(range(200), tmp_path, shared_ranks(), plant) == 0

@@ -28,7 +28,7 @@ from tests.model.flash import FLASH_STAND_IN
 from tests.parity import runs
 from tests.parity.compare import relative
 from tests.parity.store import fill_rows, write_store
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import Ranks, RanksFailed
 
 MAX_LENGTH = 48
 EVAL_ROWS = 5
@@ -53,15 +53,15 @@ class Verdict:
     refusals: list[str] = field(default_factory=list)
 
 
-def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) -> Verdict:
+def judge(draw: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) -> Verdict:
     """Runs a trial in an empty folder."""
     verdict = Verdict(draw)
     store = make_rows(folder / "rows", draw)
-    model = make_model(draw.family, draw.overrides, pool.folder / "models")
+    model = make_model(draw.family, draw.overrides)
     if not _accepted(verdict, folder, model):
         return verdict
     try:
-        run = _run(verdict, folder, store, model, pool, plant)
+        run = _run(verdict, folder, store, model, on_ranks, plant)
     except RanksFailed as error:
         verdict.failures.append(f"a rank crashed: {error}")
         return verdict
@@ -71,7 +71,7 @@ def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) ->
         verdict.failures.append(f"the run failed: [{run.code}] {run.message}")
     else:  # the ranks inspect the live model; without the switch it must train
         rest = verdict.draw.unpacked() if switch == PACKING else verdict.draw.without(switch)
-        smaller = judge(rest, folder / "without", pool, plant)
+        smaller = judge(rest, folder / "without", on_ranks, plant)
         return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run.code}: {switch}", *smaller.refusals])
     return verdict
 
@@ -180,17 +180,17 @@ def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
     return run
 
 
-def _run(verdict: Verdict, folder: Path, store: Path, model: Path, pool: RankPool, plant: str | None) -> RunDir | Problem:
+def _run(verdict: Verdict, folder: Path, store: Path, model: Path, on_ranks: Ranks, plant: str | None) -> RunDir | Problem:
     """The finished run, or what a rank failed with."""
     draw = verdict.draw
     killed = draw.killed_after if draw.resumed else None
     run = _write(folder / "run", draw, store, model)
-    outcomes = pool.run(draw.ranks, ranks.run, str(run.path), _orders(draw, plant, bad_step=draw.bad_step, killed_after=killed))
+    outcomes = on_ranks.run(draw.ranks, ranks.run, str(run.path), _orders(draw, plant, bad_step=draw.bad_step, killed_after=killed))
     if draw.resumed is None or any("Killed" not in str(outcome["traceback"]) for outcome in outcomes):
         return _failure(outcomes) or run
     resumed = _write(folder / "resumed", draw.resumed, store, model)
     runs.resume_from(resumed, run, SAVED_STEP)
-    outcomes = pool.run(draw.resumed.ranks, ranks.run, str(resumed.path), _orders(draw.resumed, plant))
+    outcomes = on_ranks.run(draw.resumed.ranks, ranks.run, str(resumed.path), _orders(draw.resumed, plant))
     if (gradients := run.path / ranks.GRADIENTS).exists():
         gradients.rename(resumed.path / ranks.GRADIENTS)
     return _failure(outcomes) or resumed

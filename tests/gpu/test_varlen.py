@@ -20,7 +20,7 @@ from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.gpu.conftest import DEVICE, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import LLAMA
-from tests.model.test_varlen import TESTED, model_of
+from tests.model.test_attention_varlen import TESTED, model_of
 from tests.parity.store import make_store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]

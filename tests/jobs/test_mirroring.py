@@ -24,8 +24,8 @@ from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
 from tests.launch.test_accelerate import resolved
-from tests.launch.test_mirror import make_run, save, send_all
-from tests.launch.test_mirror_writer import Elsewhere
+from tests.launch.test_remote_run import make_run, save, send_all
+from tests.launch.test_writer import Elsewhere
 
 
 def mirroring(run: RunDir, remote: RemoteRun, *overrides: str) -> Mirroring:

@@ -1,7 +1,7 @@
 """A stand-in for torchrun's agent, without importing torch: `fake_agent.py WORLD_SIZE RUN_DIR`.
 
 Starts ranks in sessions of their own, ends the others with SIGTERM when one fails and waits for them, passes signals on and
-then waits, reports the first failure in torch's words. tests/launch/test_real_launch.py runs the same through the real one.
+then waits, reports the first failure in torch's words. tests/launch/test_accelerate_real.py runs the same through the real one.
 """
 
 from __future__ import annotations

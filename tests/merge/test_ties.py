@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
-from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
+from tests.merge.test_merging_values import model_directory, small_gpt2, small_llama
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
 
 
 @pytest.fixture(scope="session")
-def pool() -> RankPool:
-    return shared_pool()
+def on_ranks() -> Ranks:
+    return shared_ranks()

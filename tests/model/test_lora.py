@@ -29,7 +29,7 @@ from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 from tests.parity.architectures import make_model
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 BF16: dict[str, Any] = {"precision": {"mixed_precision": "bf16"}}
 
@@ -245,9 +245,9 @@ def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
     ],
     ids=["fewer rows than ranks", "DoRA", "experts"],
 )
-def test_values_are_the_same_on_any_number_of_ranks(family: str, lora: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+def test_values_are_the_same_on_any_number_of_ranks(family: str, lora: dict[str, Any], on_ranks: Ranks, tmp_path: Path) -> None:
     recipe = lora_recipe(tmp_path, lora, family)
-    alone, *others = (pool.run(ranks, gathered_adapters, recipe)[0] for ranks in (1, 2, 4))
+    alone, *others = (on_ranks.run(ranks, gathered_adapters, recipe)[0] for ranks in (1, 2, 4))
     assert any(value.any() for name, value in alone.items() if "lora_A" in name)
     for other in others:
         assert all(torch.equal(alone[name], other[name]) for name in alone)

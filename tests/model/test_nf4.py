@@ -30,7 +30,7 @@ from fsdp_tune.model.shard.local import count_elements
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -179,8 +179,8 @@ def _bytes_of_ranks(folder: str) -> list[list[Any]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_hold_parts_of_the_bytes_of_one_process(llama: str, ranks: int, pool: RankPool) -> None:
-    found = pool.run(ranks, _bytes_of_ranks, llama)
+def test_ranks_hold_parts_of_the_bytes_of_one_process(llama: str, ranks: int, on_ranks: Ranks) -> None:
+    found = on_ranks.run(ranks, _bytes_of_ranks, llama)
     assert all(same for rank in found for _, same in rank)
     assert sum(rank[4][0][0] for rank in found) == 130, "rows of gate_proj, which no world divides"
 

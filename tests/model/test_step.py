@@ -18,7 +18,7 @@ from fsdp_tune.model.shard.local import decayed_names, decays
 from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 
 def with_gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -73,7 +73,7 @@ def norms_on_meshes() -> dict[str, float]:
 
 
 @pytest.mark.ranks
-def test_norm_of_mixed_meshes_equals_that_of_full_tensors(pool: RankPool) -> None:
+def test_norm_of_mixed_meshes_equals_that_of_full_tensors(on_ranks: Ranks) -> None:
     gradients = [parameter.grad for parameter in with_gradients((5, 3), (7, 2), (11,))]
     expected = {
         "sharded": float(gradients[0].norm()),
@@ -81,7 +81,7 @@ def test_norm_of_mixed_meshes_equals_that_of_full_tensors(pool: RankPool) -> Non
         "plain": float(gradients[2].norm()),
         "all": float(torch.cat([gradient.flatten() for gradient in gradients]).norm()),
     }
-    for found in pool.run(4, norms_on_meshes):
+    for found in on_ranks.run(4, norms_on_meshes):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

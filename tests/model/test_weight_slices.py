@@ -22,7 +22,7 @@ from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 MIB = 1 << 20
 STATE = {
@@ -175,14 +175,14 @@ def high_water_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_no_rank_holds_more_than_its_shard_and_a_layer(pool: RankPool, tmp_path):
+def test_no_rank_holds_more_than_its_shard_and_a_layer(on_ranks: Ranks, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=768, intermediate_size=2304, num_hidden_layers=8, num_attention_heads=12, vocab_size=1000, tie_word_embeddings=False
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "m", max_shard_size="10GB")
-    for rank in pool.run(2, load_here, str(tmp_path / "m")):
+    for rank in on_ranks.run(2, load_here, str(tmp_path / "m")):
         assert rank["way"] == "slices"
         assert rank["shard"] < 0.51 * rank["whole"]
         # Lower bound: the meter measures. Upper: buffer, and what the interpreter and the wrapping take.

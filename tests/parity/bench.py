@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
-import shutil
-import tempfile
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from tests.parity.cases import Case
 from tests.parity.compare import Spread, spread
 from tests.parity.peft_adapters import make_adapter, round_to_nf4
 from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
+from tests.session import folder as session_folder
+from tests.session import made_once
 
 PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = reference.LoopSettings(
@@ -32,23 +33,23 @@ Worker = Callable[[str], dict[str, Any]]
 
 
 class Bench:
-    """Runs on the ranks of a pool. Those on a GPU share models, rows and references with `on_cpu`."""
+    """Runs on real ranks. Those on a GPU share models, rows and references with `on_cpu`."""
 
-    def __init__(self, folder: Path, pool: RankPool, device: str = "cpu", on_cpu: Bench | None = None) -> None:
-        self.folder, self.pool, self.device = folder, pool, device
+    def __init__(self, folder: Path, on_ranks: Ranks, device: str = "cpu", on_cpu: Bench | None = None) -> None:
+        self.folder, self.on_ranks, self.device = folder, on_ranks, device
         self.files = on_cpu.files if on_cpu else folder
-        self.store = on_cpu.store if on_cpu else make_store(folder / "store")
+        self.store = on_cpu.store if on_cpu else made_once(f"{folder.name}/store", make_store)
         self._references: dict[tuple[object, ...], reference.Trajectory] = on_cpu._references if on_cpu else {}
         self._runs: dict[Case, RunDir] = {}
         self._count = 0
 
     def model(self, architecture: str, vocabulary: int | None = None) -> Path:
-        folder = self.files / "models" / f"{architecture}-{vocabulary}"
-        return folder if folder.exists() else make_model(architecture, folder, vocabulary=vocabulary)
+        name = f"{self.files.name}/models/{architecture}-{vocabulary}"
+        return made_once(name, lambda folder: make_model(architecture, folder, vocabulary=vocabulary))
 
     def new_folder(self) -> Path:
         self._count += 1
-        return self.folder / f"run-{self._count}"
+        return self.folder / f"run-{os.getpid()}-{self._count}"
 
     def reference(
         self,
@@ -78,42 +79,45 @@ class Bench:
 
     def adapter(self, case: Case) -> Path:
         """A PEFT adapter for the case's model, made by PEFT alone, whose B is not zero: AdamW's first update of a zero B is its sign."""
-        folder = self.files / "adapters" / f"{case.architecture}-{case.lora}"
-        return folder if folder.exists() else make_adapter(self.model(case.architecture), dict(case.lora), folder)
+        digest = hashlib.sha256(repr(case.lora).encode()).hexdigest()[:16]
+        name = f"{self.files.name}/adapters/{case.architecture}-{digest}"
+        return made_once(name, lambda folder: make_adapter(self.model(case.architecture), dict(case.lora), folder))
 
     def model_in_4_bits(self, architecture: str, scales: str) -> Path:
         """The architecture's model with the values that its weights have in 4 bits."""
-        folder = self.files / "models" / f"{architecture}-nf4-{scales}"
-        return folder if folder.exists() else round_to_nf4(self.model(architecture), scales, folder)
+        name = f"{self.files.name}/models/{architecture}-nf4-{scales}"
+        return made_once(name, lambda folder: round_to_nf4(self.model(architecture), scales, folder))
 
     def run(self, case: Case) -> RunDir:
         """The finished run of a case; each case runs once a session."""
         if case not in self._runs:
-            self._runs[case] = self.fresh_run(case)
+            digest = hashlib.sha256(repr(case).encode()).hexdigest()[:16]
+            path = made_once(f"{self.folder.name}/{digest}", lambda folder: self.fresh_run(case, folder=folder))
+            self._runs[case] = RunDir(path)
         return self._runs[case]
 
-    def fresh_run(self, case: Case, worker: Worker | None = None) -> RunDir:
-        run = self.prepared_run(case)
-        runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
+    def fresh_run(self, case: Case, worker: Worker | None = None, folder: Path | None = None) -> RunDir:
+        run = self.prepared_run(case, folder)
+        runs.train(self.on_ranks, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
         return run
 
-    def prepared_run(self, case: Case) -> RunDir:
-        """The run directory of a case, ready to train."""
+    def prepared_run(self, case: Case, folder: Path | None = None) -> RunDir:
+        """The run directory of a case, ready to train; in a new folder unless given."""
         recipe = case.recipe(str(self.model(case.architecture)))
         if case.lora:
             keys = {key: list(value) if isinstance(value, tuple) else value for key, value in case.lora}
             recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
         if case.nf4 is not None:
             recipe["quantization"] = {"scales": case.nf4}
-        run = self.written_run(recipe, packed=case.packed)
+        run = self.written_run(recipe, packed=case.packed, folder=folder)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
         return run
 
-    def written_run(self, changes: dict[str, Any], store: Path | None = None, **of_store: Any) -> RunDir:
+    def written_run(self, changes: dict[str, Any], store: Path | None = None, folder: Path | None = None, **of_store: Any) -> RunDir:
         """A new run directory on this bench's device, and on its rows unless given others."""
         changes = runs.merged(changes, {"launch": {"device": self.device}})
-        return runs.write_run(self.new_folder(), changes, store or self.store, **of_store)
+        return runs.write_run(folder or self.new_folder(), changes, store or self.store, **of_store)
 
 
 def spread_of(case: Case, bench: Bench) -> Spread:
@@ -134,6 +138,5 @@ def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
 
 @functools.cache
 def shared_bench(device: str = "cpu") -> Bench:
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Bench(folder, shared_pool(device), device, None if device == "cpu" else shared_bench())
+    """The bench of this process for a device. Its models, rows and runs are the session's."""
+    return Bench(session_folder() / f"bench-{device}", shared_ranks(device), device, None if device == "cpu" else shared_bench())

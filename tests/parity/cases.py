@@ -75,7 +75,7 @@ class Case:
         if self.strategy == "NO_SHARD" and (self.offload or self.wrap != "class" or self.version == 1):
             return False
         if self.version == 1 and (hybrid or self.offload):
-            return False  # FSDP1's offload needs an accelerator; tests/worker/readback/test_readback.py has its hybrid strategies
+            return False  # FSDP1's offload needs an accelerator; tests/worker/readback/test_report.py has its hybrid strategies
         if self.version == 2 and self.recomputation == "selective" and self.wrap == "size":
             return False
         return not (hybrid and self.ranks != 4)

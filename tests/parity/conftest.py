@@ -11,7 +11,7 @@ from tests.evidence import Results, installed
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import Case
 from tests.parity.report import EVIDENCE, summary
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
 
 HERE = Path(__file__).parent
 # Modules whose tests run on an emulated GPU as well as on the CPU, and those that `scripts/test` runs there.
@@ -35,8 +35,8 @@ FAST_ON_CUDA = {
 
 
 @pytest.fixture(scope="session")
-def pool(device: str) -> RankPool:
-    return shared_pool(device)
+def on_ranks(device: str) -> Ranks:
+    return shared_ranks(device)
 
 
 @pytest.fixture(scope="session")

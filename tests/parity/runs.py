@@ -22,7 +22,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY
-from tests.ranks import Leaves, RankPool
+from tests.ranks import Leaves, Ranks
 
 STEPS = 22
 SAVED_STEP = 10
@@ -89,16 +89,16 @@ def resume_from(run: RunDir, donor: RunDir, step: int = SAVED_STEP) -> None:
     (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(step))}))
 
 
-def train(pool: RankPool, run: RunDir, world_size: int, worker: Callable[..., dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+def train(on_ranks: Ranks, run: RunDir, world_size: int, worker: Callable[..., dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """Trains with the real worker and returns every rank's outcome; AssertionError with its traceback if a rank failed."""
-    outcomes = pool.run(world_size, worker or run_worker, str(run.path))
+    outcomes = on_ranks.run(world_size, worker or run_worker, str(run.path))
     for outcome in outcomes:
         assert outcome["exit_reason"] == "finished", outcome["traceback"]
     return outcomes
 
 
 def run_worker(path: str) -> dict[str, Any]:
-    """On a rank of the pool: `python -m fsdp_tune.worker RUN_DIR`, but for the process group, which is there already."""
+    """On a rank of a test: `python -m fsdp_tune.worker RUN_DIR`, but for the process group, which is there already."""
     import torch.distributed as dist
 
     from fsdp_tune.worker import main, rank

@@ -97,7 +97,7 @@ STOPPED_BY: dict[str, tuple[str, str]] = {
 def checked_run(bench: Bench, name: str) -> tuple[RunDir, list[dict[str, Any]]]:
     """A run with a planted bug and all checks, and every rank's outcome."""
     run = bench.prepared_run(replace(SEEN_BY[name], training=(("witness", "first"),)))
-    return run, bench.pool.run(2, functools.partial(run_broken_with_checks, str(run.path), name))
+    return run, bench.on_ranks.run(2, functools.partial(run_broken_with_checks, str(run.path), name))
 
 
 @pytest.mark.ranks
@@ -131,5 +131,5 @@ def test_merge_and_resume_refuse_one_rank_s_slice_of_an_adapter(bench: Bench, tm
             merge_checkpoint(run.checkpoint(runs.STEPS), MergeOptions(tmp_path / "out", adapter=adapter, adapter_config=config))
     further = bench.prepared_run(SEEN_BY[name])
     runs.resume_from(further, run)
-    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(further.path)))
+    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(further.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-of-another-model"}

@@ -85,7 +85,7 @@ def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
     """They are stored in bf16, next to trained ones in fp32."""
     changes = runs.merged(TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}})
     run = bench.written_run(changes)
-    runs.train(bench.pool, run, 2)
+    runs.train(bench.on_ranks, run, 2)
     assert json.loads(run.readback_json.read_text())["fp8"]["gathered"] == 21
     saved, initial = runs.saved_parameters(run, runs.STEPS), runs.trajectory(bench.run(TENSORWISE)).initial
     for name, tensor in saved.items():

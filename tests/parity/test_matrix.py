@@ -179,7 +179,7 @@ def test_resized_embedding_trains_like_a_native_one(architecture: str, bench: Be
     case = Case(architecture)
     changes = runs.merged(case.recipe(str(small)), {"model": {"resize_embeddings": True}})
     run = bench.written_run(changes, vocabulary=VOCABULARY)
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     found = deviation(run, bench.reference(architecture, model=grown))
     record_property("parity", found.row("resized embedding", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
@@ -192,7 +192,7 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
     case = Case(ranks=4)
     changes = runs.merged(case.recipe("unused"), {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"]}})
     run = bench.written_run(changes)
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     model = make_model("llama", bench.folder / "models" / "llama-42", seed=42)
     assert deviation(run, bench.reference("llama", model=model)).is_within_fp32
 
@@ -207,7 +207,7 @@ def test_scaled_positions_follow_one_device(bench: Bench, record_property) -> No
     config |= {"rope_parameters": config["rope_parameters"] | yarn, "max_position_embeddings": 2048}
     (scaled / "config.json").write_text(json.dumps(config))
     run = bench.written_run(runs.merged(case.recipe(str(plain)), {"model": {"rope_scaling": yarn}}), packed=True)
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     found = deviation(run, bench.reference("llama", packed=True, model=scaled))
     record_property("parity", found.row("model.rope_scaling: yarn", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
@@ -221,7 +221,7 @@ def test_flex_attention_follows_the_reference(case: Case, bench: Bench, record_p
         pytest.skip("torch has no backward pass of it on the CPU")
     changes = runs.merged(case.recipe(str(bench.model(case.architecture))), {"model": {"attn_implementation": "flex_attention"}})
     run = bench.written_run(changes, packed=True)
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     found = deviation(run, bench.reference(case.architecture, packed=True))
     record_property("parity", found.row("flex_attention", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"

@@ -58,7 +58,7 @@ def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | N
 def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> None:
     whole = bench.run(case)
     run = resumed(bench, case, whole)
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     assert numbers(run) == numbers(whole)
     assert evaluations(run) == evaluations(whole)
     one, other = (runs.saved_parameters(each, runs.STEPS) for each in (run, whole))
@@ -83,7 +83,7 @@ def test_resume_on_the_other_device_continues_losses(case: Case, ranks: int, ben
     require("cuda")
     whole = shared_bench("cuda" if bench.device == "cpu" else "cpu").run(case)
     run = resumed(bench, replace(case, ranks=ranks), whole)
-    runs.train(bench.pool, run, ranks)
+    runs.train(bench.on_ranks, run, ranks)
     one, other = numbers(run), numbers(whole)
     assert [(line[0], *line[4:]) for line in one] == [(line[0], *line[4:]) for line in other], "steps, rates and rows"
     assert one[: runs.SAVED_STEP] == other[: runs.SAVED_STEP]
@@ -98,9 +98,9 @@ def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: i
     frozen = {"model": {"freeze": ["*.layers.0.*"]}}
     case, other = Case(version=first, precision="bf16"), Case(version=3 - first, precision="bf16")
     whole = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), frozen))
-    runs.train(bench.pool, whole, case.ranks)
+    runs.train(bench.on_ranks, whole, case.ranks)
     run = resumed(bench, other, whole, frozen)
-    runs.train(bench.pool, run, other.ranks)
+    runs.train(bench.on_ranks, run, other.ranks)
     saved = runs.saved_parameters(whole, runs.STEPS)
     assert {value.dtype for name, value in saved.items() if ".layers.0.mlp." in name} == {torch.float32 if first == 1 else torch.bfloat16}
     losses, expected = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, whole))
@@ -116,9 +116,9 @@ def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench
     lines = {"training": {"logging_steps": 4}}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
     whole = bench.written_run(recipe)
-    runs.train(bench.pool, whole, 2)
+    runs.train(bench.on_ranks, whole, 2)
     run = resumed(bench, Case(ranks=ranks), whole, lines)
-    runs.train(bench.pool, run, ranks)
+    runs.train(bench.on_ranks, run, ranks)
     one, other = numbers(run), numbers(whole)
     assert [line[0] for line in one] == [4, 8, 12, 16, 20, 22]
     for line, expected in zip(one, other, strict=True):
@@ -152,7 +152,7 @@ def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, be
     case = replace(DROPOUT, accumulation=4)
     whole = bench.run(case)
     run = bench.written_run(case.recipe(str(bench.model(case.architecture))))
-    outcomes = bench.pool.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
+    outcomes = bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
     assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
     [stop] = {outcome["step"] for outcome in outcomes}
     assert 5 <= stop <= 7
@@ -160,7 +160,7 @@ def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, be
     assert checkpoint is not None
     assert checkpoint.step == stop
     again = resumed(bench, case, run, step=stop)
-    runs.train(bench.pool, again, 2)
+    runs.train(bench.on_ranks, again, 2)
     assert numbers(again) == numbers(whole)
 
 
@@ -170,14 +170,14 @@ def test_stop_inside_an_epoch_keeps_log_and_eval_schedule(bench: Bench) -> None:
     by_epoch = {"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch", "logging_strategy": "epoch", "warmup_steps": 0}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": by_epoch})
     run = bench.written_run(recipe)
-    [stop] = {outcome["step"] for outcome in bench.pool.run(2, functools.partial(stop_after, str(run.path), 2, 0))}
+    [stop] = {outcome["step"] for outcome in bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 2, 0))}
 
     def steps(kind: str) -> list[int]:
         return [line["step"] for line in runs.lines(run) if kind in line]
 
     assert (steps("loss"), steps("eval_loss")) == ([], [])
     (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(stop))}))
-    runs.train(bench.pool, run, 2)
+    runs.train(bench.on_ranks, run, 2)
     assert steps("loss") == steps("eval_loss") == [6, 9]
 
 
@@ -194,7 +194,7 @@ def damage_file(run: RunDir, pattern: str) -> Path:
 def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> None:
     run = resumed(bench, Case(), bench.run(Case()))
     path = damage_file(run, pattern)
-    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {(outcome["exit_code"], outcome["problem"]["code"]) for outcome in outcomes} == {(1, "checkpoint-damaged")}
     assert path.name in outcomes[1]["problem"]["message"]
     assert not run.readback_json.exists()
@@ -204,7 +204,7 @@ def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> N
 def test_directory_without_a_manifest_is_not_a_checkpoint(bench: Bench) -> None:
     run = resumed(bench, Case(), bench.run(Case()))
     (run.checkpoint(runs.SAVED_STEP) / "manifest.json").unlink()
-    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-unusable"}
 
 
@@ -223,7 +223,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], 
 
     config = {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"] | fields}}
     run = resumed(bench, Case(), bench.run(Case()), config)
-    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-of-another-model"}
     assert tensor in outcomes[0]["problem"]["message"]
 
@@ -233,7 +233,7 @@ def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
     whole = bench.run(Case())
     longer = {"training": {"max_steps": runs.STEPS + 6}}
     run = resumed(bench, Case(), whole, longer, step=runs.STEPS)
-    runs.train(bench.pool, run, 2)
+    runs.train(bench.on_ranks, run, 2)
     assert [line[0] for line in numbers(run)] == list(range(1, runs.STEPS + 7))
     assert numbers(run)[: runs.STEPS] == numbers(whole)
     rates = [line[4] for line in numbers(run)[runs.STEPS :]]
@@ -251,7 +251,7 @@ def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> 
         (source_model / "model.safetensors").unlink()
     recipe = Case(ranks=ranks).recipe(str(source.checkpoint(runs.STEPS)))
     run = bench.written_run(runs.merged(recipe, {"training": {"max_steps": 2, "warmup_steps": 1}}))
-    runs.train(bench.pool, run, ranks)
+    runs.train(bench.on_ranks, run, ranks)
     saved = runs.saved_parameters(source, runs.STEPS)
     first = json.loads(run.metrics_jsonl.read_text().splitlines()[1])
     assert first["step"] == 1

@@ -22,7 +22,7 @@ from tests.parity import runs
 from tests.parity.bench import Bench, bits
 from tests.parity.cases import Case
 from tests.parity.compare import deviation, spread
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 _IN_SLICES = (("loss", "chunked"),)
 _SYNC_ONCE = (("sync_each_batch", False),)
@@ -192,8 +192,8 @@ def differences_of_a_step() -> dict[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_step_of_many_families_equals_one_process(pool: RankPool) -> None:
-    found = pool.run(2, differences_of_a_step)[0]
+def test_step_of_many_families_equals_one_process(on_ranks: Ranks) -> None:
+    found = on_ranks.run(2, differences_of_a_step)[0]
     assert max(found.values()) <= 2e-5, {kind: f"{value:.1e}" for kind, value in found.items()}
 
 
@@ -220,8 +220,8 @@ def errors_when_shared() -> dict[str, str | None]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_models_that_look_across_tokens_outside_of_attention_are_refused(pool: RankPool) -> None:
-    found = pool.run(2, errors_when_shared)[0]
+def test_models_that_look_across_tokens_outside_of_attention_are_refused(on_ranks: Ranks) -> None:
+    found = on_ranks.run(2, errors_when_shared)[0]
     assert found.pop("llama") is None
     assert [kind for kind, error in found.items() if "layers besides attention that look across tokens" not in str(error)] == []
 

@@ -22,19 +22,19 @@ from tests.parity import runs, stock
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.parity.report import FAULTS_OF_STACK
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.fixture
-def stock_run(pool: RankPool, bench: Bench):
+def stock_run(on_ranks: Ranks, bench: Bench):
     """Calls a function of `stock` on two ranks and returns rank 0's value."""
 
     def run(function: Any, architecture: str = "llama", **options: Any) -> Any:
         folder = bench.new_folder()
         folder.mkdir()
-        return pool.run(2, functools.partial(function, str(bench.model(architecture)), str(folder), **options))[0]
+        return on_ranks.run(2, functools.partial(function, str(bench.model(architecture)), str(folder), **options))[0]
 
     return run
 
@@ -157,7 +157,7 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
     changes = runs.merged(case.recipe(str(bench.model("llama"))), {"training": {"learning_rate": 3e-2}})
     run = bench.written_run(changes)
     runs.resume_from(run, bench.run(case))
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     old, new = (runs.loss_lines(each)[runs.SAVED_STEP :] for each in (bench.run(case), run))
     for before, after in zip(old, new, strict=True):
         assert math.isclose(after["learning_rate"], 10 * before["learning_rate"], rel_tol=1e-12)
@@ -206,7 +206,7 @@ def test_sharded_save_model_writes_nothing(stock_run, bench: Bench, record_prope
 
 def largest_unsharded(bench: Bench, case: Case) -> int:
     run = bench.written_run(case.recipe(str(bench.model("llama"))))
-    return max(outcome["unsharded_bytes"] for outcome in runs.train(bench.pool, run, case.ranks, stock.run_watching_gradients))
+    return max(outcome["unsharded_bytes"] for outcome in runs.train(bench.on_ranks, run, case.ranks, stock.run_watching_gradients))
 
 
 def parse(text: str) -> Recipe:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.bench import Bench, shared_bench
-from tests.ranks import RankPool, shared_pool
+from tests.ranks import Ranks, shared_ranks
 
 
 @pytest.fixture(scope="session")
-def pool(device: str) -> RankPool:
-    return shared_pool(device)
+def on_ranks(device: str) -> Ranks:
+    return shared_ranks(device)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_tune.core.errors import Problem, failed_error
 from fsdp_tune.worker.agreement import RemoteError, StopVote, all_or_none, from_rank0, gather
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 
 def act_failing_on(bad: int | None, kind: str) -> tuple[str, str]:
@@ -28,12 +28,12 @@ def act_failing_on(bad: int | None, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.ranks
-def test_action_on_all_ranks_returns_or_raises_everywhere(pool: RankPool) -> None:
-    assert pool.run(3, act_failing_on, None, "") == [("value", f"value of {rank}") for rank in range(3)]
+def test_action_on_all_ranks_returns_or_raises_everywhere(on_ranks: Ranks) -> None:
+    assert on_ranks.run(3, act_failing_on, None, "") == [("value", f"value of {rank}") for rank in range(3)]
     remote = ("remote", "disk-full: writing failed on rank 1: no room left")
-    assert pool.run(3, act_failing_on, 1, "ours") == [remote, ("FailedError", "no room left"), remote]
+    assert on_ranks.run(3, act_failing_on, 1, "ours") == [remote, ("FailedError", "no room left"), remote]
     remote = ("remote", "failed: writing failed on rank 2: ValueError: plain")
-    assert pool.run(3, act_failing_on, 2, "plain") == [remote, remote, ("ValueError", "plain")]
+    assert on_ranks.run(3, act_failing_on, 2, "plain") == [remote, remote, ("ValueError", "plain")]
 
 
 def decide(fails: bool) -> object:
@@ -53,9 +53,9 @@ def decide(fails: bool) -> object:
 
 
 @pytest.mark.ranks
-def test_rank_0_result_or_failure_is_broadcast(pool: RankPool) -> None:
-    assert pool.run(2, decide, False) == [{"chosen": 7}, {"chosen": 7}]
-    assert pool.run(2, decide, True) == ["code", "code"]
+def test_rank_0_result_or_failure_is_broadcast(on_ranks: Ranks) -> None:
+    assert on_ranks.run(2, decide, False) == [{"chosen": 7}, {"chosen": 7}]
+    assert on_ranks.run(2, decide, True) == ["code", "code"]
 
 
 def gather_ranks() -> list[str]:
@@ -65,8 +65,8 @@ def gather_ranks() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_gathered_values_are_in_the_order_of_ranks(pool: RankPool) -> None:
-    assert pool.run(3, gather_ranks) == [["", "x", "xx"]] * 3
+def test_gathered_values_are_in_the_order_of_ranks(on_ranks: Ranks) -> None:
+    assert on_ranks.run(3, gather_ranks) == [["", "x", "xx"]] * 3
 
 
 def vote(requests: dict[int, list[int]]) -> list[int]:
@@ -79,6 +79,6 @@ def vote(requests: dict[int, list[int]]) -> list[int]:
 
 
 @pytest.mark.ranks
-def test_all_ranks_read_the_largest_stop_code_at_the_next_step(pool: RankPool) -> None:
+def test_all_ranks_read_the_largest_stop_code_at_the_next_step(on_ranks: Ranks) -> None:
     requests = {0: [0, 0, 0, 1, 1], 1: [0, 2, 2, 2, 2], 2: [0, 0, 3, 3, 3]}
-    assert pool.run(3, vote, requests) == [[0, 0, 2, 3, 3]] * 3
+    assert on_ranks.run(3, vote, requests) == [[0, 0, 2, 3, 3]] * 3

@@ -24,7 +24,7 @@ from tests.cuda.devices import require
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
-from tests.ranks import shared_pool
+from tests.ranks import shared_ranks
 
 
 class RunsCode:
@@ -152,8 +152,8 @@ def _blocks_read(folder: str, device: str) -> dict[str, Any]:
 
 def test_moments_stored_without_blocks_are_read_into_blocks_on_a_gpu(tmp_path: Path) -> None:
     require("cuda")
-    pool = shared_pool("cuda")
-    ((host,), (device,)) = (pool.run(1, _blocks_read, str(tmp_path / kind), kind) for kind in ("cpu", "cuda"))
+    on_ranks = shared_ranks("cuda")
+    ((host,), (device,)) = (on_ranks.run(1, _blocks_read, str(tmp_path / kind), kind) for kind in ("cpu", "cuda"))
     assert (host.pop("device"), device.pop("device")) == ("cpu", "cuda")
     assert device == host
     assert len({code for row in host["codes"] for code in row}) > 50

@@ -21,7 +21,7 @@ from fsdp_tune.run.events import LossScaleBackedOff, TrainFinished
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
 from fsdp_tune.worker.step_observer import LoggedStep
-from tests.ranks import RankPool
+from tests.ranks import Ranks
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def sum_over_ranks() -> tuple[dict[str, float], list[float]]:
 
 
 @pytest.mark.ranks
-def test_sums_cover_all_ranks_and_are_checkpointed(pool: RankPool) -> None:
-    answers = pool.run(2, sum_over_ranks)
+def test_sums_cover_all_ranks_and_are_checkpointed(on_ranks: Ranks) -> None:
+    answers = on_ranks.run(2, sum_over_ranks)
     for reduced, _ in answers:
         assert (reduced["loss_sum"], reduced["tokens"], reduced["supervised_tokens"]) == (1.5 + 2.5 + 0.5, 21.0, 8.0)
     assert [state for _, state in answers] == [[1.75, 10.0, 4.0], [2.75, 11.0, 4.0]]
@@ -150,8 +150,8 @@ def sums_of_sources() -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_losses_of_sources_cover_all_ranks_and_are_checkpointed(pool: RankPool) -> None:
-    for found, restored, without in pool.run(2, sums_of_sources):
+def test_losses_of_sources_cover_all_ranks_and_are_checkpointed(on_ranks: Ranks) -> None:
+    for found, restored, without in on_ranks.run(2, sums_of_sources):
         assert found == restored == [9 / 4, 4 / 6, None]
         assert without == [None] * 3
 
@@ -168,8 +168,8 @@ def two_lines() -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_metrics_line_covers_steps_since_the_last(pool: RankPool) -> None:
-    for first, second in pool.run(2, two_lines):
+def test_metrics_line_covers_steps_since_the_last(on_ranks: Ranks) -> None:
+    for first, second in on_ranks.run(2, two_lines):
         assert (first["loss"], first["supervised_tokens"], first["tokens"]) == (2.0, 6, 32)
         assert (second["loss"], second["supervised_tokens"], second["tokens"]) == (2.0, 6, 64)
 
@@ -184,8 +184,8 @@ def line_with_mfu() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool) -> None:
-    for line in pool.run(2, line_with_mfu):
+def test_mfu_of_a_line_counts_packed_examples_each_by_itself(on_ranks: Ranks) -> None:
+    for line in on_ranks.run(2, line_with_mfu):
         flops_per_token = 6 * 1000 + 12 * 2 * 4 * 8 * 5.2
         assert line["mfu"] == pytest.approx(flops_per_token * line["tokens_per_second_per_device"] / 1e6)
 

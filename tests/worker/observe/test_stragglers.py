@@ -208,7 +208,7 @@ def test_slow_disk_is_named(bench: Bench) -> None:
             {"training": {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "logging_steps": 1}, "checkpoint": {"async": False}},
         )
     )
-    runs.train(bench.pool, run, 2, run_with_a_slow_disk)
+    runs.train(bench.on_ranks, run, 2, run_with_a_slow_disk)
     assert {(event["rank"], event["part"]) for event in _events(run)} == {(1, "saving")}
 
 

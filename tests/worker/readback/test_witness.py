@@ -347,7 +347,7 @@ def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
     _, case, keys, step, message = PLANTS[name]
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), keys | {"training": {"witness": "first"}})
     run = bench.written_run(recipe)
-    outcomes = bench.pool.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
+    outcomes = bench.on_ranks.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     problem = outcomes[0]["problem"]
     assert message in problem["message"]
@@ -377,7 +377,7 @@ def test_first_update_is_compared_once_after_warmup(bench: Bench) -> None:
     case = Case("gpt2")
     keys = {"training": {"witness": "first", "max_steps": 4, "eval_strategy": "no"}}
     run = bench.written_run(runs.merged(case.recipe(str(bench.model("gpt2"))), keys))
-    runs.train(bench.pool, run, case.ranks)
+    runs.train(bench.on_ranks, run, case.ranks)
     assert [line["step"] for line in runs.lines(run) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
 
 

@@ -1,0 +1,58 @@
+"""Weights are found in trees of folders by the names of what the folders hold; the state of an optimizer is never merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_tune.core.errors import FsdpTuneError
+from tests.merge.checkpoints import save_dcp
+from tests.merge.test_reader import WEIGHTS, assert_weights
+
+
+def adam(state):
+    """The state of an optimizer by the names of the model, as torch's `get_state_dict` returns it."""
+    values = {name: {"exp_avg": value * 0, "exp_avg_sq": value * 0, "step": torch.tensor(1.0)} for name, value in state.items()}
+    return {"state": values, "param_groups": [{"lr": 1e-3, "params": list(WEIGHTS)}]}
+
+
+OPTIMIZERS = {
+    "optimizer": lambda state: {"optimizer": adam(state)},
+    "optim_state": lambda state: {"optim_state": {"optim": adam(state)}},
+    "in app": lambda state: {"app": {"optimizers": [adam(state)]}},
+    "model in optimizer": lambda state: {"app": {"optimizer": {"model": adam(state)["state"]}}},
+    "bare": lambda state: adam(state)["state"],
+    "flat": lambda state: {f"{name}.{key}": value for name, values in adam(state)["state"].items() for key, value in values.items()},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizer_state_is_never_merged(kind, tmp_path, merge):
+    save_dcp(OPTIMIZERS[kind](WEIGHTS), tmp_path / "optimizer")
+    with pytest.raises(FsdpTuneError) as caught:
+        merge(tmp_path / "optimizer", output=tmp_path / "out")
+    assert caught.value.problems[0].code == "merge-optimizer-state"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["optim_state", "bare", "flat"])
+@pytest.mark.parametrize("levels", [(), ("iter_0000004",), ("checkpoints", "step_4")])
+def test_weights_of_a_tree_are_found_by_their_keys(kind, levels, tmp_path, merge):
+    folder = tmp_path.joinpath("c", *levels)
+    save_dcp({"model_state": {"model": WEIGHTS}}, folder / "model")
+    save_dcp(OPTIMIZERS[kind](WEIGHTS), folder / "optimizer")
+    assert_weights(merge(tmp_path / "c").output)
+
+
+def test_optimizer_next_to_weights_is_left_out(tmp_path, merge):
+    save_dcp(WEIGHTS | OPTIMIZERS["flat"](WEIGHTS), tmp_path / "c")
+    assert_weights(merge(tmp_path / "c").output)
+
+
+def test_tree_with_several_models_is_refused_by_name(tmp_path, merge):
+    for step in (9, 10):
+        save_dcp({"model": WEIGHTS}, tmp_path / "c" / f"step_{step}" / "trainer")
+    with pytest.raises(FsdpTuneError) as caught:
+        merge(tmp_path / "c")
+    [problem] = caught.value.problems
+    assert (problem.code, problem.hint) == ("merge-several-weights", f"give one of them: `{tmp_path / 'c' / 'step_10' / 'trainer'}`")

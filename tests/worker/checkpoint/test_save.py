@@ -1,0 +1,306 @@
+"""A checkpoint is complete or absent, training does not change it while it is written, and rotation deletes only own ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.worker.checkpoint.save import remove_leftovers, rotate
+from tests.cuda.devices import on_devices, on_devices_fast
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+
+
+def complete(run: RunDir, step: int, *, kind: str = CHECKPOINT_KIND) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes([step]))
+    entries = {name: digest_file(folder / name) for name in list_files(folder)}
+    (folder / MANIFEST_NAME).write_text(Manifest(kind, entries, {"step": step}).to_json())
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def steps(run: RunDir) -> list[int]:
+    return [checkpoint.step for checkpoint in complete_checkpoints(run)[0]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "protected", "left"),
+    [(2, set(), [50, 40]), (1, {10}, [50, 10]), (0, set(), [50]), (None, set(), [50, 40, 30, 20, 10]), (9, set(), [50, 40, 30, 20, 10])],
+)
+def test_rotation_keeps_newest_and_protected_checkpoints(run: RunDir, keep: int | None, protected: set[int], left: list[int]) -> None:
+    for step in (10, 20, 30, 40, 50):
+        complete(run, step)
+    gone = rotate(run, keep, protected=protected)
+    assert steps(run) == left
+    assert sorted(gone) == sorted(run.checkpoint(step) for step in {10, 20, 30, 40, 50} - set(left))
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")], "nothing half deleted"
+
+
+def test_rotation_deletes_only_own_complete_checkpoints(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        complete(run, step)
+    other_kind = complete(run, 5, kind="something else")
+    damaged = complete(run, 6)
+    (damaged / "weights").unlink()
+    mine = run.path / "checkpoint-best"
+    mine.mkdir()
+    link = run.path / "checkpoint-7"
+    link.symlink_to(mine)
+    file = run.path / "checkpoint-8"
+    file.write_text("a file")
+    rotate(run, 1, protected=set())
+    assert steps(run) == [30]
+    assert other_kind.is_dir()
+    assert damaged.is_dir()
+    assert mine.is_dir()
+    assert link.is_symlink()
+    assert file.is_file()
+
+
+def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
+    from fsdp_tune.core.atomic import STAGE_MARK
+
+    complete(run, 10)
+    stage = run.path / f".checkpoint-20{STAGE_MARK}20"
+    stage.mkdir()
+    (stage / "half").write_text("x")
+    kept = run.path / ".vscode"
+    kept.mkdir()
+    assert remove_leftovers(run) == [stage]
+    assert not stage.exists()
+    assert kept.is_dir()
+    assert steps(run) == [10]
+
+
+@on_devices
+@pytest.mark.ranks
+def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
+    run = bench.run(Case())
+    for step in (runs.SAVED_STEP, runs.STEPS):
+        manifest = read_manifest(run.checkpoint(step))
+        assert manifest is not None
+        assert sorted(manifest.files) == list_files(run.checkpoint(step))
+        assert damage(run.checkpoint(step), manifest, digests=True) == []
+        assert (manifest.facts["step"], manifest.facts["world_size"], manifest.facts["mesh"]) == (step, 2, [2])
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+@on_devices
+@pytest.mark.ranks
+def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) -> None:
+    best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    every_second = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | every_second})
+    run = bench.written_run(recipe)
+    runs.train(bench.on_ranks, run, 2)
+    assert steps(run) == [6, 2]
+
+
+@on_devices
+@pytest.mark.ranks
+def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_another(bench: Bench) -> None:
+    """`save_strategy: best` leaves the last step to the end of the run."""
+    best_is_first = {"metric_for_best_model": "loss", "greater_is_better": True, "save_strategy": "best"}
+    short = {"load_best_model_at_end": True, "max_steps": 4, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | short})
+    run = bench.written_run(recipe)
+    runs.train(bench.on_ranks, run, 2)
+    assert steps(run) == [4, 2]
+    last, best = (runs.saved_parameters(run, step) for step in (4, 2))
+    assert not any(torch.equal(last[name], best[name]) for name in last)
+    recipe["training"] |= {"max_steps": 6}
+    longer = bench.written_run(recipe)
+    runs.resume_from(longer, run, 2)
+    runs.resume_from(longer, run, 4)
+    runs.train(bench.on_ranks, longer, 2)
+    assert steps(longer) == [6, 2], "a resumed run knows the best of the run before"
+
+
+@on_devices
+@pytest.mark.ranks
+def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
+    short = {"metric_for_best_model": "loss", "max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"training": short}))
+    outcomes = bench.on_ranks.run(2, run_recording_rotations, str(run.path))
+    assert outcomes[0] == [[2], [4], [6]]
+
+
+def run_recording_rotations(path: str) -> list[list[int]]:
+    """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
+    from fsdp_tune.worker.checkpoint import save as checkpoint
+
+    protected_steps: list[list[int]] = []
+
+    def record(*_: Any, protected: set[int], **__: Any) -> list[Path]:
+        protected_steps.append(sorted(protected))
+        return []
+
+    with patch.object(checkpoint, "rotate", record):
+        run_with_slow_disk(path)
+    return protected_steps
+
+
+@on_devices_fast
+@pytest.mark.ranks
+def test_background_save_has_the_state_of_its_step(bench: Bench) -> None:
+    """Steps go on while a save is written: it must be that of a run which waits."""
+    case = Case()
+    waiting = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), {"checkpoint": {"async": False}}))
+    runs.train(bench.on_ranks, waiting, 2, run_without_slow_disk)
+    background = bench.written_run(case.recipe(str(bench.model("llama"))))
+    runs.train(bench.on_ranks, background, 2, run_with_slow_disk)
+    for step in (runs.SAVED_STEP, 2 * runs.SAVED_STEP):
+        one, other = (runs.saved_parameters(run, step) for run in (waiting, background))
+        assert all(torch.equal(one[name], other[name]) for name in one), step
+    assert read_manifest(background.checkpoint(runs.SAVED_STEP)) is not None
+
+
+def run_without_slow_disk(path: str) -> dict[str, Any]:
+    return runs.run_worker(path)
+
+
+def run_with_slow_disk(path: str) -> dict[str, Any]:
+    import time
+
+    from fsdp_tune.worker.checkpoint.save import Checkpointer
+
+    original = Checkpointer._fill_stage
+
+    def slow(self: Any, *arguments: Any) -> Any:
+        time.sleep(0.5)  # several steps of this model
+        return original(self, *arguments)
+
+    with patch.object(Checkpointer, "_fill_stage", slow):
+        return runs.run_worker(path)
+
+
+def run_with_broken_disk(path: str, rank: int, operation: str, first: int, last: int) -> dict[str, Any]:
+    """The worker, whose disk refuses one rank's operations `first` to `last` of a kind inside checkpoints."""
+    import itertools
+
+    import torch.distributed as dist
+
+    from fsdp_tune.core import atomic
+
+    original, count = getattr(type(atomic.DISK), operation), itertools.count(1)
+
+    def broken(self: Any, *arguments: Any, **options: Any) -> Any:
+        inside = ".checkpoint-" in str(arguments[0] if isinstance(arguments[0], Path) else arguments[0].name)
+        if inside and dist.get_rank() == rank and first <= next(count) <= last:
+            raise OSError(28, "No space left on device")
+        return original(self, *arguments, **options)
+
+    with patch.object(type(atomic.DISK), operation, broken):
+        return runs.run_worker(path)
+
+
+def saves(run: RunDir) -> dict[int, str]:
+    return {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
+
+
+@on_devices
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("operation", ["open", "write"])
+def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(rank: int, operation: str, bench: Bench) -> None:
+    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
+    worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
+    runs.train(bench.on_ranks, run, 2, worker)
+    assert saves(run) == {10: "checkpoint_failed", 20: "checkpoint_saved", 22: "checkpoint_saved"}
+    assert steps(run) == [22, 20]
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")], "no half-written stage stays"
+    [line] = [line for line in runs.lines(run) if line.get("event") == "checkpoint_failed"]
+    assert "No space left" in line["message"]
+
+
+@on_devices
+@pytest.mark.ranks
+def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
+    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=10**9)
+    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+    assert {outcome["exit_code"] for outcome in outcomes} == {1}
+    problem = outcomes[0]["problem"]
+    assert problem["message"].startswith("rank 1 could not write its part of pytorch_model_fsdp_0: No space left on device; ")
+    assert "free space" in problem["hint"]
+    assert steps(run) == []
+
+
+@on_devices
+@pytest.mark.ranks
+def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
+    changes = {"checkpoint": {"save_failure": "stop", "async": False}}
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), changes))
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
+    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 10), (1, 10)]
+
+
+@on_devices
+@pytest.mark.ranks
+def test_probe_writes_a_complete_checkpoint_and_removes_it(bench: Bench) -> None:
+    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}))
+    runs.train(bench.on_ranks, run, 2)
+    probed = [line for line in runs.lines(run) if line.get("event") == "checkpoint_probed"]
+    assert [line["step"] for line in probed] == [1]
+    assert steps(run) == [22, 20, 10]
+    one, other = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, bench.run(Case())))
+    assert one == other, "a probe changes no number"
+
+
+@on_devices
+@pytest.mark.ranks
+def test_probe_that_fails_ends_the_run_after_one_step(bench: Bench) -> None:
+    changes = runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}})
+    run = bench.written_run(changes)
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
+    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
+    assert "No space left" in json.dumps(outcomes[0]["problem"])
+
+
+def test_checkpoint_found_damaged_by_its_digest_no_longer_counts_for_the_limit(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        complete(run, step)
+    (run.checkpoint(20) / "weights").write_bytes(b"?")
+    assert latest_checkpoint(run)[0] == latest_checkpoint(run, digests=True)[0]
+    assert steps(run) == [30, 20, 10], "nothing has read it"
+    assert isinstance(inspect_checkpoint(run.checkpoint(20), digests=True), Rejected)
+    with patch("fsdp_tune.run.manifest.digest_file", side_effect=AssertionError("rotation reads no file")):
+        assert rotate(run, 2, protected={30}) == []
+        assert steps(run) == [30, 10]
+    assert run.checkpoint(20).is_dir(), "it is kept as evidence"
+
+
+def test_damaged_checkpoint_counts_again_when_its_file_is_replaced(run: RunDir) -> None:
+    folder = complete(run, 20)
+    (folder / "weights").write_bytes(b"?")
+    assert isinstance(inspect_checkpoint(folder, digests=True), Rejected)
+    assert steps(run) == []
+    (folder / "weights").unlink()
+    (folder / "weights").write_bytes(bytes([20]))
+    assert steps(run) == [20]
+    assert not isinstance(inspect_checkpoint(folder, digests=True), Rejected)
+    assert [path.name for path in folder.iterdir() if path.name == DAMAGE_NAME] == []
+
+
+def test_damage_in_a_directory_that_cannot_be_written_is_still_reported(run: RunDir) -> None:
+    folder = complete(run, 20)
+    (folder / "weights").write_bytes(b"?")
+    with patch("fsdp_tune.run.manifest.write_json", side_effect=PermissionError("read-only")):
+        assert isinstance(inspect_checkpoint(folder, digests=True), Rejected)
