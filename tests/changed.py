@@ -1,8 +1,9 @@
-"""Choose the tests of a change: `scripts/test --changed [COMMIT]` runs what this prints, for what differs from a commit (HEAD unless given).
+"""Choose the tests of a change: `scripts/test --changed [COMMIT]` runs what this prints.
 
-In this order, until they would take longer than a minute: changed tests and those that use a changed helper; tests that find the bugs planted in
-a changed module (`tests/faults/plants.py`); those named after it; those that import it; those that import what imports it. The costs of
-files are those of `tests/times.py`. What does not fit is reported with its command.
+A change is what differs from a commit, HEAD unless given. In this order, until they would take longer than a minute: changed tests
+and those that use a changed helper; tests that find the bugs planted in a changed module (`tests/faults/plants.py`); those named
+after it; those that import it; those that import what imports it. The costs of files are those of `tests/times.py`. What does not fit
+is reported with its command.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from pathlib import Path
 
 import grimp
 
-from tests.times import read_costs
+from tests.times import UNKNOWN_SECONDS, read_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_SECONDS = 70.0
 """Of two processes in less than a minute, with half of it for collection."""
-UNKNOWN_SECONDS = 3.0
-"""Assumed for a file that has not been measured."""
 DOCS_TESTS = "tests/structure/test_docs.py"
 OTHER_FILES = {
     "docs/": DOCS_TESTS,
@@ -69,8 +68,11 @@ def tests_that_import(modules: Iterable[str], graph: grimp.ImportGraph) -> list[
 
 def named_after(module: str) -> list[str]:
     """Return the test files of a module of the package: `test_NAME.py` and `test_NAME_….py` in the folders of its room."""
-    _, room, *_, name = ["", *module.split(".")]
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / module.split(".")[1]).rglob(f"test_{name}*.py"))
+    parts = module.split(".")
+    if len(parts) < 3:  # `fsdp_tune` itself, and its `__main__`
+        return []
+    candidates = (ROOT / "tests" / parts[1]).rglob("test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in candidates if f"{path.stem}_".startswith(f"test_{parts[-1]}_"))
 
 
 def tests_of_plants(modules: Iterable[str]) -> list[str]:

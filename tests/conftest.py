@@ -6,15 +6,16 @@ import gc
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import session
+from tests import ranks, session, warm
 from tests.cuda.devices import require
 from tests.leaks import leaves_nothing
-from tests.times import Times
+from tests.times import UNKNOWN_SECONDS, Times, read_costs
 
 __all__ = ["leaves_nothing"]  # pytest finds fixtures by their names here
 
@@ -33,6 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; sever
 os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # as ranks have it; read when torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HOME"] = str(session.folder() / "home" / "huggingface")
+if sys.platform == "linux":
+    warm.install(lambda: ranks.connect("cpu"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,13 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that run commands or ranks: at the end, a long file would keep one process busy and the other idle.
+    """Begin with the files that take longest: at the end, a long file would keep one process busy and the other idle.
 
     Before them come traces, which fork: some builds of torch refuse a backward pass in a fork once the process has had one.
     """
-    first = [{item.path for item in items if item.path.is_relative_to(REPOSITORY / "tests" / "planner")}]
-    first += [{item.path for item in items if item.get_closest_marker(mark) is not None} for mark in ("e2e", "ranks")]
-    items.sort(key=lambda item: [item.path not in paths for paths in first])
+    seconds = {name: cost.seconds for name, cost in read_costs().items()}
+    traces = REPOSITORY / "tests" / "planner"
+
+    def order(item: pytest.Item) -> tuple[bool, float, str]:
+        name = item.path.relative_to(REPOSITORY).as_posix()
+        return not item.path.is_relative_to(traces), -seconds.get(name, UNKNOWN_SECONDS), name
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -83,12 +92,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches and default configurations of the person who runs the tests are neither read nor written."""
-    home = tmp_path_factory.getbasetemp() / "home"
+    home = session.folder() / "home"
     home.mkdir(exist_ok=True)
     for name, folder in {"HOME": "", "XDG_CACHE_HOME": "cache", "XDG_STATE_HOME": "state", "HF_HOME": "huggingface"}.items():
         monkeypatch.setenv(name, str(home / folder))
+
+
+@pytest.fixture(autouse=True)
+def warm_or_cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast tests fork the commands that they start from a process that has imported the stack (`tests/warm.py`); slow ones start Python."""
+    if request.node.get_closest_marker("cold") or request.node.get_closest_marker("slow"):
+        monkeypatch.setattr(warm, "connect", None)
 
 
 @pytest.fixture(autouse=True)

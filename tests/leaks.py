@@ -19,7 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-MARK = "FSDP_TUNE_TEST"
+from tests.warm import left_processes
+
+MARK = "TESTS_MARK"
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 GRACE_SECONDS = 3.0
 """How long a process that was asked to end may take."""
@@ -48,13 +50,16 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = f"{os.getpid()}-{next(_numbers)}"
     monkeypatch.setenv(MARK, mark)
     yield
+    warm_ones = left_processes()
     processes = _left(lambda: _processes(mark)) if "process" in _happened else {}
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     ports = _left(_ports) if "port" in _happened else {}
     _remember()
-    left = [f"process {pid} ({command})" for pid, command in processes.items()] + [f"port {port} of {name}" for port, name in ports.items()]
+    left = [f"process {line}" for line in warm_ones]
+    left += [f"process {pid} ({command})" for pid, command in processes.items()]
+    left += [f"port {port} of {name}" for port, name in ports.items()]
     assert not left, f"the test left behind: {'; '.join(left)}"
 
 

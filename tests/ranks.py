@@ -32,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from tests import leaks, session, times
+from tests import leaks, session, times, warm
 from tests.cuda.environment import with_gpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -103,11 +103,12 @@ class Ranks:
         if world_size > self.most:
             pytest.skip(f"{world_size} ranks need as many GPUs, and this machine has {self.most}")
         if self._connection is None:
-            self._connection = _connect(self.device)
+            self._connection = connect(self.device)
+            os.write(self._connection.fileno(), b"R")
         try:
-            self._connection.send((world_size, pickle.dumps((function, arguments)), limit_seconds))
+            send(self._connection, (world_size, pickle.dumps((function, arguments)), limit_seconds))
             assert self._connection.poll(limit_seconds + GRACE_SECONDS + 60), "the server of ranks does not answer"
-            ends, cpu_seconds = self._connection.recv()
+            ends, cpu_seconds = receive(self._connection)
             times.elsewhere.append(cpu_seconds)
         except (EOFError, OSError) as error:
             log = session.folder() / f"ranks-{self.device}.log"
@@ -138,7 +139,17 @@ def rank_device() -> str:
     return os.environ["RANK_DEVICE"]
 
 
-def _connect(device: str) -> Connection:
+def send(connection: Connection, value: Any) -> None:
+    """Send a value as it is: `Connection.send` would put tensors into shared memory once torch has been imported."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    """Raises: EOFError if the other process has ended."""
+    return pickle.loads(connection.recv_bytes())
+
+
+def connect(device: str) -> Connection:
     """Connect to the session's server, which the first caller starts."""
     address = str(session.folder() / f"ranks-{device}")
     client = socket.socket(socket.AF_UNIX)
@@ -185,19 +196,28 @@ def _start(address: str, device: str) -> None:
 
 def _import_stack() -> None:
     """Import what ranks would import, once for all."""
+    # ruff: noqa: F401  a rank or a command uses them
     import gc
 
-    import datasets  # noqa: F401
-    import hypothesis  # noqa: F401
-    import peft  # noqa: F401
+    import accelerate.commands.launch
+    import datasets
+    import hypothesis
+    import peft
     import torch
+    import torch.distributed.run
     import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+    from torch.utils import tensorboard
 
+    import fsdp_tune.cli.app
     import fsdp_tune.worker.main
-    import fsdp_tune.worker.setup  # noqa: F401
+    import fsdp_tune.worker.setup
 
     torch.set_num_threads(1)
+    # The rendezvous describes its callers for a log, which takes seconds with as many modules as these.
+    dynamic_rendezvous.construct_and_record_rdzv_event = lambda **facts: None
+    dynamic_rendezvous.get_method_name = lambda depth=2: "not looked up"
     gc.collect()
     gc.freeze()  # half a million objects that collections in forks would visit, copying their pages
 
@@ -206,6 +226,7 @@ def _serve(listening: socket.socket, device: str) -> None:
     """Accept clients until the session has ended."""
     _import_stack()
     owner = int(os.environ[session.OWNER])
+    warm.at_import.update(os.environ)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes of clients
     server = os.getpid()
     while _is_alive(owner):
@@ -217,7 +238,9 @@ def _serve(listening: socket.socket, device: str) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listening.close()
                 _die_with(server)
-                _serve_client(Connection(accepted.detach()), device)
+                kind, descriptors, _, _ = socket.recv_fds(accepted, 1, 300)
+                connection = Connection(accepted.detach())
+                _serve_client(connection, device) if kind == b"R" else warm.serve_command(connection, descriptors)
             finally:
                 os._exit(0)
         accepted.close()
@@ -243,21 +266,21 @@ def _serve_client(connection: Connection, device: str) -> None:
     client = os.getpid()
     while True:
         try:
-            world_size, task, limit_seconds = connection.recv()
+            world_size, task, limit_seconds = receive(connection)
         except EOFError:
             break
         place.mkdir(exist_ok=True)
         try:
             function, arguments = pickle.loads(task)
         except Exception:  # noqa: BLE001  the test gets the traceback
-            connection.send(([End(1, None, traceback.format_exc(), stuck=False)] * world_size, 0.0))
+            send(connection, ([End(1, None, traceback.format_exc(), stuck=False)] * world_size, 0.0))
             continue
-        children = [_fork(place, rank, world_size, lambda: function(*arguments), client, device) for rank in range(world_size)]
+        children = [_fork(place, rank, world_size, functools.partial(function, *arguments), client, device) for rank in range(world_size)]
         before = times.cpu_seconds()
         ends = _wait(children, time.monotonic() + limit_seconds)
         answer = [_end(place, rank, code, stuck) for rank, (code, stuck) in enumerate(ends)]
         shutil.rmtree(place, ignore_errors=True)
-        connection.send((answer, times.cpu_seconds() - before))
+        send(connection, (answer, times.cpu_seconds() - before))
     shutil.rmtree(place, ignore_errors=True)
 
 

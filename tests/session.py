@@ -1,6 +1,6 @@
 """What the processes of one test session share: a folder, and values that are made once for all of them.
 
-`scripts/test` runs tests in two processes. The process that started them exports `FSDP_TUNE_TESTS`, the folder of the session;
+`scripts/test` runs tests in two processes. The process that started them exports `TESTS_FOLDER`, the folder of the session;
 whoever needs something there first makes it, and the others wait for it.
 """
 
@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FOLDER = "FSDP_TUNE_TESTS"
-OWNER = "FSDP_TUNE_TESTS_PID"
+FOLDER = "TESTS_FOLDER"
+OWNER = "TESTS_OWNER_PID"
 """The process that made the folder and removes it; what serves the session ends when this process has ended."""
 
 
@@ -51,7 +51,10 @@ def alone(name: str) -> Iterator[None]:
 
 
 def made_once(name: str, make: Callable[[Path], object]) -> Path:
-    """Return the path `name` of the session, which `make` creates the first time. Raises: what `make` raises; the next caller tries again."""
+    """Return the path `name` of the session, which `make` creates the first time.
+
+    Raises: what `make` raises; the next caller tries again.
+    """
     path = folder() / name
     mark = path.with_name(f"{path.name}.made")
     with alone(name):

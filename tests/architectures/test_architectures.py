@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import case
-from tests.architectures.case import Bench, try_architecture
 from tests.architectures.page import failures_of, page
 from tests.evidence import Results
-from tests.parity.store import make_store
-from tests.ranks import shared_ranks
+
+# What trains imports torch and transformers, which collection does without.
 
 
 @pytest.mark.ranks
 def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.architectures import case
+    from tests.architectures.case import Bench, try_architecture
+    from tests.parity.store import make_store
+    from tests.ranks import shared_ranks
+
     store = make_store(tmp_path / "rows")
     experts = try_architecture("mixtral", Bench(tmp_path / "mixtral", store, shared_ranks()))
     assert failures_of(experts.as_dict()) == []
@@ -33,6 +36,8 @@ def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkey
 
 
 def test_page_lists_losses_that_differ_as_failures() -> None:
-    result = case.Result("llama", "LlamaForCausalLM", unpacked=(0.0, 1e-3), resumed=0.0, merged=True, generated=True).as_dict()
+    from tests.architectures.case import Result
+
+    result = Result("llama", "LlamaForCausalLM", unpacked=(0.0, 1e-3), resumed=0.0, merged=True, generated=True).as_dict()
     assert failures_of(result) == ["unpacked: the loss is off by 1.0e-03"]
     assert "\n- Failed: `llama`: unpacked: the loss is off by 1.0e-03" in page(Results({"transformers": "5"}, [result]))

@@ -13,12 +13,6 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture
-def beside_the_benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the command is run: the scripts import each other by name."""
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-
-
 def document(**parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "command": "benchmarks/gpu.py --output out",
@@ -33,7 +27,6 @@ def document(**parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("beside_the_benchmarks")
 def test_report_has_figures_reasons_and_request(tmp_path: Path) -> None:
     import gpu_report
     from gpu_parts import PARTS
@@ -58,7 +51,6 @@ def test_report_has_figures_reasons_and_request(tmp_path: Path) -> None:
     assert text.count("Not run.") == len(PARTS) - 3
 
 
-@pytest.mark.usefixtures("beside_the_benchmarks")
 def test_toy_figures_are_not_reported_as_results(tmp_path: Path) -> None:
     import gpu_report
     from gpu_parts import PARTS
@@ -93,7 +85,6 @@ def two_rows_and_then(what: str) -> Any:
     return rows
 
 
-@pytest.mark.usefixtures("beside_the_benchmarks")
 @pytest.mark.parametrize(
     ("what", "reason"),
     [("ends", None), ("raises", "RuntimeError: it broke"), ("dies", "its process ended with code 7"), ("hangs", "its 1 s were up")],
@@ -102,7 +93,7 @@ def test_failed_part_keeps_its_rows_and_the_reason(what: str, reason: str | None
     import gpu
     from gpu_parts import Part
 
-    monkeypatch.setattr(gpu, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.3)
     found: dict[str, Any] = {"rows": [], "seconds": 0.0, "reason": None}
     noted: list[int] = []
     gpu.run_part(Part("p", "", 9, two_rows_and_then(what), ()), NoBench(), 1.0, found, lambda: noted.append(len(found["rows"])))
@@ -111,7 +102,6 @@ def test_failed_part_keeps_its_rows_and_the_reason(what: str, reason: str | None
     assert noted == [1, 2], "written down after every row"
 
 
-@pytest.mark.usefixtures("beside_the_benchmarks")
 def test_failed_or_slow_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_runs
 
@@ -122,7 +112,6 @@ def test_failed_or_slow_job_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert gpu_runs.run_job(job, 0.5, forks=True).reason == "killed after 0 s"
 
 
-@pytest.mark.usefixtures("beside_the_benchmarks")
 def test_rows_are_full_and_learnable(tmp_path: Path) -> None:
     import gpu_runs
 

@@ -21,12 +21,6 @@ SETTING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def beside_the_benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the command is run: the scripts import each other by name."""
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-
-
 def task(name: str, code: str, limit_seconds: float = 60.0) -> Any:
     from gpu_day import Task
 
@@ -67,13 +61,13 @@ def test_failed_and_hung_parts_are_reported_and_the_next_begins(tmp_path: Path) 
     )
     tasks = [
         task("fails", "import sys; print('no kernel for this card'); sys.exit(3)"),
-        task("hangs", hangs, limit_seconds=5),
+        task("hangs", hangs, limit_seconds=2),
         task("good", noting(tmp_path, "good")),
     ]
     assert not play(tasks, tmp_path, SETTING)
     assert {name: result.ended for name, result in results(tasks, tmp_path).items()} == {
         "fails": "failed: exit code 3",
-        "hangs": "killed: its 5 s were up",
+        "hangs": "killed: its 2 s were up",
         "good": "passed",
     }
     assert has_ended(pid), "what a hung part started outlives it"
@@ -96,8 +90,8 @@ def test_what_the_time_cut_short_or_left_out_is_run_by_the_next_call(tmp_path: P
         task("slow", f"import pathlib, time; time.sleep(0 if pathlib.Path({str(quick)!r}).exists() else 600)"),
         task("last", noting(tmp_path, "last")),
     ]
-    assert not gpu_day.play(tasks, tmp_path, SETTING, minutes=3 / 60)
-    assert gpu_day.results(tasks, tmp_path)["slow"].ended == "killed: its 3 s were up"
+    assert not gpu_day.play(tasks, tmp_path, SETTING, minutes=2 / 60)
+    assert gpu_day.results(tasks, tmp_path)["slow"].ended == "killed: its 2 s were up"
     assert "| last | not begun: " in (tmp_path / "report.md").read_text()
     quick.touch()
     assert gpu_day.play(tasks, tmp_path, SETTING)

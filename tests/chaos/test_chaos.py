@@ -108,13 +108,13 @@ def test_same_seed_draws_same_disturbances() -> None:
     assert drawn(3, 20) != drawn(4, 20)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_phases_and_kinds_are_drawn_uniformly(seed: int) -> None:
-    phases = Counter(one.phase for one in drawn(seed, 2 * len(PHASES)))
-    kinds = Counter(one.kind for one in drawn(seed, 2 * len(KINDS)))
-    assert phases == dict.fromkeys(PHASES, 2)
-    assert set(kinds) == set(KINDS)
-    assert max(kinds.values()) <= 3
+def test_phases_and_kinds_are_drawn_uniformly() -> None:
+    for seed in range(20):
+        phases = Counter(one.phase for one in drawn(seed, 2 * len(PHASES)))
+        kinds = Counter(one.kind for one in drawn(seed, 2 * len(KINDS)))
+        assert phases == dict.fromkeys(PHASES, 2), seed
+        assert set(kinds) == set(KINDS), seed
+        assert max(kinds.values()) <= 3, seed
 
 
 def test_all_combinations_are_drawn_before_any_repeats() -> None:
@@ -149,11 +149,10 @@ def test_steps_are_drawn_from_remaining_steps() -> None:
     assert {one.step > 0 for one in found if one.phase == "training"} == {True}
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_startup_disturbance_can_be_drawn(seed: int) -> None:
+def test_every_startup_disturbance_can_be_drawn() -> None:
     """A harmful one may end the run, so it is the last one."""
-    dice, tally = random.Random(seed), Tally()
-    for _ in range(20):
+    dice, tally = random.Random(0), Tally()
+    for _ in range(200):
         main, *others = draw_start(dice, tally, setting())
         assert all(one.kind in HARMLESS for one in others)
         assert len({one.phase for one in (main, *others)}) == 1 + len(others) <= 5
@@ -161,7 +160,7 @@ def test_every_startup_disturbance_can_be_drawn(seed: int) -> None:
             assert all(PHASES.index(one.phase) < PHASES.index(main.phase) for one in others)
         for one in (main, *others):
             tally.add(one, is_hit=True)
-    assert tally.count() > 20
+    assert tally.count() > 200
 
 
 def test_short_stop_is_below_hang_timeout_and_long_stop_above() -> None:

@@ -20,6 +20,11 @@ from safetensors.torch import load_file, save_file
 from fsdp_tune.check.rehearsal import lifecycle_checks
 from fsdp_tune.check.rehearsal.lifecycle_checks import Rehearsal
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs import validate
+from fsdp_tune.jobs.validate import rehearse
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import cli, document  # noqa: F401  a fixture
 
 CHECKS = [
@@ -38,7 +43,6 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """A complete rehearsal of the embedded recipe; several tests inspect its files."""
     from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, scale_down_recipe
     from fsdp_tune.core.devices import Machine
-    from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 
     folder = tmp_path_factory.mktemp("rehearsal")
@@ -101,17 +105,26 @@ def test_wrong_eval_loss_fails_the_reload_check(copy_of: Rehearsal) -> None:
     assert "instead of the run's 2.000000" in failure(copy_of.reload)
 
 
-def test_recipe_error_is_reported_before_any_run(cli, tmp_path: Path) -> None:  # noqa: F811
+def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> set[str]:
+    """Return the codes of the errors with which a rehearsal ends before it starts a run."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401  two threads would import them at once
+
+    monkeypatch.setattr(validate, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))  # without the imports of a child
+    monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: pytest.fail("a run is started"))
+    with pytest.raises(FsdpTuneError) as caught:
+        rehearse(load_recipe(name, overrides))
+    assert caught.value.exit_code == 2
+    return {problem.code for problem in caught.value.problems}
+
+
+def test_recipe_error_is_reported_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": 3}\n')
-    done = cli("rehearse", "gpt2_smoke", "--set", f"data.train=[{{path: {tmp_path}/rows.jsonl}}]", "--set", "data.eval=null", "--json")
-    assert done.returncode == 2
-    assert {error["code"] for error in document(done)["errors"]} == {"bad-row", "bad-rows"}
+    rows = f"data.train=[{{path: {tmp_path}/rows.jsonl}}]"
+    assert refusal(monkeypatch, "gpt2_smoke", rows, "data.eval=null") == {"bad-row", "bad-rows"}
 
 
-@pytest.mark.e2e
-def test_unreachable_unpackaged_model_is_refused(cli) -> None:  # noqa: F811
-    done = cli("rehearse", "llama7b_full_shard", "--set", "model.name_or_path=nobody/nothing", "--json")
-    assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (2, ["model-unreachable"])
+def test_unreachable_unpackaged_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(monkeypatch, "llama7b_full_shard", "model.name_or_path=nobody/nothing") == {"model-unreachable"}
 
 
 @pytest.mark.slow

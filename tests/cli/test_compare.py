@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from fsdp_tune.cli.app import app
-from fsdp_tune.cli.terminal import wrapped
+from fsdp_tune.check.comparison.environments import ObservingChild
 from tests.cli.conftest import Cli, document
+from tests.cli.in_process import answer, errors, invoke, settings
+from tests.jobs.sides import in_process
 from tests.pages.written import training_line, written
-
-runner = CliRunner()
 
 
 @pytest.mark.e2e
@@ -30,15 +27,15 @@ def test_first_difference_and_its_cause_are_printed_and_exit_1(cli: Cli) -> None
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.e2e
-def test_equal_sides_exit_0_with_one_document(cli: Cli) -> None:
-    done = cli("compare", "gpt2_smoke", "--set", "training.save_steps=100", "--json")
-    found = document(done)
-    assert (done.returncode, found["equal"], found["first"], found["cause"]) == (0, True, None, None)
+def test_equal_sides_exit_0_with_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    found = answer("compare", "gpt2_smoke", *settings("training.save_steps=100"))
+    assert (found["equal"], found["first"], found["cause"]) == (True, None, None)
     assert [key["key"] for key in found["keys"]] == ["training.save_steps", "training.eval_steps"]
     assert found["not_compared"]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_another_interpreter_is_the_cause_if_its_arithmetic_differs(cli: Cli, tmp_path: Path) -> None:
     """An interpreter that sees the same packages, but for a cross-entropy that is a thousandth larger."""
@@ -75,32 +72,23 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_code_in_backticks_is_not_broken() -> None:
-    text = "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them)"
-    assert wrapped(text, 76, 0) == [
-        "what ranks do: sharding, sums over ranks, recomputation",
-        "(`fsdp-tune rehearse --parity` compares them)",
-    ]
-    assert wrapped(f"type `{'word ' * 30}`", 40) == ["type", f"  `{'word ' * 30}`"]
-
-
 def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "one", [training_line(1, 3.0), training_line(2, 2.0)])
     written(tmp_path / "two", [training_line(1, 3.0), training_line(2, 2.5)], torch="2.12")
-    done = runner.invoke(app, ["compare", "one", "two"])
+    done = invoke("compare", "one", "two")
     assert done.exit_code == 1, done.output
     assert "first difference: lines of metrics.jsonl, step by step" in done.stdout
     assert "  at    step 2, loss" in done.stdout
     assert "first step: 2, loss: 2 in A, 2.5 in B" in done.stdout
     assert "torch: 2.13 / 2.12" in done.stdout
-    assert runner.invoke(app, ["compare", "one", "one", "--html", "page.html"]).exit_code == 0
+    assert invoke("compare", "one", "one", "--html", "page.html").exit_code == 0
     assert re.search(r"equal in the \d+ of \d+ stages that could be compared", (tmp_path / "page.html").read_text())
-    runner.invoke(app, ["compare", "one", "two", "--html", "page.html"])
+    invoke("compare", "one", "two", "--html", "page.html")
     page = (tmp_path / "page.html").read_text()
     assert all(f"<td>{text}</td>" in page for text in ("step 2, loss", "2.13", "2.12"))
     assert "http" not in page
-    assert runner.invoke(app, ["compare", "one", "two", "--html", "none/page.html"]).exit_code == 2
+    assert invoke("compare", "one", "two", "--html", "none/page.html").exit_code == 2
 
 
 def test_mistakes_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +99,16 @@ def test_mistakes_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (["gpt2_smoke", "no_such_recipe"], "recipe-not-found"),
         (["gpt2_smoke", "--set", "training.lr=1"], "unknown-key"),
     ):
-        done = runner.invoke(app, ["compare", *arguments, "--json"])
-        assert (done.exit_code, json.loads(done.stdout)["errors"][0]["code"]) == (2, code)
+        assert errors("compare", *arguments)[0]["code"] == code
 
 
 @pytest.mark.e2e
-def test_interpreter_without_torch_is_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_without_torch_is_exit_2(cli: Cli, tmp_path: Path) -> None:
     import venv
 
-    monkeypatch.chdir(tmp_path)
     venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
     written(tmp_path / "run")
-    done = runner.invoke(app, ["compare", "run", "run", "--python", str(tmp_path / "bare" / "bin" / "python"), "--json"])
-    (problem,) = json.loads(done.stdout)["errors"]
-    assert (done.exit_code, problem["code"]) == (2, "compare-python")
+    done = cli("compare", "run", "run", "--python", str(tmp_path / "bare" / "bin" / "python"), "--json")
+    (problem,) = document(done)["errors"]
+    assert (done.returncode, problem["code"]) == (2, "compare-python")
     assert "needs torch and transformers" in problem["hint"]

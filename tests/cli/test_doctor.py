@@ -9,6 +9,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode
 from tests.cli.conftest import Cli, document
+from tests.cli.in_process import settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 
@@ -72,9 +73,19 @@ def test_read_only_directory_of_one_rank_fails_with_its_name(cli: Cli, tmp_path:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_missing_data_fail_with_one_document(cli: Cli) -> None:
+    done = cli("doctor", "--config", "gpt2_smoke", *settings("data.train=[{path: ./gone.jsonl}]", "data.eval=null"), "--json")
+    assert done.returncode == ExitCode.FAILED
+    answer = document(done)
+    assert unhealthy(answer) == {"inputs": "fail"}
+    assert [each["code"] for each in answer["errors"]] == ["doctor-failed"]
+    assert "gone.jsonl" in answer["errors"][0]["message"]
+
+
+@pytest.mark.slow
 def test_full_disk_and_missing_data_are_reported_together(cli: Cli, tmp_path: Path) -> None:
-    words = ["--set", "data.train=[{path: ./gone.jsonl}]", "--set", "data.eval=null", "--json"]
-    done = cli("doctor", "--config", "gpt2_smoke", *words, PYTHONPATH=plant(tmp_path / "site", FULL, 0))
+    words = settings("data.train=[{path: ./gone.jsonl}]", "data.eval=null")
+    done = cli("doctor", "--config", "gpt2_smoke", *words, "--json", PYTHONPATH=plant(tmp_path / "site", FULL, 0))
     assert done.returncode == ExitCode.FAILED
     answer = document(done)
     assert unhealthy(answer) == {"space": "fail", "inputs": "fail"}
@@ -95,15 +106,3 @@ def test_rank_that_dies_fails_with_its_last_line(cli: Cli, tmp_path: Path) -> No
     done = cli("doctor", "--config", "gpt2_smoke", PYTHONPATH=plant(tmp_path / "site", "import torch\ntorch.mm = None", 1))
     assert done.returncode == ExitCode.FAILED
     assert "ranks: rank 1: TypeError" in done.stderr
-
-
-def test_train_refuses_a_disk_without_room_for_one_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(FULL, encoding="utf-8")
-    done = cli("train", "--config", "gpt2_smoke", PYTHONPATH=str(site))
-    assert done.returncode == ExitCode.FAILED
-    assert "space: 4.00 KiB free in" in done.stderr
-    assert "one checkpoint needs" in done.stderr
-    assert "--ignore-plan" in done.stderr
-    assert not (tmp_path / "runs").exists()

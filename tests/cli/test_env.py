@@ -99,12 +99,3 @@ def test_host_facts_need_no_torch() -> None:
     assert described["usable_cores"] >= 1
     assert described["memory_bytes"] > 1 << 28
     assert versions()["fsdp-tune"]
-
-
-def test_status_of_non_run_directory_exits_2(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
-    done = cli("status", "runs/one/checkpoint-3", "--json")
-    (error,) = document(done)["errors"]
-    assert (done.returncode, error["code"]) == (2, "not-a-run")
-    assert "the run that contains it: runs/one" in error["hint"]

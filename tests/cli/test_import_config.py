@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from fsdp_tune.cli.app import app
+from fsdp_tune.check.comparison.environments import ObservingChild
 from fsdp_tune.recipe.read.foreign.ledger import leaves
-from tests.cli.conftest import Cli, document
-from tests.jobs.test_compare import LLAMA
+from tests.cli.conftest import Cli
+from tests.cli.in_process import answer, errors, invoke, settings
+from tests.jobs.sides import LLAMA, in_process
 from tests.recipe.foreign_files import AXOLOTL, FILES
-
-runner = CliRunner()
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_recipe_is_on_stdout_and_the_account_on_stderr(source: Path) -> None:
-    done = runner.invoke(app, ["import", str(source)])
+    done = invoke("import", str(source))
     assert done.exit_code == 0, done.output
     assert yaml.safe_load(done.stdout)["lora"]["r"] == 32
     assert "micro_batch_size" in done.stderr
@@ -37,24 +35,23 @@ def test_recipe_is_on_stdout_and_the_account_on_stderr(source: Path) -> None:
 
 def test_output_gets_the_recipe_and_stdout_the_account(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "recipe.yaml"
-    done = runner.invoke(app, ["import", str(source), "--output", str(target), "--num-gpus", "2"])
+    done = invoke("import", str(source), "--output", str(target), "--num-gpus", "2")
     assert done.exit_code == 0, done.output
     assert yaml.safe_load(target.read_text())["training"]["global_batch_size"] == 16
     assert f"wrote {target}" in done.stdout
-    again = runner.invoke(app, ["import", str(source), "--output", str(target)])
+    again = invoke("import", str(source), "--output", str(target))
     assert (again.exit_code, again.stderr.splitlines()[1]) == (2, "hint: give another file name, or `--force`")
-    assert runner.invoke(app, ["migrate", str(source), "--output", str(target), "--force"]).exit_code == 0
+    assert invoke("migrate", str(source), "--output", str(target), "--force").exit_code == 0
 
 
 def test_piped_account_fits_100_columns(source: Path, tmp_path: Path) -> None:
-    done = runner.invoke(app, ["import", str(source), "--output", str(tmp_path / "recipe.yaml")])
+    done = invoke("import", str(source), "--output", str(tmp_path / "recipe.yaml"))
     table = done.stdout[done.stdout.index(" became ") : done.stdout.index("\nkeys: ")]
     assert max(map(len, table.splitlines())) <= 100
 
 
 def test_json_document_has_the_account_of_every_key(source: Path) -> None:
-    done = runner.invoke(app, ["import", str(source), "--json"])
-    document = json.loads(done.stdout)
+    document = answer("import", source)
     assert (document["tool"], document["output"]) == ("axolotl", None)
     assert len(document["account"]) == sum(document["counts"].values())
     named = {row["key"] for row in document["account"]}
@@ -67,29 +64,35 @@ def test_json_document_has_the_account_of_every_key(source: Path) -> None:
 
 def test_unknown_file_is_exit_2_with_what_was_tried(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
-    done = runner.invoke(app, ["import", str(tmp_path / "x.yaml"), "--json"])
-    (problem,) = json.loads(done.stdout)["errors"]
-    assert (done.exit_code, problem["code"]) == (2, "unknown-foreign-file")
+    (problem,) = errors("import", tmp_path / "x.yaml")
+    assert problem["code"] == "unknown-foreign-file"
     assert "axolotl 0" in problem["message"]
-    assert runner.invoke(app, ["import", str(tmp_path / "none.yaml")]).exit_code == 2
-    assert runner.invoke(app, ["import", str(tmp_path / "x.yaml"), "--from", "caffe"]).exit_code == 2
+    assert invoke("import", str(tmp_path / "none.yaml")).exit_code == 2
+    assert invoke("import", str(tmp_path / "x.yaml"), "--from", "caffe").exit_code == 2
 
 
 @pytest.mark.parametrize("verb", ["validate", "train", "plan", "prepare", "rehearse"])
-@pytest.mark.parametrize("name", ["axolotl", "torchtune", "deepspeed", "soup", "automodel", "unsloth"])
-def test_foreign_file_given_to_another_verb_is_one_error(verb: str, name: str, tmp_path: Path) -> None:
+def test_foreign_file_given_to_another_verb_is_one_error(verb: str, tmp_path: Path) -> None:
+    for name in ("axolotl", "unsloth"):  # YAML, and a script
+        tool, file, text = FILES[name]
+        (tmp_path / file).write_text(text, encoding="utf-8")
+        (problem,) = errors(verb, "--config", tmp_path / file)
+        kind = "a Python script" if file.endswith(".py") else f"a configuration of {tool}"
+        assert (problem["code"], problem["message"]) == ("foreign-configuration", f"this is {kind}, and not a recipe")
+        assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
+
+
+@pytest.mark.parametrize("name", ["torchtune", "deepspeed", "soup", "automodel"])
+def test_file_of_any_tool_is_recognised_where_a_recipe_is_expected(name: str, tmp_path: Path) -> None:
     tool, file, text = FILES[name]
     (tmp_path / file).write_text(text, encoding="utf-8")
-    done = runner.invoke(app, [verb, "--config", str(tmp_path / file), "--json"])
-    (problem,) = json.loads(done.stdout)["errors"]
-    assert (done.exit_code, problem["code"]) == (2, "foreign-configuration")
-    kind = "a Python script" if file.endswith(".py") else f"a configuration of {tool}"
-    assert problem["message"] == f"this is {kind}, and not a recipe"
-    assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
+    (problem,) = errors("validate", "--config", tmp_path / file)
+    assert (problem["code"], problem["message"]) == ("foreign-configuration", f"this is a configuration of {tool}, and not a recipe")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["axolotl", "trl", pytest.param("llama-factory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["axolotl", "trl", "llama-factory"])
 def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, tmp_path: Path) -> None:
     """Model and rows are not here: `validate` says so and has no other complaint."""
     _, file, text = FILES[name]
@@ -106,27 +109,28 @@ python run_clm.py --model_name_or_path model --tokenizer_name builtin:arithmetic
 """
 
 
-@pytest.mark.e2e
-def test_check_compares_the_file_with_the_written_recipe(cli: Cli, tmp_path: Path) -> None:
+def test_check_compares_the_file_with_the_written_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ObservingChild, "computed", in_process)
     (tmp_path / "run.sh").write_text(CHECKED)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    done = cli("import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check")
-    assert done.returncode == 0, done.stderr
+    command = ["import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check"]
+    done = invoke(*command)
+    assert done.exit_code == 0, done.output
     assert "keys: 8 (" in done.stdout
     assert "✓ tokens of the first rows" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("equal in all that was compared")
     (tmp_path / "r.yaml").unlink()
     (tmp_path / "rows.jsonl").unlink()
-    again = cli("import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check", "--json")
-    found = document(again)
-    assert (again.returncode, found["check"]["equal"], found["check"]["a"]["kind"]) == (0, True, "transformers examples")
-    assert any(line.startswith("tokens of the first rows") for line in found["check"]["not_compared"])
+    found = answer(*command)["check"]
+    assert (found["equal"], found["a"]["kind"]) == (True, "transformers examples")
+    assert any(line.startswith("tokens of the first rows") for line in found["not_compared"])
 
 
 def test_check_without_a_written_recipe_is_exit_2_and_nothing_is_printed(source: Path) -> None:
-    done = runner.invoke(app, ["import", str(source), "--check"])
+    done = invoke("import", str(source), "--check")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "`--check` compares the file with the recipe that is written" in done.stderr
 
@@ -137,13 +141,13 @@ def test_set_answers_in_the_same_command_and_a_wrong_one_writes_nothing(tmp_path
     (tmp_path / "chats.jsonl").write_text('{"text": "one"}\n' * 40, encoding="utf-8")
     target = tmp_path / "recipe.yaml"
     words = ["import", str(tmp_path / file), "--output", str(target)]
-    answers = ["--set", "model.from_config=gpt2", "--set", f"data.train=[{{path: {tmp_path / 'chats.jsonl'}}}]"]
-    wrong = runner.invoke(app, [*words, *answers, "--set", "trainin.seed=1"])
+    answers = settings("model.from_config=gpt2", f"data.train=[{{path: {tmp_path / 'chats.jsonl'}}}]")
+    wrong = invoke(*words, *answers, "--set", "trainin.seed=1")
     assert (wrong.exit_code, target.exists()) == (2, False)
     assert "error: --set #3: unknown key `trainin`" in wrong.stderr
-    open_one = runner.invoke(app, words)
+    open_one = invoke(*words)
     assert "look for `# DECIDE:` in it, or answer with `import --set KEY=VALUE`" in open_one.stdout
-    done = runner.invoke(app, [*words, "--force", *answers, "--set", "model.tokenizer=builtin:bytes"])
+    done = invoke(*words, "--force", *answers, "--set", "model.tokenizer=builtin:bytes")
     assert done.exit_code == 0, done.output
     assert "to decide" not in done.stdout
     assert yaml.safe_load(target.read_text())["data"]["train"] == [{"path": str(tmp_path / "chats.jsonl")}]

@@ -3,60 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from fsdp_tune.cli.app import app
-from fsdp_tune.planner import tracing
-from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.schema.recipe import Recipe
-from tests.planner.test_search import AdapterTracer, ModelTracer
+from tests.cli.fake_tracing import STATE_GIB, FakeTracing, replaced_tracing  # noqa: F401  a fixture
+from tests.cli.in_process import answer, errors, invoke, settings
+from tests.planner.test_search import AdapterTracer
 
-STATE_GIB = 80
-
-
-class FakeTracing(ModelTracer):
-    """Replaces the tracing child: returns traces of a model of a given size, and records its arguments and requests."""
-
-    made: list[FakeTracing]
-    state_gib = STATE_GIB
-
-    def __init__(self, _cache: Path, *, exact: bool = False, vocabulary: int | None = None, offline: bool = False) -> None:
-        super().__init__(self.state_gib)
-        self.exact, self.vocabulary, self.is_closed = exact, vocabulary, False
-        self.asked: list[Recipe] = []
-        FakeTracing.made.append(self)
-
-    def request(self, recipes: Sequence[Recipe]) -> list[int]:
-        self.asked += recipes
-        return list(range(len(self.asked) - len(recipes), len(self.asked)))
-
-    def result(self, key: int) -> Trace:
-        return self.trace(self.asked[key])
-
-    def __call__(self, recipes: Sequence[Recipe]) -> Any:
-        return [self.result(key) for key in self.request(recipes)]
-
-    def __enter__(self) -> FakeTracing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracing]:
-    monkeypatch.setattr(tracing, "Tracing", FakeTracing)
-    monkeypatch.setattr(FakeTracing, "made", [], raising=False)
-    return FakeTracing
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 @pytest.fixture
@@ -71,14 +28,22 @@ def recipe(tmp_path: Path) -> str:
     return str(file)
 
 
-def planned(recipe: str, *options: str, gpus: int = 8) -> Result:
-    done = CliRunner().invoke(app, ["plan", recipe, "--gpu", "A100-40GB", "--num-gpus", str(gpus), *options])
+def words(recipe: object, *options: object, gpus: int = 8) -> list[object]:
+    return ["plan", recipe, "--gpu", "A100-40GB", "--num-gpus", gpus, *options]
+
+
+def printed(recipe: object, *options: object, gpus: int = 8) -> str:
+    done = invoke(*words(recipe, *options, gpus=gpus))
     assert done.exit_code == 0, done.output
-    return done
+    return done.stdout
+
+
+def planned(recipe: object, *options: object, gpus: int = 8) -> dict[str, Any]:
+    return answer(*words(recipe, *options, gpus=gpus))
 
 
 def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, fake: type[FakeTracing]) -> None:
-    lines = planned(recipe).stdout.splitlines()
+    lines = printed(recipe).splitlines()
     first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
     assert first["fits: yes"] == 0
     assert first["ranked recipes"] < first["more GPUs"]
@@ -87,7 +52,7 @@ def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, f
 
 
 def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
-    document = json.loads(planned(recipe, "--json").stdout)
+    document = planned(recipe)
     assert document["fits"] == "yes"
     assert len(document["alternatives"]) > 1
     assert document["scaling"]
@@ -98,46 +63,40 @@ def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
 
 
 def test_no_search_needs_one_trace(recipe: str, fake: type[FakeTracing]) -> None:
-    document = json.loads(planned(recipe, "--json", "--no-search").stdout)
+    document = planned(recipe, "--no-search")
     assert document["alternatives"] == []
     assert len(fake.made[0].asked) == 1
 
 
 def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:
-    document = json.loads(planned(recipe, "--no-search", "--json", gpus=3).stdout)
+    document = planned(recipe, "--no-search", gpus=3)
     assert document["num_processes"] == 3
     assert "= 66 sequences a step" in document["batch"]
     assert document["decided"] == {"training.global_batch_size": "66 instead of 64, for `--num-gpus 3`"}
-    assert "training.global_batch_size: 66 instead of 64" in planned(recipe, "--no-search", gpus=3).stdout
+    assert "training.global_batch_size: 66 instead of 64" in printed(recipe, "--no-search", gpus=3)
 
 
 def test_set_values_are_not_changed_for_the_number_of_gpus(recipe: str) -> None:
-    said = ["--gpu", "A100-40GB", "--num-gpus", "3"]
-    done = CliRunner().invoke(app, ["plan", recipe, *said, "--set", "training.global_batch_size=64"])
-    assert done.exit_code == 2
-    assert "does not divide" in done.output
-    twice = CliRunner().invoke(app, ["plan", recipe, *said, "--set", "launch.num_processes=4"])
-    assert "set twice: --num-gpus 3 and --set #1" in twice.output
+    (refused,) = errors(*words(recipe, *settings("training.global_batch_size=64"), gpus=3))
+    assert "does not divide" in refused["message"]
+    assert "set twice: --num-gpus 3 and --set #1" in invoke(*words(recipe, *settings("launch.num_processes=4"), gpus=3)).output
 
 
 def test_cpu_recipe_is_planned_for_the_memory_of_the_host(recipe: str) -> None:
-    cpu = ("--set", "launch.device=cpu", "--set", "launch.num_processes=2")
-    done = CliRunner().invoke(app, ["plan", recipe, "--json", *cpu])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    cpu = settings("launch.device=cpu", "launch.num_processes=2")
+    document = answer("plan", recipe, *cpu)
     assert (document["gpu"], document["num_processes"], document["step_seconds"]) == ("CPU rank", 2, None)
     assert document["usable_gib"] > 0
     assert "process" in document["components"]
     assert (document["alternatives"], document["scaling"]) == ([], [])
-    refused = CliRunner().invoke(app, ["plan", recipe, "--target", "cheapest", *cpu])
-    assert refused.exit_code == 2
-    assert "--gpu" in refused.output
+    (refused,) = errors("plan", recipe, "--target", "cheapest", *cpu)
+    assert "--gpu" in f"{refused['message']} {refused['hint']}"
 
 
 def test_recipe_without_tokenizer_and_data_is_planned_and_ranked(tmp_path: Path) -> None:
     file = tmp_path / "bare.yaml"
     file.write_text("model: {from_config: {model_type: llama}}\ndata: {max_length: 128}\n")
-    document = json.loads(planned(str(file), "--json").stdout)
+    document = planned(str(file))
     assert len(document["alternatives"]) > 1
     assert any(text.startswith("run.steps") for text in document["unknown"])
 
@@ -150,13 +109,13 @@ def test_recipe_written_by_search_loads(tmp_path: Path, recipe: str, fake: type[
     data["launch"] = {"device": "cpu", "num_processes": 8}
     Path(recipe).write_text(json.dumps(data))
     best = tmp_path / "best.yaml"
-    document = json.loads(planned(recipe, "--json", "--write", str(best)).stdout)
+    document = planned(recipe, "--write", str(best))
     assert "fsdp.sharding_strategy" in document["alternatives"][0]["recipe_changes"], "else this shows nothing"
     loaded = load_recipe(str(best), ["launch.device=cuda"]).recipe
     assert loaded.fsdp.sharding_strategy == document["alternatives"][0]["recipe_changes"]["fsdp.sharding_strategy"]
     assert loaded.fsdp.reshard_after_forward is None
     assert "device: cuda" in best.read_text()
-    again = json.loads(planned(str(best), "--json", "--no-search").stdout)
+    again = planned(str(best), "--no-search")
     assert again["step_seconds"] == pytest.approx(document["alternatives"][0]["step_seconds"])
 
 
@@ -170,7 +129,7 @@ def test_exact_option_is_passed_to_the_trace(recipe: str, fake: type[FakeTracing
 def test_target_changes_the_first_recipe(recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]) -> None:
     fake.state_gib = 16
     best = tmp_path / "best.yaml"
-    first = json.loads(planned(recipe, "--json", "--target", target, "--write", str(best)).stdout)["alternatives"][0]
+    first = planned(recipe, "--target", target, "--write", str(best))["alternatives"][0]
     fake.state_gib = STATE_GIB
     assert key in first["recipe_changes"]
     assert f"{key.split('.')[1]}: {first['recipe_changes'][key]}" in best.read_text()
@@ -181,19 +140,19 @@ def test_written_recipe_of_long_shared_rows_validates(recipe: str, tmp_path: Pat
     data["data"]["pad_to_multiple_of"] = 2  # contradicts rows that four ranks share
     Path(recipe).write_text(json.dumps(data))
     best = tmp_path / "best.yaml"
-    first = json.loads(planned(recipe, "--json", "--target", "largest-context", "--write", str(best)).stdout)["alternatives"][0]
+    first = planned(recipe, "--target", "largest-context", "--write", str(best))["alternatives"][0]
     loaded = load_recipe(str(best), []).recipe
     assert loaded.parallelism.sp_size == first["recipe_changes"]["parallelism.sp_size"] == 4
     assert loaded.kernels.mlp_slice_tokens == first["recipe_changes"]["kernels.mlp_slice_tokens"]
     assert loaded.data.max_length == first["recipe_changes"]["data.max_length"]
-    again = json.loads(planned(str(best), "--json", "--no-search").stdout)
+    again = planned(str(best), "--no-search")
     assert again["step_seconds"] == pytest.approx(first["step_seconds"])
 
 
 def test_plan_names_the_smallest_hardware_if_nothing_fits(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even offload helps: the activations of one sequence are too many."""
     monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
-    document = json.loads(planned(recipe, "--json").stdout)
+    document = planned(recipe)
     assert {each["fits"] for each in document["alternatives"]} == {"no"}
     assert document["best_because"] is None
     assert document["scaling"] == []
@@ -208,9 +167,9 @@ def test_plan_shows_adapters_apart_from_the_ranking_if_nothing_fits(
     own = json.loads(Path(recipe).read_text())
     own["model"] = {"name_or_path": "meta-llama/Llama-3.1-8B"}
     Path(recipe).write_text(json.dumps(own))
-    done = planned(recipe)
-    assert "adapters: another training, not another layout" in done.output
-    assert "quantization: {load: nf4}" in done.output
-    document = json.loads(planned(recipe, "--json").stdout)
+    shown = printed(recipe)
+    assert "adapters: another training, not another layout" in shown
+    assert "quantization: {load: nf4}" in shown
+    document = planned(recipe)
     assert not any("lora.target_modules" in each["recipe_changes"] for each in document["alternatives"])
     assert [each["recipe_changes"].get("quantization.load") for each in document["other_trainings"]] == [None, "nf4"]

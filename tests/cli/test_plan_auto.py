@@ -15,9 +15,9 @@ from fsdp_tune.core.devices import Device
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs.plan import budget_of, visible_gpu
-from fsdp_tune.planner import tracing
 from tests.cli.conftest import Cli, document
-from tests.cli.test_plan import FakeTracing
+from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  a fixture
+from tests.cli.inspection import fake_model  # noqa: F401  a fixture
 from tests.planner.recipes import resolved
 
 KEY = "fsdp.activation_checkpointing"
@@ -25,12 +25,9 @@ STATE_GIB = 4
 """Of which each of two ranks holds a half, besides 4, 2 or 0.5 GiB of activations."""
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracing]:
-    monkeypatch.setattr(tracing, "Tracing", FakeTracing)
-    monkeypatch.setattr(FakeTracing, "made", [], raising=False)
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTracing, "state_gib", STATE_GIB)
-    return FakeTracing
 
 
 def host_with(monkeypatch: pytest.MonkeyPatch, memory: int | None, limit: int | None = None) -> None:
@@ -58,6 +55,7 @@ def test_cpu_run_recomputes_the_least_that_fits_the_host(
     assert [each.is_closed for each in fake.made] == [True]
 
 
+@pytest.mark.usefixtures("fake_model")
 def test_validate_decides_where_the_machine_has_the_ranks_memory(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
     host_with(monkeypatch, 8 * GIB)
     found = json.loads(run("validate", "--json").stdout)

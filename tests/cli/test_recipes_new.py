@@ -14,6 +14,8 @@ from fsdp_tune.jobs import make_recipe as job
 from fsdp_tune.jobs.options import NewRecipeOptions
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document
+from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  a fixture
+from tests.cli.in_process import answer, errors
 
 OFFLOAD = "fsdp.offload_params"
 
@@ -78,20 +80,37 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
         job.new_recipe("gpt2", str(tmp_path / "no.jsonl"), NewRecipeOptions(output=tmp_path / "new.yaml"))
 
 
-@pytest.mark.e2e
-def test_command_writes_a_recipe_that_loads(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 200)
-    words = ["recipes", "new", "openai-community/gpt2", "rows.jsonl", "--gpu", "RTX4090", "--num-gpus", "2", "--max-length", "128"]
-    made = cli(*words, "--json")
-    assert made.returncode == 0, made.stderr
-    answer = document(made)
+WORDS = ["recipes", "new", "openai-community/gpt2", "rows.jsonl", "--gpu", "RTX4090", "--num-gpus", "2", "--max-length", "128"]
+
+
+def check(answer: dict[str, Any], folder: Path) -> None:
+    """Check the document of `WORDS`, and the recipe that it has written."""
     assert (answer["method"], answer["refused"]) == ("full", {})
-    text = (tmp_path / "recipe.yaml").read_text()
+    text = (folder / "recipe.yaml").read_text()
     assert answer["text"] == text
     assert "Predicted:" in text
     assert "packing: true  # examples share rows, and no token sees another example" in text
-    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    recipe = load_recipe(folder / "recipe.yaml").recipe
     assert (recipe.launch.num_processes, recipe.data.max_length) == (2, 128)
-    again = cli(*words)
-    assert again.returncode == 2
-    assert "already exists" in again.stderr
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 200)
+    return tmp_path
+
+
+def test_command_writes_a_recipe_that_loads(rows: Path, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rows)
+    monkeypatch.setattr(fake, "state_gib", 4)
+    check(answer(*WORDS), rows)
+    (error,) = errors(*WORDS)
+    assert "already exists" in error["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_command_traces_the_steps_of_the_model(rows: Path, cli: Cli) -> None:
+    made = cli(*WORDS, "--json")
+    assert made.returncode == 0, made.stderr
+    check(document(made), rows)

@@ -7,108 +7,123 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 import fsdp_tune
+from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Cli, document
+from tests.cli.forked import Fork, command
+from tests.cli.in_process import errors, invoke
 from tests.pages.written import training_line, written
 
 
-def test_report_writes_a_page_and_one_document(cli: Cli, tmp_path: Path) -> None:
-    written(tmp_path / "runs" / "one", [training_line(10), {"step": 10, "eval_loss": 2.0}], learning_rate=1e-4)
-    written(tmp_path / "runs" / "two", [training_line(10)], learning_rate=2e-4)
-    done = cli("report", "runs/one", "runs/two", "--json")
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the run `one`."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "one", [training_line(10), {"step": 10, "eval_loss": 2.0}], learning_rate=1e-4)
+    return tmp_path
+
+
+def test_report_writes_a_page_and_one_document(cli: Cli, here: Path) -> None:
+    written(here / "two", [training_line(10)], learning_rate=2e-4)
+    done = cli("report", "one", "two", "--json")
     found = document(done)
     assert done.returncode == 0, done.stderr
     assert [(run["label"], run["steps"], run["loss"]["last"]) for run in found["runs"]] == [("one", 10, 0.5), ("two", 10, 0.5)]
     assert found["recipe_differences"] == {"training.learning_rate": ["0.0001", "0.0002"]}
-    page = tmp_path / found["page"]
+    page = here / found["page"]
     assert page.name == "report.html"
     assert page.read_text().startswith("<!doctype html>")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
 
 
-def test_report_is_a_table_on_the_terminal(cli: Cli, tmp_path: Path) -> None:
-    written(tmp_path / "one", [training_line(10), training_line(20, "nan")])
-    done = cli("report", "one", "one", "--output", "page.html")
-    assert done.returncode == 0
-    assert "not finite" in done.stderr + done.stdout
-    assert (done.stderr + done.stdout).count("not started") == 1  # the same directory twice is one run
-    assert (tmp_path / "page.html").exists()
+def test_report_is_a_table_on_the_terminal(here: Path) -> None:
+    written(here / "nan", [training_line(10), training_line(20, "nan")])
+    done = invoke("report", "nan", "nan", "--output", "page.html")
+    assert done.exit_code == 0
+    assert "not finite" in done.output
+    assert done.output.count("not started") == 1  # the same directory twice is one run
+    assert (here / "page.html").exists()
 
 
-def test_report_of_a_directory_that_is_no_run_exits_2(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    written(tmp_path / "one")
-    done = cli("report", "one", "other", "--json")
-    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, "not-a-run")
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_python_api_returns_the_page_without_writing(tmp_path: Path) -> None:
-    run = written(tmp_path / "one", [training_line(10)])
-    found = fsdp_tune.report([run.path])
+def test_python_api_returns_the_page_without_writing(here: Path) -> None:
+    found = fsdp_tune.report([here / "one"])
     assert (found.page, found.differences.recipe) == (None, {})
     assert found.html.startswith("<!doctype html>")
     assert found.runs[0].summary()["steps"] == 10
 
 
-@pytest.mark.parametrize("json_output", [False, True])
-def test_followed_report_is_served_until_ctrl_c(tmp_path: Path, json_output: bool) -> None:
-    run = written(tmp_path / "one", [training_line(10)])
-    command = [sys.executable, "-m", "fsdp_tune", "report", "one", "--follow", *(["--json"] if json_output else [])]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"SSH_CONNECTION": "10.0.0.1 22 10.0.0.2 22", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
-        talk = process.stderr if json_output else process.stdout
-        assert talk is not None
-        url = next(found[1] for line in talk if (found := re.match(r"the page is at (\S+)", line)))
-        port = url.split(":")[2].split("/")[0]
-        assert f": ssh -L {port}:127.0.0.1:{port} " in next(talk)
-        assert "<td>10</td>" in urllib.request.urlopen(url, timeout=30).read().decode()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "error:" not in err
-    assert "Traceback" not in err
-    assert (err if json_output else out).splitlines()[-1] == "the page is no longer served; runs are not affected"
-    if json_output:
-        found = document(subprocess.CompletedProcess([], 130, out, err))
-        assert (found["page"], found["runs"][0]["steps"], "errors" in found) == (None, 10, False)
-    assert not (tmp_path / "report.html").exists()
-    assert run.path.exists()
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["other"], "not-a-run"),
+        (["--follow", "-o", "page.html"], "report-output"),
+        (["--port", "8100"], "report-output"),
+        (["--follow", "--port", "70000"], "port-not-free"),
+    ],
+)
+def test_what_is_refused_writes_no_page(here: Path, words: list[str], code: str) -> None:
+    (here / "other").mkdir()
+    assert errors("report", "one", *words)[0]["code"] == code
+    assert not list(here.glob("*.html"))
 
 
-def test_followed_report_prints_the_end_of_each_run_and_is_served_on(tmp_path: Path) -> None:
-    one, two = (written(tmp_path / name, [training_line(10)]) for name in ("one", "two"))
-    command = [sys.executable, "-m", "fsdp_tune", "report", "one", "two", "--follow"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = next(found[1] for line in process.stdout if (found := re.match(r"the page is at (\S+)", line)))
-        assert "Ctrl-C ends" in next(process.stdout)
-        for run, reason, line in (
-            (one, "lost_rank", f"{one.path} has ended (lost_rank)\n"),
-            (two, "finished", f"{two.path} has finished; the page is served until Ctrl-C\n"),
-        ):
-            run.logs.mkdir(exist_ok=True)
-            run.outcome_json.write_text(json.dumps({"exit_code": 0, "exit_reason": reason, "step": 10, "time": 0.0, "problem": None}))
-            assert next(process.stdout) == line
-        assert urllib.request.urlopen(url, timeout=30).status == 200
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-    assert process.returncode == 130
+class Following:
+    """`report RUN… --follow`, whose page is at `url`. Its lines arrive in a file."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._lines = folder / "lines"
+
+        def program() -> None:
+            file = os.open(self._lines, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 2 if "--json" in words else 1)
+            command("report", *words, "--follow")()
+
+        self.fork = Fork(program, SSH_CONNECTION="10.0.0.1 22 10.0.0.2 22", PYTHONUNBUFFERED="1")
+        self.url = self.found(r"the page is at (\S+)")[1]
+
+    def found(self, pattern: str) -> re.Match[str]:
+        """Wait until the command has printed a line."""
+        return self.fork.wait_for(self._lines, pattern)
+
+    def page(self) -> str:
+        with urllib.request.urlopen(self.url, timeout=30) as response:
+            return response.read().decode()
+
+    def interrupted(self) -> tuple[int, str, list[str]]:
+        """Return the exit code, the document and the lines."""
+        os.kill(self.fork.pid, signal.SIGINT)
+        done = self.fork.end()
+        return done.code, done.out + done.err, self._lines.read_text().splitlines()
 
 
-@pytest.mark.parametrize("options", [["--follow", "-o", "page.html"], ["--port", "8100"], ["--follow", "--port", "70000"]])
-def test_options_that_do_not_fit_exit_2(cli: Cli, tmp_path: Path, options: list[str]) -> None:
-    written(tmp_path / "one")
-    done = cli("report", "one", *options, "--json")
-    code = "port-not-free" if "70000" in options else "report-output"
-    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, code)
-    assert not (tmp_path / "report.html").exists()
+def end(run: RunDir, reason: str) -> None:
+    run.logs.mkdir(exist_ok=True)
+    run.outcome_json.write_text(json.dumps({"exit_code": 0, "exit_reason": reason, "step": 10, "time": 0.0, "problem": None}))
+
+
+def test_followed_report_is_served_until_ctrl_c_and_prints_the_end_of_each_run(here: Path) -> None:
+    one, two = RunDir(here / "one"), written(here / "two", [training_line(10)])
+    following = Following(here, "one", "two")
+    port = following.url.split(":")[2].split("/")[0]
+    following.found(f": ssh -L {port}:127.0.0.1:{port} ")
+    assert "<td>10</td>" in following.page()
+    end(one, "lost_rank")
+    following.found(re.escape(f"{one.path} has ended (lost_rank)\n"))
+    end(two, "finished")
+    following.found(re.escape(f"{two.path} has finished; the page is served until Ctrl-C\n"))
+    assert following.page()
+    code, rest, lines = following.interrupted()
+    assert (code, rest, lines[-1]) == (130, "", "the page is no longer served; runs are not affected")
+    assert list(here.glob("*.html")) == []
+
+
+def test_followed_report_has_one_document(here: Path) -> None:
+    code, text, lines = Following(here, "one", "--json").interrupted()
+    found = json.loads(text)
+    assert (code, found["page"], found["runs"][0]["steps"], "errors" in found) == (130, None, 10, False)
+    assert lines[-1] == "the page is no longer served; runs are not affected"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.run_status import DirectoryStatus, run_status
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import refuse_undeclared
-from tests.cli.test_train_progress import shown_on_a_terminal
+from tests.cli.forked import command, ended, lines_on_a_terminal, shown_on_a_terminal
+from tests.cli.in_process import errors
 from tests.launch.test_accelerate import resolved
 
 LINES: list[dict[str, object]] = [
@@ -38,9 +42,7 @@ def run_in(folder: Path, name: str) -> Path:
 
 def status(*arguments: object, columns: int = 80) -> list[str]:
     """The lines of `status` on a terminal."""
-    argv = ["fsdp-tune", "status", *map(str, arguments)]
-    program = f"import sys; sys.argv = {argv!r}; from fsdp_tune.cli.app import main; main()"
-    return [line.rstrip() for line in shown_on_a_terminal(program, columns).replace("\r", "").splitlines()]
+    return [line.rstrip() for line in lines_on_a_terminal(command("status", *arguments), columns)]
 
 
 def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path) -> None:
@@ -95,32 +97,44 @@ def test_damaged_run_of_a_directory_is_a_notice(tmp_path: Path, capsys: pytest.C
         runs._read_status(screen, tmp_path / "good" / "logs")
 
 
-WATCH = (
-    "import os, signal, sys; from dataclasses import replace; from pathlib import Path\n"
-    "from fsdp_tune.cli import runs\n"
-    "runs.WATCH_SECONDS = 0.2\n"
-    "read, seen = runs._read_status, []\n"
-    "def running(screen, path):\n"
-    "    seen.append(1)\n"
-    "    if len(seen) == STOP: os.kill(os.getpid(), signal.SIGINT)\n"
-    "    return replace(read(screen, path), step=len(seen), **({'state': 'running', 'seconds_left': 9.0} if len(seen) < LAST else {}))\n"
-    "runs._read_status = running\n"
-    "from fsdp_tune.cli.app import main\n"
-    "main()"
-)
+def watched(run: Path, *, last: int, stop: int = 0) -> Callable[[], object]:
+    """Return `status --watch` of a run that ends at reading `last`, and which is interrupted at reading `stop`."""
+
+    def program() -> None:
+        read, seen = runs._read_status, list[int]()
+
+        def running(screen: Screen, path: Path) -> Any:
+            seen.append(1)
+            if len(seen) == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+            training = {"state": "running", "seconds_left": 9.0} if len(seen) < last else {}
+            return replace(read(screen, path), step=len(seen), **training)
+
+        runs.WATCH_SECONDS, runs._read_status = 0.2, running
+        command("status", "--watch", run)()
+
+    return program
 
 
 def test_watch_redraws_until_the_run_has_ended(tmp_path: Path) -> None:
-    program = f"LAST, STOP = 3, 0; import sys; sys.argv = ['fsdp-tune', 'status', '--watch', {str(run_in(tmp_path, 'a'))!r}]\n{WATCH}"
-    lines = re.split(r"[\r\n]+", shown_on_a_terminal(program, 80))
+    lines = re.split(r"[\r\n]+", shown_on_a_terminal(watched(run_in(tmp_path, "a"), last=3), 80))
     steps = list(dict.fromkeys(line for line in lines if line.startswith("step ")))
     assert [re.match(r"step (\d)", line)[1] for line in steps] == ["1", "2", "3"]  # type: ignore[index]
     assert ["9.0s left" in line for line in steps] == [True, True, False]
 
 
 def test_watch_in_a_pipe_prints_the_last_status_and_ends_on_ctrl_c(tmp_path: Path) -> None:
-    start = f"import sys; sys.argv = ['fsdp-tune', 'status', '--watch', {str(run_in(tmp_path, 'a'))!r}]\n"
-    done = subprocess.run([sys.executable, "-c", f"LAST, STOP = 3, 0\n{start}{WATCH}"], capture_output=True, text=True, check=True)
-    assert "\nstep 3 of 60" in done.stdout
-    done = subprocess.run([sys.executable, "-c", f"LAST, STOP = 999, 2\n{start}{WATCH}"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "no longer watched; the run is not affected\n", "")
+    run = run_in(tmp_path, "a")
+    done = ended(watched(run, last=3))
+    assert (done.code, "\nstep 3 of 60" in done.out) == (0, True)
+    done = ended(watched(run, last=999, stop=2))
+    assert (done.code, done.out, done.err) == (130, "no longer watched; the run is not affected\n", "")
+
+
+def test_directory_that_is_not_a_run_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
+    (error,) = errors("status", "runs/one/checkpoint-3")
+    assert error["code"] == "not-a-run"
+    assert "the run that contains it: runs/one" in error["hint"]

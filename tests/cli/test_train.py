@@ -23,6 +23,8 @@ from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.manifest import read_manifest
 from tests.cli.conftest import Cli, document
+from tests.cli.in_process import answer, errors, invoke, settings
+from tests.cli.inspection import fake_model  # noqa: F401  a fixture
 from tests.cuda.devices import on_devices
 from tests.cuda.environment import environment_on
 
@@ -31,23 +33,115 @@ def smoke(steps: int = 6, output_dir: str = "run", device: str = "cpu") -> tuple
     """The arguments that train the embedded recipe for a few steps, with a line after each second one."""
     keys = (f"training.max_steps={steps}", "training.warmup_steps=0", "training.logging_steps=2")
     keys += (f"output_dir={output_dir}", f"launch.device={device}")
-    return ("--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key)))
+    return ("--config", "gpt2_smoke", *settings(*keys))
 
 
 SHORT = smoke()
 
 
-def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [error["code"] for error in document(done)["errors"]]
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, on a machine without GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
+def codes(*words: str) -> list[str]:
+    """Return the codes of the errors of `train gpt2_smoke WORDS`, which is refused and has written nothing new."""
+    before = sorted(Path.cwd().rglob("*"))
+    found = [error["code"] for error in errors("train", *SHORT, *words)]
+    assert sorted(Path.cwd().rglob("*")) == before
+    return found
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", sorted(catalogue()))
-def test_every_catalogue_recipe_has_a_dry_run_without_gpus(cli: Cli, tmp_path: Path, name: str) -> None:
-    done = cli("train", name, "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
-    shown = document(done)
+def test_every_catalogue_recipe_has_a_dry_run_without_gpus(name: str) -> None:
+    shown = answer("train", name, "--dry-run")
     assert shown["argv"][shown["argv"].index("--num_processes") + 1] == str(shown["recipe"]["launch"]["num_processes"])
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_dry_run_prints_recipe_command_and_environment(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    done = invoke("train", *SHORT, "--dry-run")
+    assert done.exit_code == 0
+    recipe = done.stdout[: done.stdout.index("# why")]
+    assert "max_steps: 6" in recipe
+    assert "sync_each_batch" not in recipe, "a key at its default"
+    assert "hang_timeout" not in recipe
+    assert "null" not in recipe, "a key of a source at its default"
+    resolved = answer("train", *SHORT, "--dry-run")["recipe"]
+    assert Recipe.model_validate(yaml.safe_load(recipe)) == Recipe.model_validate(resolved)
+    assert f"-m accelerate.commands.launch --use_fsdp --config_file {here}/run/accelerate.yaml --num_processes 2" in done.stdout
+    assert "FSDP_VERSION=2" in done.stdout
+    assert "removed: RANK" in done.stdout
+
+
+@pytest.mark.usefixtures("here")
+def test_full_dry_run_prints_every_key() -> None:
+    shown = invoke("train", *SHORT, "--dry-run", "--full").stdout
+    assert {"sync_each_batch:", "mixed_precision:", "hang_timeout:"} <= set(shown.split())
+    assert "  optim: adamw_torch_fused\n" in shown
+    assert "  max_grad_norm: 1.0\n" in shown
+    assert "  max_steps: 6\n" in shown, "a field that the recipe sets"
+    assert codes("--full") == ["usage"]
+
+
+def test_dry_run_refuses_what_train_refuses(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "recipe.json").write_text(json.dumps(answer("train", *SHORT, "--dry-run")["recipe"]))
+    assert codes("--dry-run") == ["run-directory-used"]
+    shown = answer("train", *SHORT, "--resume", "auto", "--dry-run", "--set", "training.learning_rate=1e-4")
+    assert shown["begins"] == {"step": 0, "checkpoint": None}
+    assert [change["key"] for change in shown["changes"]] == ["training.learning_rate"]
+    assert codes("--resume", "auto", "--dry-run", "--set", "data.max_length=16") == ["resume-refused"]
+
+
+@pytest.mark.usefixtures("here")
+def test_arguments_after_two_dashes_reach_accelerate() -> None:
+    given = [*SHORT, "--dry-run", "--json", "--"]
+    assert "--monitor_interval" in json.loads(invoke("train", *given, "--monitor_interval", "0.5").stdout)["argv"]
+    refused = json.loads(invoke("train", *given, "--num_processes", "4").stdout)
+    assert [error["code"] for error in refused["errors"]] == ["launch-argument-owned"]
+
+
+@pytest.mark.usefixtures("here")
+def test_five_errors_are_reported_and_nothing_is_written() -> None:
+    wrong = ["training.max_stepz=1", "fsdp.sharding=FULL", "launch.device=tpu", "data.max_length=-1", "precision.mixed_precision=int4"]
+    assert len(codes(*settings(*wrong))) == 5
+
+
+def test_missing_gpu_is_exit_2_with_a_hint(cli: Cli, tmp_path: Path) -> None:
+    done = cli("train", *smoke(device="cuda"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "--set launch.device=cpu" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a", ""])
+def test_profile_without_steps_is_exit_2(steps: str) -> None:
+    assert codes("--profile", steps) == ["profile-not-understood"]
+
+
+@pytest.mark.usefixtures("here")
+def test_remote_code_needs_the_command_line_option() -> None:
+    remote = settings("model.from_config=null", "model.name_or_path=someone/model", "model.trust_remote_code=true")
+    assert codes(*remote, "--dry-run") == ["remote-code-not-trusted"]
+    assert invoke("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").exit_code == 0
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_disk_without_room_for_one_checkpoint_is_refused_before_a_rank_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = shutil.disk_usage
+    monkeypatch.setattr("fsdp_tune.jobs.doctor.shutil.disk_usage", lambda path: plain(path)._replace(free=4096))
+    done = invoke("train", *SHORT, *settings("checkpoint.probe=false", f"data.cache_dir={here / 'cache'}"))
+    assert done.exit_code == ExitCode.FAILED, done.output
+    for words in ("space: 4.00 KiB free in", "one checkpoint needs", "--ignore-plan"):
+        assert words in done.stderr
+    assert not (here / "run").exists()
 
 
 @pytest.mark.slow
@@ -62,79 +156,6 @@ def test_run_without_standard_streams_is_complete(tmp_path: Path) -> None:
     assert "starting ranks 0 to 1" in (run.logs / "train.log").read_text()
     assert (run.path / "merged" / "model.safetensors").is_file()
     assert "Traceback" not in "".join(path.read_text() for path in run.logs.glob("*.log"))
-
-
-def test_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", *SHORT, "--dry-run", RANK="7")
-    assert done.returncode == 0
-    recipe = done.stdout[: done.stdout.index("# why")]
-    assert "max_steps: 6" in recipe
-    assert "sync_each_batch" not in recipe, "a key at its default"
-    assert "hang_timeout" not in recipe
-    assert "null" not in recipe, "a key of a source at its default"
-    resolved = document(cli("train", *SHORT, "--dry-run", "--json"))["recipe"]
-    assert Recipe.model_validate(yaml.safe_load(recipe)) == Recipe.model_validate(resolved)
-    assert f"-m accelerate.commands.launch --use_fsdp --config_file {tmp_path}/run/accelerate.yaml --num_processes 2" in done.stdout
-    assert "FSDP_VERSION=2" in done.stdout
-    assert "removed: RANK" in done.stdout
-
-
-def test_full_dry_run_prints_every_key(cli: Cli) -> None:
-    shown = cli("train", *SHORT, "--dry-run", "--full").stdout
-    assert {"sync_each_batch:", "mixed_precision:", "hang_timeout:"} <= set(shown.split())
-    assert "  optim: adamw_torch_fused\n" in shown
-    assert "  max_grad_norm: 1.0\n" in shown
-    assert "  max_steps: 6\n" in shown, "a field that the recipe sets"
-    assert errors(cli("train", *SHORT, "--full", "--json")) == ["usage"]
-
-
-def test_dry_run_refuses_what_train_refuses(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text(json.dumps(document(cli("train", *SHORT, "--dry-run", "--json"))["recipe"]))
-    used = cli("train", *SHORT, "--dry-run", "--json")
-    assert (used.returncode, errors(used)) == (2, ["run-directory-used"])
-    resumed = (*SHORT, "--resume", "auto", "--dry-run", "--json")
-    shown = document(cli("train", *resumed, "--set", "training.learning_rate=1e-4"))
-    assert shown["begins"] == {"step": 0, "checkpoint": None}
-    assert [change["key"] for change in shown["changes"]] == ["training.learning_rate"]
-    refused = cli("train", *resumed, "--set", "data.max_length=16")
-    assert (refused.returncode, errors(refused)) == (2, ["resume-refused"])
-
-
-def test_arguments_after_two_dashes_reach_accelerate(cli: Cli) -> None:
-    shown = document(cli("train", *SHORT, "--dry-run", "--json", "--", "--monitor_interval", "0.5"))
-    assert "--monitor_interval" in shown["argv"]
-    refused = cli("train", *SHORT, "--dry-run", "--json", "--", "--num_processes", "4")
-    assert (refused.returncode, errors(refused)) == (2, ["launch-argument-owned"])
-
-
-def test_five_errors_are_reported_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
-    wrong = ["training.max_stepz=1", "fsdp.sharding=FULL", "launch.device=tpu", "data.max_length=-1", "precision.mixed_precision=int4"]
-    done = cli("train", *SHORT, *[word for each in wrong for word in ("--set", each)], "--json")
-    assert done.returncode == 2
-    assert len(errors(done)) == 5
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_gpu_is_exit_2_with_a_hint(cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", *smoke(device="cuda"), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "--set launch.device=cpu" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a", ""])
-def test_profile_without_steps_is_exit_2(cli: Cli, tmp_path: Path, steps: str) -> None:
-    done = cli("train", *SHORT, "--profile", steps, "--json")
-    assert (done.returncode, errors(done)) == (2, ["profile-not-understood"])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_remote_code_needs_the_command_line_option(cli: Cli) -> None:
-    remote = ("--set", "model.from_config=null", "--set", "model.name_or_path=someone/model", "--set", "model.trust_remote_code=true")
-    refused = cli("train", *SHORT, *remote, "--dry-run", "--json")
-    assert (refused.returncode, errors(refused)) == (2, ["remote-code-not-trusted"])
-    assert cli("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").returncode == 0
 
 
 @pytest.mark.slow

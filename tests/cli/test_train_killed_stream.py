@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli.test_train_streamed import lines_of, write
+from tests.cli.small_runs import lines_of, write_stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
 STEPS, BATCH = 120, 8
@@ -67,7 +67,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_killed_run_trains_the_rows_of_one_that_is_not(tmp_path: Path) -> None:
-    write(tmp_path, lines_of(20_000))
+    write_stream(tmp_path, lines_of(20_000))
     keys = ("--set", f"training.max_steps={STEPS}", "--set", "training.save_steps=3", "--resume", "auto")
     with start(tmp_path, "whole", "0", *keys) as whole:
         assert whole.wait(300) == 0, whole.stderr and whole.stderr.read()

@@ -11,11 +11,11 @@ import pytest
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import Cli, document
-from tests.cli.test_train_streamed import RECIPE, lines_of
+from tests.cli.small_runs import STREAM, lines_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
 SHARED = ("--set", "parallelism.sp_size=2")
-PREPARED: dict[str, Any] = RECIPE | {
+PREPARED: dict[str, Any] = STREAM | {
     "precision": {"mixed_precision": "no"},
     "data": {
         "train": [{"path": "rows.jsonl"}],
@@ -23,7 +23,7 @@ PREPARED: dict[str, Any] = RECIPE | {
         "packing": True,
         "max_length": 128,
     },
-    "training": RECIPE["training"] | {"sample": {"every": 3, "prompts": ["1 plus 1 is"], "max_new_tokens": 4}},
+    "training": STREAM["training"] | {"sample": {"every": 3, "prompts": ["1 plus 1 is"], "max_new_tokens": 4}},
 }
 
 
@@ -54,7 +54,7 @@ def test_run_with_shared_rows_has_the_losses_of_one_without(cli: Cli, tmp_path: 
 
 
 def test_stream_of_shared_rows_continues_with_rows_of_each_rank(cli: Cli, tmp_path: Path) -> None:
-    recipe = RECIPE | {"precision": {"mixed_precision": "no"}}
+    recipe = STREAM | {"precision": {"mixed_precision": "no"}}
     alone = train(cli, tmp_path, recipe, "alone")
     train(cli, tmp_path, recipe, "shared", *SHARED, "--set", "launch.num_processes=4", "--set", "training.max_steps=3")
     shared = train(cli, tmp_path, recipe, "shared", "--resume", "auto")

@@ -11,36 +11,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fsdp_tune.check.parity.model_directories import checkpoint_tensors
 from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import Cli, document
-
-RECIPE: dict[str, Any] = {
-    "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic"},
-    "data": {"train": [{"path": "builtin:arithmetic", "max_rows": 64}], "max_length": 64},
-    "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
-    "training": {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "learning_rate": 3e-3, "report_to": []},
-    "merge": {"dtype": "fp32"},
-    "launch": {"device": "cpu", "num_processes": 2},
-    "output_dir": "run",
-}
-
+from tests.cli.small_runs import LORA, losses, make_base
 
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-
-
-def make_base(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=328, tie_word_embeddings=False, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -48,16 +29,12 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(40).view(2, 20)).logits
 
 
-def losses(run: RunDir) -> list[float]:
-    return [line["loss"] for line in read_metrics(run) if "loss" in line]
-
-
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp_path: Path) -> None:
     base, run = make_base(tmp_path / "base"), RunDir(tmp_path / "run")
-    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    (tmp_path / "lora.yaml").write_text(json.dumps(LORA))
     trained = cli("train", "--config", "lora.yaml", "--json")
     assert trained.returncode == 0, trained.stderr
     assert "lora: adapters on 2 down_proj, 2 gate_proj" in trained.stderr
@@ -69,7 +46,7 @@ def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), atol=1e-3)
 
-    continued = RECIPE | {"lora": {"adapter": "run"}, "output_dir": "continued"}
+    continued = LORA | {"lora": {"adapter": "run"}, "output_dir": "continued"}
     (tmp_path / "continued.yaml").write_text(json.dumps(continued))
     valid = cli("validate", "--config", "continued.yaml")
     assert valid.returncode == 0, valid.stderr
@@ -90,21 +67,21 @@ def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp
 @pytest.mark.ranks
 def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    (tmp_path / "lora.yaml").write_text(json.dumps(LORA))
     whole, cut = RunDir(tmp_path / "run"), RunDir(tmp_path / "cut")
     assert cli("train", "--config", "lora.yaml", "--set", "merge.adapter=adapter").returncode == 0
     assert not whole.merged.exists()
     shutil.copytree(whole.path, cut.path, ignore=shutil.ignore_patterns("checkpoint-6", "merged", "adapter", "run.lock"))
     done = cli("train", "--config", "lora.yaml", "--set", "output_dir=cut", "--set", "merge.adapter=adapter", "--resume", "auto")
     assert done.returncode == 0, done.stderr
-    assert losses(cut) == losses(whole)
+    assert losses(cut.path) == losses(whole.path)
     one, other = (load_file(run.adapter / "adapter_model.safetensors") for run in (cut, whole))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in other)
 
     further = cli("train", "--config", "lora.yaml", "--set", "output_dir=further", "--set", "lora.adapter=run/adapter")
     assert further.returncode == 0, further.stderr
-    assert losses(RunDir(tmp_path / "further"))[0] < losses(whole)[0] - 0.05
+    assert losses(tmp_path / "further")[0] < losses(whole.path)[0] - 0.05
 
     make_base(tmp_path / "base", seed=1)
     refused = cli("validate", "--config", "lora.yaml", "--set", "lora.adapter=run/adapter", "--json")
@@ -117,9 +94,9 @@ def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli:
 @pytest.mark.ranks
 def test_run_is_resumed_without_the_adapter_that_it_was_started_from(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    (tmp_path / "lora.yaml").write_text(json.dumps(LORA))
     assert cli("train", "--config", "lora.yaml", "--set", "merge.adapter=adapter").returncode == 0
-    further = RECIPE | {"lora": {"adapter": "run"}, "merge": {"adapter": "adapter"}, "output_dir": "whole"}
+    further = LORA | {"lora": {"adapter": "run"}, "merge": {"adapter": "adapter"}, "output_dir": "whole"}
     (tmp_path / "further.yaml").write_text(json.dumps(further))
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = cli("train", "--config", "further.yaml")
@@ -128,7 +105,7 @@ def test_run_is_resumed_without_the_adapter_that_it_was_started_from(cli: Cli, t
     shutil.rmtree(tmp_path / "run")
     resumed = cli("train", "--config", "further.yaml", "--set", "output_dir=cut", "--resume", "auto", "--json")
     assert (resumed.returncode, document(resumed)["steps"]) == (0, 6), resumed.stderr
-    assert losses(cut) == losses(whole)
+    assert losses(cut.path) == losses(whole.path)
     one, other = (load_file(run.adapter / "adapter_model.safetensors") for run in (cut, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
     assert json.loads(cut.recipe_json.read_text())["lora"]["adapter"] == str(tmp_path / "run" / "adapter")
@@ -140,7 +117,7 @@ def test_run_is_resumed_without_the_adapter_that_it_was_started_from(cli: Cli, t
 @pytest.mark.ranks
 def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    recipe = RECIPE | {"lora": {"r": 8, "use_dora": True, "layers_to_transform": [1]}}
+    recipe = LORA | {"lora": {"r": 8, "use_dora": True, "layers_to_transform": [1]}}
     (tmp_path / "lora.yaml").write_text(json.dumps(recipe))
     done = cli("rehearse", "--config", "lora.yaml", "--json")
     assert done.returncode == 0, done.stderr
@@ -152,14 +129,14 @@ def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    recipe = RECIPE | {"lora": {"r": 4, "lr_ratio": 8}, "training": RECIPE["training"] | {"neftune_noise_alpha": 5.0}}
+    recipe = LORA | {"lora": {"r": 4, "lr_ratio": 8}, "training": LORA["training"] | {"neftune_noise_alpha": 5.0}}
     (tmp_path / "noisy.yaml").write_text(json.dumps(recipe))
-    (tmp_path / "plain.yaml").write_text(json.dumps(recipe | {"training": RECIPE["training"]}))
+    (tmp_path / "plain.yaml").write_text(json.dumps(recipe | {"training": LORA["training"]}))
     first = {}
     for name in ("noisy", "plain"):
         done = cli("train", "--config", f"{name}.yaml", "--set", f"output_dir={name}", "--set", "merge.at_end=false")
         assert done.returncode == 0, done.stderr
-        first[name] = losses(RunDir(tmp_path / name))[0]
+        first[name] = losses(tmp_path / name)[0]
     assert first["noisy"] != first["plain"]
 
 
@@ -168,7 +145,7 @@ def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -
 @pytest.mark.slow
 def test_adapter_over_4_bits_is_merged_into_the_weights_that_it_was_trained_on(cli: Cli, tmp_path: Path) -> None:
     base, run = make_base(tmp_path / "base", hidden=64), RunDir(tmp_path / "run")
-    (tmp_path / "qlora.yaml").write_text(json.dumps(RECIPE | {"quantization": {"load": "nf4"}}))
+    (tmp_path / "qlora.yaml").write_text(json.dumps(LORA | {"quantization": {"load": "nf4"}}))
     trained = cli("train", "--config", "qlora.yaml", "--json")
     assert trained.returncode == 0, trained.stderr
     assert "14 linear layers in 4.5 bits a weight" in trained.stderr
@@ -210,7 +187,7 @@ def test_adapters_of_experts_are_trained_merged_and_read_by_peft(cli: Cli, tmp_p
     config = Qwen3MoeConfig(vocab_size=328, head_dim=8, num_experts=4, num_experts_per_tok=2, **sizes)
     base, run = tmp_path / "base", RunDir(tmp_path / "run")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    recipe = RECIPE | {"lora": {"r": 4, "alpha": 8, **EXPERTS}}
+    recipe = LORA | {"lora": {"r": 4, "alpha": 8, **EXPERTS}}
     (tmp_path / "lora.yaml").write_text(json.dumps(recipe))
     trained = cli("train", "--config", "lora.yaml")
     assert trained.returncode == 0, trained.stderr
@@ -225,4 +202,4 @@ def test_adapters_of_experts_are_trained_merged_and_read_by_peft(cli: Cli, tmp_p
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(run.merged)), logits(adapted), rtol=1e-5, atol=1e-5)
     continued = cli("train", "--config", "lora.yaml", "--set", "output_dir=further", "--set", "lora.adapter=run/adapter")
     assert continued.returncode == 0, continued.stderr
-    assert losses(RunDir(tmp_path / "further"))[0] < losses(run)[0]
+    assert losses(tmp_path / "further")[0] < losses(run.path)[0]

@@ -19,7 +19,9 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import read_heartbeat
 from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import Done
-from tests.cli.test_train_lora import losses
+from tests.cli.in_process import invoke, settings_of
+from tests.cli.inspection import fake_model  # noqa: F401  a fixture
+from tests.cli.small_runs import losses
 
 SETTINGS = {
     "training.max_steps": 40,
@@ -33,8 +35,8 @@ SETTINGS = {
 
 
 def words(folder: Path, name: str, mirror: str | None, **more: object) -> list[str]:
-    settings = SETTINGS | {"output_dir": folder / name} | ({"checkpoint.mirror": mirror} if mirror else {}) | more
-    return ["train", "--config", "gpt2_smoke", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))]
+    values = SETTINGS | {"output_dir": folder / name} | ({"checkpoint.mirror": mirror} if mirror else {}) | more
+    return ["train", "--config", "gpt2_smoke", *settings_of(values)]
 
 
 @pytest.mark.slow
@@ -60,7 +62,7 @@ def test_killed_run_whose_disk_is_gone_ends_bitwise_the_same_from_the_mirror(tmp
     done = cli(*words(tmp_path, "cut", mirror), "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert "downloading checkpoint-" in done.stderr + done.stdout
-    assert losses(cut) == losses(whole)
+    assert losses(cut.path) == losses(whole.path)
     name = "merged/model.safetensors"
     assert (cut.path / name).read_bytes() == (whole.path / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "mirror/cut").glob("checkpoint-*")) == sorted(
@@ -152,17 +154,18 @@ def test_restart_replaces_a_damaged_checkpoint_by_the_copy_of_the_mirror(tmp_pat
         ("gs://bucket/x", "pip install 'fsdp-tune[gs]'"),
     ],
 )
-def test_url_that_is_no_mirror_is_refused(url: str, says: str, tmp_path: Path, cli: Callable[..., Done]) -> None:
-    done = cli(*words(tmp_path, "run", url))
-    assert done.returncode == 2
+def test_url_that_is_no_mirror_is_refused(url: str, says: str, tmp_path: Path) -> None:
+    done = invoke(*words(tmp_path, "run", url))
+    assert done.exit_code == 2
     assert says in done.stderr
-    assert "s3cr3t" not in done.stderr
+    assert "s3cr3t" not in done.output
     assert not (tmp_path / "run").exists()
 
 
-def test_mirror_that_cannot_be_written_stops_a_new_run(tmp_path: Path, cli: Callable[..., Done]) -> None:
+@pytest.mark.usefixtures("fake_model")
+def test_mirror_that_cannot_be_written_stops_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = cli(*words(tmp_path, "run", f"file://{tmp_path}/file"))
-    assert done.returncode == 2
+    done = invoke(*words(tmp_path, "run", f"file://{tmp_path}/file"))
+    assert done.exit_code == 2
     assert "cannot be used" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -17,7 +17,10 @@ from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Done, document
-from tests.cli.test_train_lora import losses, make_base
+from tests.cli.in_process import errors, invoke
+from tests.cli.inspection import fake_model  # noqa: F401  a fixture
+from tests.cli.small_runs import STREAM, losses, make_base, write_rows
+from tests.launch.test_remote_run import save
 
 HUB_BASE, HUB_ENTRY = "someone/base", "hub/models--someone--base"
 ROW = {"messages": [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2, and 2 + 2 = 4"}]}
@@ -50,7 +53,7 @@ class Started:
         tokenizer = open_tokenizer(Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}})).tokenizer
         tokenizer.save_pretrained(folder / "tokenizer")
         (folder / "chat.jinja").write_text(CHAT_TEMPLATE + "{# of this project #}\n")
-        (folder / "rows.jsonl").write_text("".join(json.dumps(ROW) + "\n" for _ in range(32)))
+        write_rows(folder / "rows.jsonl", [ROW] * 32)
         entry = folder / HUB_ENTRY
         for source in ("base", "tokenizer"):
             shutil.copytree(folder / source, entry / "snapshots" / "abc", dirs_exist_ok=True)
@@ -122,19 +125,17 @@ def test_resume_continues_without_what_only_the_start_reads(started: Started, ch
     assert done.returncode == 0, done.stderr
     assert document(done)["steps"] == 4
     whole = RunDir(started.folder / name)
-    assert losses(cut) == losses(whole)
+    assert losses(cut.path) == losses(whole.path)
     recorded = [json.loads(run.recipe_json.read_text()) for run in (cut, whole)]
     assert [{**each, "output_dir": ""} for each in recorded] == [{**recorded[1], "output_dir": ""}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("changes", "gone", "code", "key"),
-    [
-        ({}, "rows.jsonl", "data-not-found", "data.train[0]"),
-        pytest.param(LORA, "base", "not-found", "model.name_or_path", marks=pytest.mark.slow),
-    ],
+    [({}, "rows.jsonl", "data-not-found", "data.train[0]"), (LORA, "base", "not-found", "model.name_or_path")],
     ids=["data", "frozen-weights"],
 )
 def test_resume_without_what_it_needs_is_refused_before_ranks_start(
@@ -147,3 +148,20 @@ def test_resume_without_what_it_needs_is_refused_before_ranks_start(
     assert gone in error["message"]
     assert "starting ranks" not in done.stderr
     assert not (cut.path / "checkpoint-4").exists()
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_resume_without_its_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "run")
+    write_rows(tmp_path / "rows.jsonl", [ROW] * 32)
+    data = {"train": [{"path": "rows.jsonl"}], "max_length": 64}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(STREAM | {"data": data, "output_dir": "run"}))
+    assert invoke("train", "--config", "recipe.yaml", "--no-start").exit_code == 0
+    save(run, 2)
+    (tmp_path / "rows.jsonl").unlink()
+    before = sorted(run.path.rglob("*"))
+    (error,) = errors("train", "--config", "recipe.yaml", "--resume", "auto")
+    assert (error["code"], error["key"]) == ("data-not-found", "data.train[0]")
+    assert "rows.jsonl" in error["message"]
+    assert sorted(run.path.rglob("*")) == before

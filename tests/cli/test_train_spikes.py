@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli, document
-from tests.cli.test_train_streamed import MODEL, losses
+from tests.cli.in_process import settings
+from tests.cli.small_runs import MODEL, losses, write_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
 ROWS, BAD, BATCH = 560, 499, 8
 RECIPE: dict[str, Any] = {
-    "model": {"from_config": MODEL | {"num_attention_heads": 4, "num_key_value_heads": 2}, "tokenizer": "builtin:arithmetic"},
+    "model": {"from_config": MODEL, "tokenizer": "builtin:arithmetic"},
     "data": {"train": [{"path": "rows.jsonl"}], "max_length": 128, "shuffle": False},
     "training": {
         "global_batch_size": BATCH,
@@ -35,7 +36,7 @@ RECIPE: dict[str, Any] = {
 def write(folder: Path, copies: int = 1, **data: Any) -> None:
     rows = [{"text": "1 plus 2 is 3. " * 4} for _ in range(ROWS * copies)]
     rows[BAD - ROWS - 1] = {"text": "Zq@#%^&*~ {}[]<>|\\ " * 4}
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE | {"data": RECIPE["data"] | data}))
 
 
@@ -48,7 +49,6 @@ def spike_of(cli: Cli, run: str) -> dict[str, Any]:
     return document(cli("status", run, "--json"))["spike"]
 
 
-@pytest.mark.slow
 def test_planted_row_is_named_and_left_out(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path)
     train(cli, "run")
@@ -66,7 +66,6 @@ def test_planted_row_is_named_and_left_out(cli: Cli, tmp_path: Path) -> None:
     assert spike_of(cli, "again") is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "packing"), [(1, False), (1, True), (2, True)])
 def test_planted_row_is_named_on_any_ranks_packed_or_not(cli: Cli, tmp_path: Path, ranks: int, packing: bool) -> None:
     write(tmp_path, copies=2 if packing else 1, packing=packing, packing_strategy="wrapped")
@@ -79,29 +78,15 @@ def test_planted_row_is_named_on_any_ranks_packed_or_not(cli: Cli, tmp_path: Pat
     assert len(together) > 1 if packing else together == [bad]
 
 
-@pytest.mark.slow
 def test_skipped_rows_are_remembered_across_resumes_with_the_losses_of_a_file_without_them(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, shuffle=True)
     kept = [{"text": f"{number} plus 2 is {number + 2}. " * (1 + number % 3)} for number in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-    (tmp_path / "fewer.jsonl").write_text("".join(f"{json.dumps(row)}\n" for at, row in enumerate(kept, 1) if at not in (7, 33)))
+    write_rows(tmp_path / "rows.jsonl", kept)
+    write_rows(tmp_path / "fewer.jsonl", [row for at, row in enumerate(kept, 1) if at not in (7, 33)])
     (tmp_path / "skip").write_text(f"rows.jsonl:7\n{tmp_path}/rows.jsonl:33\n")
-    length = ("--set", "training.num_train_epochs=2", "--set", "training.learning_rate=1e-3")
+    length = settings("training.num_train_epochs=2", "training.learning_rate=1e-3")
     train(cli, "fewer", "--set", "data.train=[{path: fewer.jsonl}]", *length)
     train(cli, "part", "--skip-rows", "skip", *length, "--set", "training.max_steps=10")
     train(cli, "part", *length, "--resume", "auto", "--set", "launch.num_processes=1")
     assert losses(tmp_path / "part") == pytest.approx(losses(tmp_path / "fewer"), rel=1e-4)
     assert len(losses(tmp_path / "part")) == 16
-
-
-def test_bad_files_of_rows_are_errors_before_anything_is_written(cli: Cli, tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "skip").write_text("rows.jsonl:1\nrows.jsonl:561\nother.jsonl:1\n")
-    done = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--skip-rows", "skip", "--json")
-    assert done.returncode == 2
-    errors = [(error["code"], error["file"], error["line"]) for error in document(done)["errors"]]
-    assert errors == [("skip-rows-unknown", "skip", 2), ("skip-rows-unknown", "skip", 3)]
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "skip").write_text("rows.jsonl\n")
-    done = cli("train", "--config", "recipe.yaml", "--dry-run", "--skip-rows", "skip", "--json")
-    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, "skip-rows-line")

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import Cli, document
+from tests.cli.small_runs import lines_of, losses, training_lines, write_stream
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
-MODEL = {"model_type": "llama", "vocab_size": 328, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-RECIPE: dict[str, Any] = {
-    "model": {"from_config": MODEL | {"num_attention_heads": 4, "num_key_value_heads": 2}, "tokenizer": "builtin:arithmetic"},
-    "data": {"train": [{"path": "rows.jsonl"}], "streaming": True, "packing": True, "max_length": 128, "shuffle_buffer_size": 160},
-    "training": {
-        "global_batch_size": 8,
-        "max_steps": 6,
-        "save_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-    },
-    "merge": {"at_end": False},
-    "launch": {"device": "cpu", "num_processes": 2},
-}
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
 
 
-def write(folder: Path, lines: list[str], **data: Any) -> None:
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "recipe.yaml").write_text(json.dumps(RECIPE | {"data": RECIPE["data"] | data}))
-
-
-def lines_of(count: int) -> list[str]:
-    return [json.dumps({"text": f"{number} plus {number % 7} is {number + number % 7}. " * (1 + number % 3)}) for number in range(count)]
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(RunDir(run)) if "loss" in line]
-
-
-@pytest.mark.slow
 def test_stopped_run_continues_on_other_ranks_until_its_file_changes(cli: Cli, tmp_path: Path) -> None:
-    write(tmp_path, lines_of(600))
+    write_stream(tmp_path, lines_of(600))
     stopped = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=3", "--json")
     assert stopped.returncode == 0, stopped.stderr
     resumed = ("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--resume", "auto", "--json")
@@ -59,9 +26,8 @@ def test_stopped_run_continues_on_other_ranks_until_its_file_changes(cli: Cli, t
     assert (changed.returncode, document(changed)["errors"][0]["code"]) == (2, "data-changed")
 
 
-@pytest.mark.slow
 def test_stopped_run_has_the_losses_of_one_that_is_not(cli: Cli, tmp_path: Path) -> None:
-    write(tmp_path, lines_of(600))
+    write_stream(tmp_path, lines_of(600))
     for name, *others in (("whole",), ("part", "--set", "training.max_steps=3")):
         done = cli("train", "--config", "recipe.yaml", "--set", f"output_dir={name}", *others, "--json")
         assert done.returncode == 0, done.stderr
@@ -71,24 +37,22 @@ def test_stopped_run_has_the_losses_of_one_that_is_not(cli: Cli, tmp_path: Path)
     assert losses(tmp_path / "part") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_bad_row_far_into_the_stream_ends_the_run_with_its_line(cli: Cli, tmp_path: Path) -> None:
-    write(tmp_path, [*lines_of(1200), "{broken", *lines_of(100)], packing=False, shuffle_buffer_size=16)
+    write_stream(tmp_path, [*lines_of(1200), "{broken", *lines_of(100)], packing=False, shuffle_buffer_size=16)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=400", "--json")
     problem = document(ended)["errors"][0]
     assert (ended.returncode, problem["code"]) == (2, "bad-row")
     assert (Path(problem["file"]).name, problem["line"]) == ("rows.jsonl", 1201)
 
 
-@pytest.mark.slow
 def test_packed_stream_ends_after_its_last_row(cli: Cli, tmp_path: Path) -> None:
     """Lanes pack as many rows of the files into different numbers of rows; those that end first wait for the others."""
-    write(tmp_path, lines_of(700), train=[{"path": "rows.jsonl", "repeats": 1}], max_length=96)
+    write_stream(tmp_path, lines_of(700), train=[{"path": "rows.jsonl", "repeats": 1}], max_length=96)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
     problem = document(ended)["errors"][0]
     assert (ended.returncode, problem["code"]) == (2, "stream-ended")
     step = int(re.search(r"for step (\d+): 700 of 700 rows of ", problem["message"])[1])  # type: ignore[index]
-    lines = [line for line in read_metrics(RunDir(tmp_path / "run")) if "loss" in line]
+    lines = training_lines(tmp_path / "run")
     assert lines[-1]["step"] == step - 1
     prepared = tmp_path / "one.yaml"
     prepared.write_text(
@@ -98,9 +62,8 @@ def test_packed_stream_ends_after_its_last_row(cli: Cli, tmp_path: Path) -> None
     assert lines[-1]["source_0_tokens"] == document(whole)["report"]["sets"]["train"]["tokens"]
 
 
-@pytest.mark.slow
 def test_stream_that_ends_is_one_line_with_the_step(cli: Cli, tmp_path: Path) -> None:
-    write(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
+    write_stream(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
     ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
     problem = document(ended)["errors"][0]
     assert problem["code"] == "stream-ended"

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fsdp_tune.cli.app import app
 from fsdp_tune.jobs import validate as checks
-from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.read.loader import load_recipe
-from tests.model.recipes import model_facts
+from tests.cli.conftest import Cli, document
+from tests.cli.in_process import invoke
+from tests.cli.inspection import FACTS, fake_model, inspector  # noqa: F401  a fixture
 from tests.recipe.loading import MINIMAL, load
 
 FIVE_MISTAKES = """\
@@ -26,36 +25,17 @@ data:
 fsdp: {offload_parms: true, sharding_strategy: FULL_SHRAD}
 training: {per_device_train_batch_size: "8", offload_params: true}
 """
-FACTS = model_facts(embedding_rows=384, layers=2, layer_classes=["Block"], units=[["a"], ["b"]])
-
-
-def inspector(tmp_path: Path, document: ModelFacts | dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
-    """Stands in for `fsdp_tune.model.loading.inspect`: reads the recipe as that does, prints `document`."""
-    document = {**document.as_dict(), "problems": [], "notices": []} if isinstance(document, ModelFacts) else document
-    text = document if isinstance(document, str) else json.dumps(document)
-    script = tmp_path / "inspect_model.py"
-    script.write_text(
-        f"import sys\nfrom fsdp_tune.recipe.schema.recipe import Recipe\nRecipe.model_validate_json(sys.stdin.buffer.read())\n"
-        f"print({text!r})\nsys.stderr.write('last words\\n')\nsys.exit({exit_code})\n"
-    )
-    return (sys.executable, str(script))
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture
-def fake_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, FACTS))
-
 
 SMALL = """\
 model: {from_config: {model_type: gpt2, vocab_size: 384}, tokenizer: builtin:arithmetic}
 data: {train: [{path: builtin:arithmetic}]}
 launch: {num_processes: 2}
 """
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = invoke(*arguments)
+    return done.exit_code, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -327,13 +307,11 @@ def test_killed_inspection_is_reported_with_its_signal(tmp_path: Path, monkeypat
     assert "memory" in str(found.problems[0].hint)
 
 
-def test_embedded_recipe_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_recipe_is_valid(cli: Cli, tmp_path: Path) -> None:
     """The real child process builds the real model on the meta device."""
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run("validate", "--config", "gpt2_smoke", "--strict", "--json")
-    assert code == 0, err
-    document = json.loads(out)
-    assert document["model"]["layer_classes"] == ["GPT2Block"]
+    done = cli("validate", "--config", "gpt2_smoke", "--strict", "--json")
+    assert done.returncode == 0, done.stderr
+    assert document(done)["model"]["layer_classes"] == ["GPT2Block"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -373,7 +351,8 @@ RATE = "rate: 0 → 0.01 at step 2 → 0.001 at step 10"
 
 
 @pytest.mark.slow
-def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path, fake_model):
+@pytest.mark.usefixtures("fake_model")
+def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     schedule = "lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-3}"
     small = SMALL.replace("arithmetic}]", "arithmetic}], max_length: 32")

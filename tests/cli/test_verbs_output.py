@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import typer
 from fsdp_tune.cli.verbs import Screen, command, printable
 from fsdp_tune.core import atomic
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, rust_errors_as_os_errors, usage_error
+from fsdp_tune.data.read.file_access import builtin_tokenizer
+from tests.cli.forked import command as started
+from tests.cli.forked import ended as ended_fork
 
 
 def ended(
@@ -146,33 +150,37 @@ def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(capsys: pyt
     assert "this is a bug" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("write", ["tokenizer.save_pretrained(where)", "save_file({'a': torch.zeros(9999)}, where + '/x.safetensors')"])
-def test_write_limit_reaches_the_libraries_as_an_os_error(tmp_path: Path, write: str) -> None:
-    program = f"""
-import errno, resource, torch
-from pathlib import Path
-from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerFast
-from fsdp_tune.core.errors import rust_errors_as_os_errors
-from fsdp_tune.data.tokenise.tokenizer import builtin_tokenizer
-where = {str(tmp_path)!r}
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    with rust_errors_as_os_errors(Path(where)):
-        {write}
-except OSError as error:
-    print(error.errno == errno.EFBIG, error.filename)
-"""
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
-    assert done.stdout.split() == ["True", str(tmp_path)]
+@pytest.mark.parametrize("library", ["tokenizers", "safetensors"])
+def test_write_limit_reaches_the_libraries_as_an_os_error(tmp_path: Path, library: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"))
+
+    def program() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            with rust_errors_as_os_errors(tmp_path):
+                if library == "tokenizers":
+                    tokenizer.save_pretrained(tmp_path)  # pyright: ignore[reportUnknownMemberType]
+                else:
+                    save_file({"a": torch.zeros(9999)}, tmp_path / "x.safetensors")
+        except OSError as error:
+            print(error.errno == errno.EFBIG, error.filename)
+
+    assert ended_fork(program).out.split() == ["True", str(tmp_path)]
 
 
 def test_removed_current_directory_is_reported(tmp_path: Path) -> None:
-    program = f"import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(tmp_path / 'gone')!r})\nfrom fsdp_tune.cli.app import app\n"
-    program += "app(['train', 'gpt2_smoke'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the current directory has been removed")
+    def program() -> None:
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        started("train", "gpt2_smoke")()
+
+    done = ended_fork(program)
+    assert (done.code, done.err.splitlines()[0]) == (1, "error: the current directory has been removed")
 
 
 def test_terminal_escapes_are_printed_escaped() -> None:
@@ -223,11 +231,6 @@ def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout == "\\u2192 \\u6f22\n"
-
-
-def test_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    Screen(json_output=False).table("Title", ["name", "n"], [["a", 1], ["longer", 22]])
-    assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]
 
 
 def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

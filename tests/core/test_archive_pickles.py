@@ -27,17 +27,17 @@ PLAIN = st.recursive(
         | st.lists(inner, max_size=5).map(tuple)
         | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=5)
     ),
-    max_leaves=40,
+    max_leaves=15,
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(PLAIN, st.sampled_from([2, 3, 4, 5]))
 def test_plain_data_equal_pickle(value, protocol):
     assert load(pickle.dumps(value, protocol), {}) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_plain_data(noise):
     with contextlib.suppress(Refused):

@@ -47,29 +47,30 @@ MEAN_SOMETHING_ELSE = {
 """Module → texts that are also model types."""
 
 
-def literals(path: Path) -> set[str]:
-    return {
-        each.value
-        for each in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    }
+@pytest.fixture(scope="module")
+def literals(repository: Path) -> dict[str, set[str]]:
+    """Return the texts in the code of each other module of the package."""
+    package, found = repository / "fsdp_tune", dict[str, set[str]]()
+    for path in package.rglob("*.py"):
+        if path != Path(families.__file__):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            found[str(path.relative_to(package))] = texts
+    return found
 
 
-def test_no_other_module_names_a_model_type(repository: Path) -> None:
-    package = repository / "fsdp_tune"
-    own = Path(families.__file__)
-    found = {str(path.relative_to(package)): literals(path) & CONFIG_MAPPING_NAMES.keys() for path in package.rglob("*.py") if path != own}
+def test_no_other_module_names_a_model_type(literals: dict[str, set[str]]) -> None:
+    found = {name: texts & CONFIG_MAPPING_NAMES.keys() for name, texts in literals.items()}
     assert {name: types for name, types in found.items() if types} == MEAN_SOMETHING_ELSE
 
 
-def test_no_other_module_names_the_modules_of_experts(repository: Path) -> None:
-    package = repository / "fsdp_tune"
+def test_no_other_module_names_the_modules_of_experts(literals: dict[str, set[str]]) -> None:
     parts = (".experts.", ".router.", "mscale", "s_aux")
     found = {
-        (path.name, text)
-        for path in package.rglob("*.py")
-        for text in literals(path)
-        if any(part in text for part in parts) and " " not in text and path != Path(families.__file__)
+        (Path(name).name, text)
+        for name, texts in literals.items()
+        for text in texts
+        if any(part in text for part in parts) and " " not in text
     }
     assert found - {("sections.py", "mscale"), ("sections.py", "mscale_all_dim")} == set(), "these two are keys of a recipe (YaRN)"
 

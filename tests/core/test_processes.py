@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-import torch._inductor.config
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.parent_death import LAUNCHER_PID, ends_with_parent
@@ -92,6 +91,8 @@ def test_failed_block_ends_no_child_of_another_thread() -> None:
 @pytest.mark.e2e
 def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user can create TMPDIR/torchinductor_USER first, and Inductor executes what it finds there."""
+    import torch._inductor.config
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -120,8 +120,8 @@ def layers_of(one: Draw) -> int:
     return next((one.overrides[name] for name in ("num_hidden_layers", "n_layer") if name in one.overrides), 2)
 
 
-def weigh(one: Draw, folder: Path, on_ranks: Ranks, run: Recorded | None = None) -> Weighed:
-    """Train and plan a recipe in an empty folder, without the switches that the rules or the ranks refuse.
+def weigh(one: Draw, folder: Path, on_ranks: Ranks, run: Recorded | None = None, planned: PlannedMemory | None = None) -> Weighed:
+    """Train and plan a recipe in an empty folder, without the switches that the rules or the ranks refuse. `planned`: an earlier plan.
 
     Raises: RunRefused for a run that fails otherwise, AssertionError for a recipe that is refused for no switch of the draw.
     """
@@ -142,7 +142,7 @@ def weigh(one: Draw, folder: Path, on_ranks: Ranks, run: Recorded | None = None)
                 raise
             one = _without(one, switch, code, refusals)
     recipe = Recipe.model_validate(json.loads(written.recipe_json.read_text()))
-    return Weighed(one, live, planned_memory(recipe), tuple(refusals))
+    return Weighed(one, live, planned or planned_memory(recipe), tuple(refusals))
 
 
 def _without(one: Draw, switch: str | None, problem: Problem, refusals: list[str]) -> Draw:

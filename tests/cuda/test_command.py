@@ -14,80 +14,66 @@ from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import require
 from tests.cuda.environment import with_gpus
 
-STEPS = 24
-
 
 def fsdp_tune(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdp_tune", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.e2e
-def test_env_lists_the_devices_and_the_driver() -> None:
-    require("cuda")
-    done = fsdp_tune("env", "--json", environment=with_gpus(2, "A100"))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    text = json.dumps(found)
-    assert text.count("NVIDIA A100-SXM4-80GB") >= 2
-    assert "580.95.05" in text
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[dict[str, Any]]]:
-    """A run of `STEPS` steps on two GPUs, and what each of its ranks counted."""
-    require("cuda")
-    folder = tmp_path_factory.mktemp("trained")
+def train(folder: Path, gpus: int, steps: int, **options: Any) -> tuple[RunDir, list[dict[str, Any]]]:
+    """Train on emulated GPUs. Returns the run, and what each of its ranks counted."""
     changes = {
         "launch.device": "cuda",
-        "launch.num_processes": 2,
+        "launch.num_processes": gpus,
         "output_dir": folder / "run",
-        "training.max_steps": STEPS,
+        "training.max_steps": steps,
         "training.logging_steps": 1000,
         "training.eval_strategy": "no",
         "training.save_steps": 1000,
         "checkpoint.probe": "false",
     }
     arguments = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    environment = with_gpus(2, report=folder / "report", races=True)
-    done = fsdp_tune("train", "--config", "gpt2_smoke", *arguments, environment=environment)
+    done = fsdp_tune("train", "--config", "gpt2_smoke", *arguments, environment=with_gpus(gpus, report=folder / "report", **options))
     assert done.returncode == 0, done.stdout + done.stderr
     reports = [json.loads(path.read_text()) for path in (folder / "report").iterdir()]
     return RunDir(folder / "run"), [report for report in reports if report["rank"] is not None and report["operations"] > 1000]
 
 
 @pytest.mark.e2e
-def test_run_on_gpus_trains_and_merges(trained: tuple[RunDir, list[dict[str, Any]]]) -> None:
-    run, reports = trained
+def test_run_on_a_gpu_trains_and_merges(tmp_path: Path) -> None:
+    require("cuda")
+    run, reports = train(tmp_path, gpus=1, steps=4)
+    assert len(reports) == 1, "the rank computed on its GPU"
     assert (run.merged / "model.safetensors").exists()
-    assert len(reports) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
-def test_steady_state_waits_for_the_device_once_a_step(trained: tuple[RunDir, list[dict[str, Any]]]) -> None:
-    """For the norm of the step before, so that a gradient that is not finite stops the run; nothing else waits in each step."""
-    for report in trained[1]:
-        steady = [each for each in report["synchronisations"] if each["steps"] > STEPS // 2]
+def test_run_on_two_gpus_has_no_races_and_waits_for_the_device_once_a_step(tmp_path: Path) -> None:
+    """It waits for the norm of the step before, so that a gradient that is not finite stops the run."""
+    require("cuda")
+    steps = 24
+    run, reports = train(tmp_path, gpus=2, steps=steps, races=True)
+    assert (run.merged / "model.safetensors").exists()
+    assert [report["races"] for report in reports] == [[], []]
+    for report in reports:
+        steady = [each for each in report["synchronisations"] if each["steps"] > steps // 2]
         places = [(each["kind"], each["times"] - each["steps"], each["site"].split(":")[0]) for each in steady]
         assert places == [("event", 0, "fsdp_tune/worker/step_checks.py")]
 
 
-@pytest.mark.e2e
-def test_streams_of_a_run_have_no_races(trained: tuple[RunDir, list[dict[str, Any]]]) -> None:
-    assert [report["races"] for report in trained[1]] == [[], []]
-
-
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("planted", "state", "words"),
     [
-        pytest.param({}, "ok", "idle before, 1980 MHz or more under load", marks=pytest.mark.slow),
-        pytest.param({"used_gib": "20"}, "warn", "was not idle: 20.00 GiB of its memory in use (and 1 more)", marks=pytest.mark.slow),
-        pytest.param({"busy_percent": "90"}, "warn", "was not idle: 90 % busy", marks=pytest.mark.slow),
-        pytest.param({"power_watts": "400"}, "warn", "is limited to 400 W of 700 W", marks=pytest.mark.slow),
-        pytest.param({"slowed": "0x40"}, "warn", "lowers its clock (heat, by the hardware)", marks=pytest.mark.slow),
-        pytest.param({"ecc_errors": "3"}, "fail", "has 3 uncorrected memory errors", marks=pytest.mark.slow),
+        ({}, "ok", "idle before, 1980 MHz or more under load"),
+        ({"used_gib": "20"}, "warn", "was not idle: 20.00 GiB of its memory in use (and 1 more)"),
+        ({"busy_percent": "90"}, "warn", "was not idle: 90 % busy"),
+        ({"power_watts": "400"}, "warn", "is limited to 400 W of 700 W"),
+        ({"slowed": "0x40"}, "warn", "lowers its clock (heat, by the hardware)"),
+        ({"ecc_errors": "3"}, "fail", "has 3 uncorrected memory errors"),
     ],
 )
 def test_doctor_names_an_unfit_gpu(tmp_path: Path, planted: dict[str, str], state: str, words: str) -> None:

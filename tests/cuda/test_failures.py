@@ -205,12 +205,15 @@ def test_devices_are_counted_as_torch_does_whatever_is_visible() -> None:
         assert json.loads(done.stdout) == [expected, expected], visible
 
 
-def test_env_reports_lost_devices_and_slow_bf16(tmp_path: Path) -> None:
+def test_env_reports_devices_driver_lost_devices_and_slow_bf16(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     lost.write_text("0")
-    done = fsdp_tune("env", "--json", environment=with_gpus(2, "T4", lost=str(lost)))
+    done = fsdp_tune("env", "--json", environment=with_gpus(3, "T4", lost=str(lost)))
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["lost_devices"], len(found["devices"]), found["torch"]["device_count"]) == (["GPU 0 (GPU is lost)"], 1, 1)
+    assert (found["lost_devices"], len(found["devices"]), found["torch"]["device_count"]) == (["GPU 0 (GPU is lost)"], 2, 2)
+    assert json.dumps(found["devices"]).count("Tesla T4") == 2
+    assert "580.95.05" in done.stdout, "the driver"
     assert {"gpu-lost", "no-bf16"} <= {row["code"] for row in found["known_bad"]}
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.cuda.devices import require
-from tests.cuda.drawn_memory import drawn, weigh
+from tests.cuda.drawn_memory import Weighed, drawn, weigh
 from tests.cuda.live_memory import recorded_run
 from tests.cuda.memory_page import HEADING, ComparedRow, results, section, written
 from tests.cuda.memory_report import compare, difference
@@ -17,14 +17,19 @@ from tests.cuda.memory_step import MemoryChange, MemoryStep, only_at_peak, parti
 from tests.ranks import Ranks, shared_ranks
 
 MIB = 2**20
-FAST = (2, 6, 7)
-"""FSDP2 with packed rows, FSDP1 with recomputation, DDP."""
+FAST, SLOW = 2, (6, 7)
+"""FSDP2 with packed rows; FSDP1 with recomputation, DDP."""
 
 
 @pytest.fixture(scope="module")
 def on_ranks() -> Ranks:
     require("cuda")
     return shared_ranks("cuda")
+
+
+@pytest.fixture(scope="module")
+def weighed(tmp_path_factory: pytest.TempPathFactory, on_ranks: Ranks) -> Weighed:
+    return weigh(drawn(FAST), tmp_path_factory.mktemp("weighed") / "recipe", on_ranks)
 
 
 def _step(*sizes: float, begin: int = 0) -> MemoryStep:
@@ -74,8 +79,14 @@ def test_section_replaces_the_old_one_alone() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seed", [FAST[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAST[1:])])
-def test_plan_holds_what_a_run_holds(tmp_path: Path, on_ranks: Ranks, seed: int) -> None:
+def test_plan_holds_what_a_run_holds(weighed: Weighed) -> None:
+    assert weighed.is_within, difference(weighed)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", SLOW)
+def test_plan_of_a_drawn_recipe_holds_what_its_run_holds(tmp_path: Path, on_ranks: Ranks, seed: int) -> None:
     row = compare(seed, tmp_path / "recipe", on_ranks)
     assert row.failure is None, row
     assert row.is_within, row
@@ -98,10 +109,10 @@ def leaky_run(path: str) -> MemoryStep | dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: Ranks) -> None:
-    weighed = weigh(drawn(FAST[0]), tmp_path / "recipe", on_ranks, run=leaky_run)
-    assert not weighed.is_within
-    named = difference(weighed) or ""
+def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: Ranks, weighed: Weighed) -> None:
+    leaky = weigh(drawn(FAST), tmp_path / "recipe", on_ranks, run=leaky_run, planned=weighed.planned)
+    assert not leaky.is_within
+    named = difference(leaky) or ""
     assert "only the live's peak has 2 × 3.00 MiB by aten::empty, worker/trainer.py" in named, named
     assert "_clip_grad_norm" in named, named
 

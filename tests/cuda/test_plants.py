@@ -14,9 +14,10 @@ from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import require
 from tests.parity import runs
 from tests.parity.bench import Bench, shared_bench
-from tests.parity.cases import Case
+from tests.parity.cases import SHORT, Case
+from tests.parity.compare import deviation
 
-BASE, DROPOUT = Case(), Case("gpt2-dropout")
+BASE, DROPOUT = Case(training=(("witness", "off"),), steps=SHORT), Case("gpt2-dropout", steps=SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -143,28 +144,29 @@ def watched(bench: Bench, plant: str, case: Case = BASE) -> tuple[RunDir, list[d
     return run, bench.on_ranks.run(2, run_watched, str(run.path), plant)
 
 
-def steady_places(counted: dict[str, Any]) -> set[str]:
+def steady_files(counted: dict[str, Any]) -> list[str]:
     """Files that wait for the device in most steps, apart from the lines that each step of these runs logs."""
-    steady = [each for each in counted["synchronisations"] if each["steps"] > runs.STEPS // 2]
-    return {each["site"].split(":")[0] for each in steady if "metrics.py" not in each["site"] and "_log" not in each["site"]}
+    steady = [each for each in counted["synchronisations"] if each["steps"] > SHORT // 2]
+    return [each["site"].split(":")[0] for each in steady if "metrics.py" not in each["site"] and "_log" not in each["site"]]
 
 
 @pytest.mark.ranks
-def test_run_without_a_bug_has_no_races_and_waits_where_it_must(bench: Bench) -> None:
+def test_run_without_a_bug_has_no_races_and_waits_in_each_step_for_its_log_alone(bench: Bench) -> None:
+    """Its numbers are those of one device. What waits without a log line: test_command.py, with the slow tests."""
     run, counted = watched(bench, "none")
     for each in counted:
         assert each["exit_reason"] == "finished", each["traceback"]
         assert each["races"] == []
-    assert all(value.isfinite().all() for value in runs.saved_parameters(run, runs.STEPS).values())
-    witness = {"fsdp_tune/worker/readback/witness.py", "fsdp_tune/worker/readback/trained.py"}
-    assert steady_places(counted[0]) == steady_places(counted[1]) == witness, "these runs ask for a witness of every step"
+        assert steady_files(each) == []
+    found = deviation(run, bench.reference_of(BASE))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_wait_in_each_step_is_listed_with_its_place(bench: Bench) -> None:
     _, counted = watched(bench, "wait")
-    assert [any("test_plants.py" in place for place in steady_places(each)) for each in counted] == [True, True]
+    assert [any("test_plants.py" in file for file in steady_files(each)) for each in counted] == [True, True]
 
 
 @pytest.mark.ranks
@@ -201,8 +203,8 @@ def test_resumed_run_shows_which_generator_was_saved(plant: str, is_equal: bool,
     """Losses after a resume are those of the uninterrupted run only if each rank saved the generator of its own GPU."""
     whole, _ = watched(bench, plant, DROPOUT)
     resumed = bench.prepared_run(DROPOUT)
-    runs.resume_from(resumed, whole)
+    runs.resume_from(resumed, whole, DROPOUT.saved_step)
     runs.train(bench.on_ranks, resumed, DROPOUT.ranks)
     expected, found = ([line["loss"] for line in runs.loss_lines(run)] for run in (whole, resumed))
-    assert len(expected) == len(found) == runs.STEPS
+    assert len(expected) == len(found) == SHORT
     assert (found == expected) is is_equal

@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -77,7 +78,7 @@ class DataHub(BaseHTTPRequestHandler):
         pass
 
 
-def main(path: str) -> None:
+def main(paths: list[str]) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), DataHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
@@ -85,19 +86,20 @@ def main(path: str) -> None:
     from fsdp_tune.data.stream.row_stream import stream_stamps, stream_units
     from fsdp_tune.recipe.schema.sections import DataSource
 
-    units = stream_units(find_source(DataSource(path=path), "data.train[0]", streaming=True), 4)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
+    for path in paths:
+        units = stream_units(find_source(DataSource(path=path), "data.train[0]", streaming=True), 4)
 
-    def read() -> None:
-        queue.put([row[1]["text"] for unit in units for row in unit.read()])
+        def read(units: Any = units) -> None:
+            queue.put([row[1]["text"] for unit in units for row in unit.read()])
 
-    process = context.Process(target=read)
-    process.start()
-    rows = queue.get(timeout=60)
-    process.join()
-    print(json.dumps({"rows": rows, "stamps": stream_stamps(units), "downloads": DataHub.downloads}))
+        process = context.Process(target=read)
+        process.start()
+        rows = queue.get(timeout=60)
+        process.join()
+        print(json.dumps({"path": path, "rows": rows, "stamps": stream_stamps(units), "downloads": DataHub.downloads}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

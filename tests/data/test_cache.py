@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -16,12 +16,13 @@ import pytest
 import fsdp_tune.core.atomic as atomic
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data import cache
+from fsdp_tune.data import build, cache
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read import file_access
 from fsdp_tune.run.manifest import digest_file
 from tests.data.support import ByteEncoder, prepared, recipe_for, rows_of, write_jsonl
 
+FORKS = multiprocessing.get_context("fork")
 ROWS = [{"prompt": f"{n} ", "completion": str(n)} for n in range(30)]
 
 
@@ -218,19 +219,25 @@ class FailingDisk(Disk):
         super().mkdir(path)
 
 
-def failing_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingDisk]:
+def replace_disks(disk: Disk) -> None:
+    for module in (atomic, cache, build):
+        module.DISK = disk
+
+
+def failing_disks() -> Iterator[FailingDisk]:
     for fail_at in count(1):
         disk = FailingDisk(fail_at)
-        for module in ("fsdp_tune.core.atomic", "fsdp_tune.data.cache", "fsdp_tune.data.build"):
-            monkeypatch.setattr(f"{module}.DISK", disk)
+        replace_disks(disk)
         yield disk
         if disk.operations < fail_at:
             return
 
 
 def test_disk_failure_at_any_operation_leaves_no_partial_store(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (atomic, cache, build):
+        monkeypatch.setattr(module, "DISK", module.DISK)  # restored at the end
     failures = 0
-    for _ in failing_disks(monkeypatch):
+    for _ in failing_disks():
         try:
             prepared(tmp_path, rows)
         except OSError:
@@ -242,83 +249,56 @@ def test_disk_failure_at_any_operation_leaves_no_partial_store(tmp_path: Path, r
     assert len(rows_of(prepared(tmp_path, rows))) == 30
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from fsdp_tune.core.atomic import Disk
-import fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.build
-from fsdp_tune.data.preparation import prepare
-from tests.data.support import ByteEncoder, recipe_for
+class KillingDisk(FailingDisk):
+    """From the n-th operation on the process is killed."""
 
-class Killing(Disk):
-    operations = 0
-    def __getattribute__(self, name):
-        if not name.startswith("_") and name != "operations":
-            Killing.operations += 1
-            if Killing.operations == fail_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getattribute__(name)
-
-folder, rows, fail_at = Path(sys.argv[1]), Path(sys.argv[2]), 0
-for fail_at in map(int, sys.argv[3:]):
-    Killing.operations = 0
-    pid = os.fork()
-    if pid == 0:
-        for module in (fsdp_tune.core.atomic, fsdp_tune.data.cache, fsdp_tune.data.build):
-            module.DISK = Killing()
-        prepare(recipe_for(folder, rows), ByteEncoder())
-        os._exit(7)
-    status = os.waitpid(pid, 0)[1]
-    print(fail_at, "killed" if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), flush=True)
-    if not os.WIFSIGNALED(status):
-        break
-    data = folder / "cache" / "data"
-    for store in data.iterdir() if data.exists() else ():
-        if not store.name.startswith("."):
-            assert fsdp_tune.data.cache.complete(store) is not None, store
-"""
+    def _count(self) -> None:
+        self.operations += 1
+        if self.operations >= self.fail_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_kill_at_any_operation_leaves_no_partial_store_and_is_cleaned_up(tmp_path: Path, rows: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(rows), *map(str, range(1, 200))],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    *killed, last = done.stdout.splitlines()
-    assert len(killed) > 20
-    assert all(line.endswith("killed") for line in killed)
-    assert last.endswith("7")
+    def prepare_until(operation: int) -> None:
+        replace_disks(KillingDisk(operation))
+        prepared(tmp_path, rows)
+
+    kills = 0
+    while True:
+        child = FORKS.Process(target=prepare_until, args=(kills + 1,))
+        child.start()
+        child.join()
+        data = tmp_path / "cache" / "data"
+        for store in data.iterdir() if data.exists() else ():
+            if not store.name.startswith("."):
+                assert cache.complete(store) is not None, store
+        if child.exitcode != -signal.SIGKILL:
+            break
+        kills += 1
+    assert (child.exitcode, kills > 20) == (0, True)
     assert len(rows_of(prepared(tmp_path, rows))) == 30
     assert len(stores(tmp_path)) == 1, "stages of the killed are gone"
 
 
-RACING = """
-import sys, time
-from pathlib import Path
-from fsdp_tune.data.preparation import prepare
-from tests.data.support import ByteEncoder, recipe_for
-
-class Slow(ByteEncoder):
-    def encode(self, texts):
-        time.sleep(0.2)
-        return super().encode(texts)
-
-while time.time() < float(sys.argv[3]):
-    time.sleep(0.01)
-found = prepare(recipe_for(Path(sys.argv[1]), Path(sys.argv[2])), Slow())
-print(found.reused, found.train_rows)
-"""
-
-
 def test_concurrent_processes_build_one_store(tmp_path: Path, rows: Path) -> None:
-    start = time.time() + 2.0
-    command = [sys.executable, "-c", RACING, str(tmp_path), str(rows), str(start)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [racer.communicate(timeout=60)[0].split() for racer in racers]
-    assert sorted(said) == [["False", "30"], ["True", "30"], ["True", "30"]]
+    together, results = FORKS.Barrier(3), FORKS.SimpleQueue()
+
+    class Slow(ByteEncoder):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            time.sleep(0.2)
+            return super().encode(texts)
+
+    def race() -> None:
+        together.wait()
+        found = prepare(recipe_for(tmp_path, rows), Slow())
+        results.put((found.reused, found.train_rows))
+
+    racers = [FORKS.Process(target=race) for _ in range(3)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert sorted(results.get() for _ in racers) == [(False, 30), (True, 30), (True, 30)]
 
 
 def test_without_locks_the_second_process_uses_the_existing_entry(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,20 +457,18 @@ def test_eval_rows_in_training_set_are_counted_and_named(tmp_path: Path, pairs: 
 
 
 def test_split_depends_only_on_row_content(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(200)]
+    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(60)]
     reversed_keys = [[dict(reversed(message.items())) for message in chat] for chat in chats]
     null_keys = [[message | {"name": None} for message in chat] for chat in chats]
-    ways = {
-        "plain": prepared(tmp_path, _chats(tmp_path, "plain", chats), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
-        "all": prepared(
-            tmp_path, _chats(tmp_path, "plain", chats), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}, loss_on="all"
-        ),
-        "keys": prepared(tmp_path, _chats(tmp_path, "keys", reversed_keys), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
-        "nulls": prepared(tmp_path, _chats(tmp_path, "nulls", null_keys), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
-    }
-    held_out = {name: [origin for _, origin in _origins(found.evals["held_out"])] for name, found in ways.items()}
-    assert len(held_out["plain"]) > 20
-    assert all(rows == held_out["plain"] for rows in held_out.values())
+
+    def split(name: str, rows: list[Any], **data: Any) -> list[int]:
+        options: dict[str, Any] = {"encoder": ByteEncoder(template=CHATML), "eval": {"fraction": 0.3}, **data}
+        found = prepared(tmp_path, _chats(tmp_path, name, rows), **options)
+        return [origin for _, origin in _origins(found.evals["held_out"])]
+
+    plain = split("plain", chats)
+    assert len(plain) > 10
+    assert split("plain", chats, loss_on="all") == split("keys", reversed_keys) == split("nulls", null_keys) == plain
 
 
 def _chats(folder: Path, name: str, chats: list[Any]) -> Path:
@@ -528,8 +526,9 @@ def test_prepared_data_round_trip_through_json(tmp_path: Path, pairs: Path) -> N
     assert again.content() == found.content()
 
 
-def test_several_processes_give_the_same_rows(tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(12_500)])
+def test_several_processes_give_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.data.tokenise.rows.CHUNK_ROWS", 50)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(700)])
     alone = prepared(tmp_path / "alone", rows)
     several = prepared(tmp_path / "several", rows, num_proc=2)
     assert alone.key == several.key

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import pickle
 import subprocess
 import sys
-import tarfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +15,6 @@ from typing import Any, ClassVar
 
 import datasets
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
@@ -30,51 +26,17 @@ from fsdp_tune.data.stream.row_stream import StreamUnit, count_units, refuse_cha
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run import remote_files
 from tests.data.hub_of_files import COMMIT
+from tests.data.row_files import WRITERS, lines, tar, zstd
 
 ROWS: list[dict[str, Any]] = [{"text": f"{number} {'zwölf ä€😀' * (number % 7)}"} for number in range(101)]
 LANES = (1, 3, 16, 64)
 
 
-def lines(rows: Sequence[dict[str, Any]], end: str = "\n") -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows).encode()
+FILES = [f"rows.{suffix}" for suffix in WRITERS]
 
 
-def zstd(data: bytes) -> bytes:
-    return pa.Codec("zstd").compress(data, asbytes=True)
-
-
-def tar(members: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return file.getvalue()
-
-
-def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    parquet.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=13)
-
-
-def write_arrow(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(list(rows))
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=13)
-
-
-WRITERS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], object]] = {
-    "rows.jsonl": lambda path, rows: path.write_bytes(lines(rows)),
-    "rows.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
-    "rows.jsonl.zst": lambda path, rows: path.write_bytes(zstd(lines(rows[:60])) + zstd(lines(rows[60:]))),
-    "rows.tar": lambda path, rows: path.write_bytes(tar({f"s/{i:04}.json": json.dumps(row).encode() for i, row in enumerate(rows)})),
-    "rows.json": lambda path, rows: path.write_text(json.dumps(list(rows), indent=1)),
-    "rows.txt": lambda path, rows: path.write_text("\n".join(row["text"] for row in rows), encoding="utf-8"),
-    "rows.csv": lambda path, rows: path.write_text("text\n" + "\n".join(row["text"] for row in rows), encoding="utf-8"),
-    "rows.tsv": lambda path, rows: path.write_text("text\n" + "\n".join(row["text"] for row in rows), encoding="utf-8"),
-    "rows.parquet": write_parquet,
-    "rows.arrow": write_arrow,
-}
+def write(path: Path) -> None:
+    WRITERS[path.name.removeprefix("rows.")](path, ROWS)
 
 
 def source(path: Path | str, **entry: Any) -> RowSource:
@@ -94,9 +56,9 @@ def expected() -> list[str]:
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 def test_units_hold_each_row_once_and_read_from_any_row(tmp_path: Path, name: str, lanes: int) -> None:
-    WRITERS[name](tmp_path / name, ROWS)
+    write(tmp_path / name)
     units = stream_units(source(tmp_path / name), lanes)
     assert [unit.rows for unit in count_units(units, {})] == [len(list(unit.read())) for unit in units]
     assert sorted(text.rstrip() for text in texts(units)) == expected()
@@ -108,7 +70,7 @@ def test_units_hold_each_row_once_and_read_from_any_row(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.jsonl.gz", "rows.arrow", "rows.csv"])
 def test_rows_are_located_by_their_number_in_the_file(tmp_path: Path, name: str) -> None:
-    WRITERS[name](tmp_path / name, ROWS)
+    write(tmp_path / name)
     numbers = {
         row[1]["text"]: row[0] for row in read_rows(tmp_path / name, name.split(".")[1].replace("jsonl", "lines")) if isinstance(row, tuple)
     }
@@ -275,8 +237,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(remote_files, "WAITS", (0.0, 0.0))
     monkeypatch.setattr(file_access, "FIRST_BLOCK", 700)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    for name, write in WRITERS.items():
-        write(tmp_path / name, ROWS)
+    for name in FILES:
+        write(tmp_path / name)
     Files.contents = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()} | {"/empty.jsonl": b""}
     Files.failures, Files.etag, Files.ranges = [], "one", True
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Files)
@@ -288,7 +250,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     thread.join()
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 def test_files_at_http_urls_hold_each_row_once(server: str, name: str) -> None:
     units = stream_units(source(f"{server}/{name}?token=1"), 3)
     assert sorted(text.rstrip() for text in texts(units)) == expected()
@@ -367,16 +329,19 @@ def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pyte
     assert "train, test" in (failure(lambda: source("org/rows", name="main", revision="v1", split="dev")).hint or "")
 
 
-@pytest.mark.parametrize("path", ["org/rows", f"hf://datasets/org/rows@{COMMIT}/data/train-*.parquet"])
-def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path: Path, path: str) -> None:
+def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path: Path) -> None:
+    paths = ["org/rows", f"hf://datasets/org/rows@{COMMIT}/data/train-*.parquet"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    command = [sys.executable, "-m", "tests.data.hub_of_files", path]
+    command = [sys.executable, "-m", "tests.data.hub_of_files", *paths]
     environment = {**kept, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, env=environment)
-    found = json.loads(done.stdout)
-    assert sorted(found["rows"]) == sorted(f"train-{part} {row}" for part in (0, 1) for row in range(50))
-    assert list(found["stamps"]) == [f"hf://datasets/org/rows@{COMMIT}/data/train-{part}.parquet" for part in (0, 1)]
-    assert found["downloads"] == 0
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        assert found["path"] == paths.pop(0)
+        assert sorted(found["rows"]) == sorted(f"train-{part} {row}" for part in (0, 1) for row in range(50))
+        assert list(found["stamps"]) == [f"hf://datasets/org/rows@{COMMIT}/data/train-{part}.parquet" for part in (0, 1)]
+        assert found["downloads"] == 0
+    assert not paths
 
 
 def test_line_beyond_the_limit_is_one_bad_row_of_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def in_child(action: Callable[[], object]) -> int:
             code = 0
         except FsdpTuneError:
             code = 1
+        except Exception:  # noqa: BLE001  its code says it, and the log has the reason
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -161,11 +161,15 @@ def save_with_short_writes(path: Path, step: int) -> None:
         save(path, step)
 
 
-def save_limited(path: Path, step: int, rank: int, limit_bytes: int) -> str | None:
-    """A save where one rank may write no file larger than `limit_bytes`, a limit that no Python hook can pass by."""
-    mine = dist.get_rank() == rank
-    error = _save(path, step, around=_file_size_limit(limit_bytes) if mine else None).error
-    return None if error is None else error.problems[0].message
+def save_limited(cases: list[tuple[Path, int]], step: int, rank: int) -> list[str | None]:
+    """A save for each (run, limit), where `rank` may write no larger file: a limit that no Python hook can pass by."""
+    live, told = make_live(), list[str | None]()
+    for path, limit_bytes in cases:
+        around = _file_size_limit(limit_bytes) if dist.get_rank() == rank else None
+        error = _save(path, step, live=live, around=around).error
+        told.append(None if error is None else error.problems[0].message)
+        dist.barrier()
+    return told
 
 
 @contextlib.contextmanager

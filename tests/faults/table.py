@@ -184,7 +184,7 @@ LAUNCH = (
         "recipe/test_resolve::cpu_is_never_chosen_silently", "cuda/test_failures::machine_with_fewer_gpus_is_refused_and_the_other_names_it_missing",
     ),
     _row(
-        "F036", "r", 11, REFUSED, "a rank dies at import, before it can report", "launch/test_accelerate_real::import_error_of_a_rank_replaces_torchrun_report",
+        "F036", "r", 11, REFUSED, "a rank dies at import, before it can report", "launch/test_supervisor_early::ranks_wait_for_the_run_directory_and_are_watched_like_others",
         "launch/test_supervisor::rank_that_dies_early_shows_its_exception",
     ),
     _row("F037", "r", 9, REFUSED, "a rank is stopped (SIGSTOP)", "launch/test_supervisor::stopped_rank_is_late_and_its_location_is_reported"),
@@ -257,6 +257,7 @@ RUN = (
          "launch/test_accelerate::agent_gets_signals_and_shutdown_timeout"),
     _row(
         "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a terminal that closes", "launch/test_supervisor::signal_is_passed_on_and_the_ranks_save",
+        "launch/test_supervisor::every_stop_signal_is_recorded",
         "launch/test_supervisor::signal_that_was_ignored_at_the_start_stays_ignored",
         "cli/test_verbs_output::closed_pipe_does_not_stop_a_command",
     ),
@@ -370,6 +371,7 @@ RESUME = (
 
 MERGE = (
     _row("F102", "t", 1, SURVIVED, "a merge killed at every operation, and by signals", "merge/test_merging_faults::after_any_last_operation_the_output_is_absent_or_complete",
+         "merge/test_merging_faults::full_disk_at_any_operation_is_one_error_and_leaves_nothing_partial",
          "merge/test_merging_faults::killed_replacement_keeps_the_old_or_has_the_new", "merge/test_merging_faults::signal_leaves_no_partial_model",
          "faults/test_kill_points::merge_killed_anywhere_leaves_no_model_or_a_complete_one"),
     _row("F103", "t", 11, REFUSED, "limits on file sizes; too little space", "merge/test_merging_faults::file_size_limit_ends_in_one_error_and_nothing_left",

@@ -15,7 +15,8 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from
 from fsdp_tune.run.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.faults import ranks
 from tests.faults.conftest import Count
-from tests.ranks import Ranks
+from tests.ranks import Ranks, shared_ranks
+from tests.session import made_once
 
 pytestmark = pytest.mark.ranks
 FLIPS = 64
@@ -24,13 +25,13 @@ FLIPS = 64
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Two checkpoints of two ranks."""
-    from tests.ranks import shared_ranks
 
-    run = RunDir(tmp_path_factory.mktemp("damage") / "run")
-    run.path.mkdir()
-    for step in (ranks.FIRST, ranks.SECOND):
-        shared_ranks().run(2, ranks.save, run.path, step, False, None)
-    return run
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for step in (ranks.FIRST, ranks.SECOND):
+            shared_ranks().run(2, ranks.save, folder, step, False, None)
+
+    return RunDir(shutil.copytree(made_once("two-checkpoints", make), tmp_path_factory.mktemp("damage") / "run"))
 
 
 def files_of(checkpoint: Path) -> list[str]:

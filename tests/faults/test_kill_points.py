@@ -68,7 +68,8 @@ def every_kill(
 # ------------------------------------------------------------------------------------------------------------- rotation
 
 
-def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(tmp_path: Path, count: Count) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(every: int, tmp_path: Path, count: Count) -> None:
     def make(place: Path) -> Path:
         for step in STEPS:
             make_checkpoint(RunDir(place), step)
@@ -84,7 +85,8 @@ def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(tmp_path: Pat
         assert verified_steps(run) == [40, 50]
         assert stages(place) == []
 
-    count(kill_points_in_a_rotation=every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path))
+    points = every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path, every=every)
+    count(kill_points_in_a_rotation=points)
 
 
 def test_rotation_with_a_stale_listing_deletes_too_few_and_never_the_newest(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_leftovers_are_removed_and_links_not_followed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- a new run, and a resumed one
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_new_run_killed_anywhere_is_absent_or_complete(every: int, tmp_path: Path, count: Count) -> None:
     recipe = resolved(tmp_path)
 
@@ -172,7 +174,7 @@ def _cases(tmp_path: Path) -> None:
     (tmp_path / "cases").mkdir()
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_run_killed_while_updating_its_files_resumes(every: int, tmp_path: Path, count: Count) -> None:
     """Each file is the old or the new one, and the recipe that a rank would read is one of the two."""
     old = resolved(tmp_path)
@@ -225,7 +227,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
 # ---------------------------------------------------------------------------------------------------------------- a merge
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_merge_killed_anywhere_leaves_no_model_or_a_complete_one(every: int, tmp_path: Path, count: Count) -> None:
     import torch
 

@@ -92,8 +92,9 @@ def test_save_operations_are_deterministic(tmp_path: Path, on_ranks: Ranks) -> N
 @on_devices
 def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
     cases = Cases(tmp_path, on_ranks)
-    points = points_of(cases.operations(), every_write=60, every=7)
-    kill_each(cases, points)
+    points = points_of(cases.operations(), every_write=60, every=17)
+    kill_each(cases, points[::2])
+    kill_each(cases, points[1::2], asynchronous=True)
     count(kill_points_in_a_save=len(points))
 
 
@@ -152,7 +153,7 @@ def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_suc
     tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
     cases = Cases(tmp_path, on_ranks)
-    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=6)
+    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=6)[::3]  # each error, for once and for ever
     refuse_each(cases, faults)
     count(refused_operations=len(faults))
 
@@ -187,9 +188,9 @@ def test_limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint(
     sizes = {path.name: path.stat().st_size for path in cases.first.rglob("*") if path.is_file()}
     # Each kind of file is once the first that is cut.
     limits = sorted({1, max(sizes.values()) // 2, *(size - 1 for size in sizes.values())})
-    for limit in limits:
-        path = cases.new(limit)
-        message = on_ranks.run(RANKS, ranks.save_limited, path, ranks.SECOND, rank, limit)[rank]
+    paths = [cases.new(limit) for limit in limits]
+    told = on_ranks.run(RANKS, ranks.save_limited, list(zip(paths, limits, strict=True)), ranks.SECOND, rank)[rank]
+    for path, limit, message in zip(paths, limits, told, strict=True):
         assert half_files(path) == [], limit
         if message is None:
             assert verified_steps(RunDir(path)) == [ranks.SECOND], limit

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
 from tests.parity.store import VOCABULARY
 from tests.ranks import End, Ranks
+from tests.session import made_once
 
 STEPS = 12
 CASE = Case("gpt2-dropout", accumulation=2)
@@ -33,15 +36,16 @@ class Training:
     def __init__(self, on_ranks: Ranks, case: Case = CASE, changes: dict[str, Any] | None = None, *, vocabulary: int = VOCABULARY) -> None:
         self.on_ranks, self.case, self.vocabulary = on_ranks, case, vocabulary
         self.changes = runs.merged(CHANGES, changes or {})
-        self.whole = self.new()
-        self.finish(self.whole)
+        self.steps: int = self.changes["training"]["max_steps"]
+        digest = hashlib.sha256(repr((case, self.changes, vocabulary)).encode()).hexdigest()[:16]
+        self.whole = RunDir(made_once(f"whole-{on_ranks.device}-{digest}", lambda folder: self.finish(self.new(folder=folder))))
 
-    def new(self, case: Case | None = None, changes: dict[str, Any] | None = None) -> RunDir:
+    def new(self, case: Case | None = None, changes: dict[str, Any] | None = None, folder: Path | None = None) -> RunDir:
         """`changes`: of what changes no number."""
         case, bench = case or self.case, shared_bench(self.on_ranks.device)
         model = bench.model(case.architecture, None if self.vocabulary == VOCABULARY else self.vocabulary)
         recipe = runs.merged(runs.merged(case.recipe(str(model)), self.changes), changes or {})
-        return bench.written_run(recipe, vocabulary=self.vocabulary)
+        return bench.written_run(recipe, folder=folder, vocabulary=self.vocabulary)
 
     def attempt(
         self,
@@ -67,7 +71,7 @@ class Training:
     def is_whole(self, run: RunDir) -> None:
         """Loss, norm, rate and counts of every step once, and every weight, bit for bit those of the uninterrupted run."""
         assert numbers(run) == numbers(self.whole)
-        one, other = (runs.saved_parameters(each, STEPS) for each in (run, self.whole))
+        one, other = (runs.saved_parameters(each, self.steps) for each in (run, self.whole))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in other)
 

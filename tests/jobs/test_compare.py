@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,14 @@ import yaml
 
 import fsdp_tune
 from fsdp_tune.check.comparison.environments import ObservingChild
-from fsdp_tune.check.comparison.observe import Side
 from fsdp_tune.check.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.jobs.sides import LLAMA, in_process
 from tests.pages.written import training_line, written
 
-LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None}
 RECIPE: dict[str, Any] = {
     "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic", "tokens": {"add": ["<|im_start|>", "<|im_end|>"]}},
     "data": {"train": [{"path": "chat.jsonl"}], "max_length": 128, "chat_template": "chatml"},
@@ -33,11 +32,6 @@ RECIPE: dict[str, Any] = {
     "training": {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3, "report_to": []},
     "launch": {"device": "cpu", "num_processes": 2},
 }
-
-
-def in_process(child: Any, recipe: Recipe, until: str) -> Observation:
-    """In place of the child process, whose start takes seconds."""
-    return Side({"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **child.settings}).observe()
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +52,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[Any, Observation]:
+    """What has been computed in `files`, whose files never change: most tests have the same side A."""
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def one_thread(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread(files: Path, known: dict[Any, Observation], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def computed(child: ObservingChild, recipe: Recipe, until: str) -> Observation:
+        if Path.cwd() != files:
+            return in_process(child, recipe, until)
+        key = (recipe.model_dump_json(), until, *(value for name, value in child.settings.items() if name != "folder"))
+        if key not in known:
+            known[key] = in_process(child, recipe, until)
+        return known[key]
+
     monkeypatch.chdir(files)
-    monkeypatch.setattr(ObservingChild, "computed", in_process)
+    monkeypatch.setattr(ObservingChild, "computed", computed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -383,3 +391,23 @@ def test_run_and_a_recipe_are_compared_by_their_recipes(here: Path) -> None:
     with pytest.raises(FsdpTuneError) as refused:
         compared("training.seed=1", a="b.yaml", b="one")
     assert refused.value.problems[0].code == "compare-override"
+
+
+def test_arithmetic_of_another_interpreter_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other interpreter, played by this process, has a cross-entropy that is a thousandth larger."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    own = torch.nn.functional.cross_entropy
+
+    def computed(child: Any, *request: Any) -> Any:
+        scale = 1.0 if child._python == sys.executable else 1.001
+        monkeypatch.setattr("torch.nn.functional.cross_entropy", lambda *given, **named: own(*given, **named) * scale)
+        return in_process(child, *request)
+
+    monkeypatch.setattr(ObservingChild, "computed", computed)
+    found = compared(python=str(python))
+    assert (found.a.python, found.b.python) == (sys.executable, str(python))
+    assert first(found) == ("row_losses", [])
+    assert found.cause is not None
+    assert found.cause.is_shown
+    assert "with A's interpreter B gives the same" in found.cause.text

@@ -317,11 +317,11 @@ def test_sender_that_is_refused_is_reported_once_and_at_once(mirrored: tuple[Run
 def test_end_waits_while_a_model_is_hashed(
     mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch, *, is_hashing: bool
 ) -> None:
-    monkeypatch.setattr(jobs, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 0.1)
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
     found, count = mirroring(*mirrored), itertools.count()
     monkeypatch.setattr(Mirroring, "_state", lambda _: MirrorState("-", waiting=["merged"], hashed_bytes=next(count) if is_hashing else 0))
-    child = subprocess.Popen(["sleep", "1"], text=True)
+    child = subprocess.Popen(["sleep", "0.5"], text=True)
     found._wait(child)
     assert (child.poll() is not None) == is_hashing
     child.kill()

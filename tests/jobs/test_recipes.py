@@ -14,6 +14,7 @@ import fsdp_tune
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.jobs.recipes import check_cache
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from tests.cli.inspection import fake_model  # noqa: F401  a fixture
 
 JOBS: dict[str, Callable[[LoadedRecipe], object]] = {
     "prepare": fsdp_tune.prepare,
@@ -66,6 +67,7 @@ def test_user_without_home_directory_is_told_to_name_a_cache(
     assert (problem.code, "export XDG_CACHE_HOME=DIR" in str(problem.hint)) == ("cache-unusable", True)
 
 
+@pytest.mark.usefixtures("fake_model")
 def test_validate_finds_a_file_in_the_place_of_the_cache_and_creates_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert problem_of(fsdp_tune.validate, smoke(tmp_path, f"data.cache_dir={tmp_path / 'file' / 'x'}")).code == "cache-unusable"

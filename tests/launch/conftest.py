@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,12 +9,12 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import machine, store
+from fsdp_tune.launch.mirror.remote_run import RemoteRun
+from fsdp_tune.launch.supervise import hang, rank_watch, supervisor
 from fsdp_tune.run.directory import RunDir
-from tests.conftest import REPOSITORY
+from tests.launch.fake_ranks import Parts, PlanOf, fake_plan, write_parts_of_ranks
 from tests.launch.links import Play
-
-Parts = dict[str, list[list[object]]]
-PlanOf = Callable[[Parts], LaunchPlan]
+from tests.launch.mirrors import save, send_all
 
 
 @pytest.fixture
@@ -32,21 +29,22 @@ def plan_of(run: RunDir) -> PlanOf:
     """A launch of fake ranks under the fake agent, from the part of each rank."""
 
     def make(parts: Parts) -> LaunchPlan:
-        (run.path / "fake.json").write_text(json.dumps(parts))
-        world_size = len(parts)
-        agent = str(REPOSITORY / "tests" / "launch" / "fake_agent.py")
-        return LaunchPlan(
-            argv=(sys.executable, agent, str(world_size), str(run.path)),
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            settings={},
-            removed=(),
-            run=run,
-            ranks=range(world_size),
-            machine_rank=0,
-            world_size=world_size,
-        )
+        write_parts_of_ranks(run, parts)
+        return fake_plan(run, len(parts))
 
     return make
+
+
+@pytest.fixture
+def quick_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short periods and limits of a supervisor."""
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(supervisor, "METRICS_SECONDS", 0.02)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(supervisor, "HANG_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "ECHO_SECONDS", 0.15)
+    monkeypatch.setattr(hang, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(rank_watch, "READS_PER_SECOND", 50.0)
 
 
 @pytest.fixture
@@ -75,3 +73,17 @@ def play_of(run: RunDir) -> Iterator[Callable[[int], Play]]:
     yield make
     for each in played:
         each.network.close()
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteRun:
+    """A mirror in a directory."""
+    return RemoteRun(f"file://{tmp_path}/mirror", "run")
+
+
+@pytest.fixture
+def sent(run: RunDir, remote: RemoteRun) -> RunDir:
+    """A run whose checkpoint of step 5 is in the mirror."""
+    save(run, 5)
+    assert send_all(run, remote)
+    return run

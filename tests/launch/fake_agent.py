@@ -1,4 +1,4 @@
-"""A stand-in for torchrun's agent, without importing torch: `fake_agent.py WORLD_SIZE RUN_DIR`.
+"""A stand-in for torchrun's agent, without importing torch: `fake_agent.py WORLD_SIZE [--early DIRECTORY] RUN_DIR`.
 
 Starts ranks in sessions of their own, ends the others with SIGTERM when one fails and waits for them, passes signals on and
 then waits, reports the first failure in torch's words. tests/launch/test_accelerate_real.py runs the same through the real one.
@@ -32,14 +32,14 @@ def stop(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def main() -> int:
-    world_size, run = int(sys.argv[1]), sys.argv[2]
+    world_size, words = int(sys.argv[1]), sys.argv[2:]
     for name in SIGNALS:
         signal.signal(getattr(signal, name), on_signal)
-    command = [sys.executable, "-m", "tests.launch.fake_worker", run]
+    command = [sys.executable, "-m", "tests.launch.fake_worker", *words]
     ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, start_new_session=True) for rank in range(world_size)]
     try:
         while True:
-            time.sleep(0.05)
+            time.sleep(0.02)
             codes = [rank.poll() for rank in ranks]
             if all(code == 0 for code in codes):
                 return 0

@@ -1,10 +1,10 @@
 """A rank without torch that follows the script in RUN/fake.json. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
-After `--early DIRECTORY` it first waits for the run directory.
+After `--early DIRECTORY` it first waits for the run directory. It knows the file names of `RunDir`, whose import is slow.
 A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
 ["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
-(0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
+(0.2 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.parent_death import die_with_launcher
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import EarlyStart
 
 
 class Rank:
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: Path) -> None:
         self.run = run
         self.rank = int(os.environ["RANK"])
         self.step = 0
         self.received: list[int] = []
 
+    def log_file(self, suffix: str) -> Path:
+        return self.run / "logs" / f"rank-{self.rank:04d}.{suffix}"
+
     def beat(self, phase: str, step: int) -> None:
         self.step = step
         content = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
         content |= {"progressed_at": time.monotonic(), "silent_seconds": 0.0}
-        self.write(self.run.rank_heartbeat(self.rank), content)
+        self.write(self.log_file("heartbeat.json"), content)
 
     def dump_stacks_on_request(self) -> None:
-        log = os.open(self.run.rank_log(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(self.log_file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
 
     def wait_for_others(self) -> None:
@@ -55,7 +56,7 @@ class Rank:
             "time": time.time(),
             "problem": problem,
         }
-        self.write(self.run.rank_outcome(self.rank), content | facts)
+        self.write(self.log_file("outcome.json"), content | facts)
 
     def write(self, path: Path, content: dict[str, Any]) -> None:
         stage = path.with_suffix(".tmp")
@@ -63,7 +64,7 @@ class Rank:
         os.replace(stage, path)
 
     def log(self, line: dict[str, Any]) -> None:
-        with open(self.run.metrics_jsonl, "a") as file:
+        with open(self.run / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def listen(self) -> None:
@@ -72,7 +73,7 @@ class Rank:
 
     def save_and_stop(self) -> None:
         self.beat("saving", self.step)
-        time.sleep(0.3)
+        time.sleep(0.2)
         interrupted = signal.SIGINT in self.received
         self.outcome(130 if interrupted else 143, "interrupted" if interrupted else "preempted")
         sys.exit(130 if interrupted else 143)
@@ -85,12 +86,12 @@ class Rank:
         elif name == "sleep":
             time.sleep(arguments[0])
         elif name == "once":
-            mark = self.run.path / arguments[0]
+            mark = self.run / arguments[0]
             if not mark.exists():
                 mark.touch()
                 self.act(*arguments[1:])
         elif name == "rename-run":
-            self.run.path.rename(arguments[0])
+            self.run.rename(arguments[0])
         elif name == "stacks":
             self.dump_stacks_on_request()
         elif name == "wait":
@@ -117,7 +118,7 @@ class Rank:
         elif name == "outcome":
             self.outcome(**arguments[0])
         elif name == "environment":
-            (self.run.path / f"environment-{self.rank}.json").write_text(json.dumps(dict(os.environ)))
+            (self.run / f"environment-{self.rank}.json").write_text(json.dumps(dict(os.environ)))
         else:
             raise AssertionError(name)
 
@@ -125,10 +126,10 @@ class Rank:
 def main() -> None:
     die_with_launcher()
     *early, folder = sys.argv[1:]
-    while early and not EarlyStart(Path(early[1])).opened.exists():
+    while early and not (Path(early[1]) / "opened").exists():
         time.sleep(0.02)
-    rank = Rank(RunDir(Path(folder)))
-    parts = json.loads((rank.run.path / "fake.json").read_text())
+    rank = Rank(Path(folder))
+    parts = json.loads((rank.run / "fake.json").read_text())
     for name, *arguments in parts[str(rank.rank)]:
         rank.act(name, *arguments)
 

@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
+from fsdp_tune.core.errors import Problem
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Identity
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import Verdict
 
 END = None
 
@@ -88,13 +91,16 @@ class Network:
         self._count = count
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
-        self._served = store.serve(listener, count)
+        self._served: store.KeyValueStore | None = store.serve(listener, count)
         self.links: dict[int, list[ThreadLink]] = {}
         self.channels: list[Channel] = []
 
     def channel(self, machine: int, folder: Path | None = None) -> Channel:
         def connect() -> store.KeyValueStore:
-            return self._served if machine == 0 else store.connect_to("127.0.0.1", self.port)
+            if machine > 0:
+                return store.connect_to("127.0.0.1", self.port)
+            assert self._served is not None, "the network is closed"
+            return self._served
 
         def start() -> ThreadLink:
             link = ThreadLink(machine, self._count, connect, folder)
@@ -108,14 +114,17 @@ class Network:
         return self.channels[-1]
 
     def close(self) -> None:
+        """End everything at once: no machine waits until the others have read its last document."""
         for links in self.links.values():
             for link in links:
                 link.is_cut.clear()
         closing = [threading.Thread(target=channel.close) for channel in self.channels]
-        for thread in closing:
-            thread.start()
-        for thread in (*closing, *(link.thread for links in self.links.values() for link in links)):
-            thread.join(30.0)
+        with patch.object(store, "PRESENT_SECONDS", 0.0), patch.object(store, "SERVED_SECONDS", 0.0):
+            for thread in closing:
+                thread.start()
+            for thread in (*closing, *(link.thread for links in self.links.values() for link in links)):
+                thread.join(30.0)
+        self._served = None  # the last reference, with which torch closes the port
 
     def link(self, machine: int) -> ThreadLink:
         return self.links[machine][-1]
@@ -171,6 +180,21 @@ class Answers:
         self.thread.join(30.0)
         assert not self.thread.is_alive()
         return self.found
+
+
+def problem_of(verdict: object) -> Problem:
+    """The problem of a verdict that has one."""
+    assert isinstance(verdict, Verdict)
+    assert verdict.problem is not None
+    return verdict.problem
+
+
+def failure_of(machine: Machines) -> Problem:
+    """Wait until a machine sees a failure of another one."""
+    until(machine.failure_elsewhere)
+    problem = machine.failure_elsewhere()
+    assert problem is not None
+    return problem
 
 
 def start(first: Machines, *others: Machines, launch: int = 0) -> None:

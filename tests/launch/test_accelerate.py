@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.secrets import MASK
 from fsdp_tune.launch.command.accelerate import (
@@ -20,36 +19,13 @@ from fsdp_tune.launch.command.accelerate import (
     check_extra,
     check_port,
     clean,
-    launch_plan,
     manual_commands,
     relevant_variables,
 )
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
-from fsdp_tune.recipe.read.loader import parse_recipe
-from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import rank
-
-BASE = """
-model: {from_config: {model_type: llama, hidden_size: 64}, tokenizer: "builtin:words"}
-data: {train: [{path: "builtin:arithmetic"}], max_length: 64}
-training: {max_steps: 100}
-launch: {device: cpu, num_processes: 2}
-"""
-
-
-def resolved(tmp_path: Path, *overrides: str) -> Recipe:
-    return resolve(
-        parse_recipe(BASE, tmp_path / "base.yaml", overrides).recipe, Machine(None, 0, 4, None), cwd=tmp_path, assume="cuda"
-    ).recipe
-
-
-def plan(
-    tmp_path: Path, *overrides: str, inherited: dict[str, str] | None = None, machine_rank: int = 0, extra: tuple[str, ...] = ()
-) -> LaunchPlan:
-    run = RunDir(tmp_path / "run")
-    return launch_plan(resolved(tmp_path, *overrides), run, inherited=inherited or {}, machine_rank=machine_rank, extra=extra)
+from tests.launch.recipes import plan, resolved
 
 
 def option(plan: LaunchPlan, name: str) -> str:
@@ -64,17 +40,17 @@ def test_launcher_runs_with_current_interpreter(tmp_path: Path) -> None:
 
 def test_launch_command_leaves_nothing_to_defaults(tmp_path: Path) -> None:
     made = plan(tmp_path)
-    assert option(made, "--config_file") == str(tmp_path / "run" / "accelerate.yaml")
     expected = {
+        "--config_file": str(tmp_path / "run" / "accelerate.yaml"),
         "--num_processes": "2",
         "--num_machines": "1",
         "--machine_rank": "0",
         "--main_process_ip": "127.0.0.1",
         "--main_process_port": "0",
+        "--mixed_precision": "no",
+        "--num_cpu_threads_per_process": "2",
     }
     assert {name: option(made, name) for name in expected} == expected
-    assert option(made, "--mixed_precision") == "no"
-    assert option(made, "--num_cpu_threads_per_process") == "2"
     assert made.settings["OMP_NUM_THREADS"] == "2"
 
 
@@ -84,11 +60,11 @@ def test_torchrun_leaves_no_directory_of_logs_unless_it_is_requested(tmp_path: P
         assert os.devnull not in plan(tmp_path, extra=extra).argv
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_use_fsdp_is_passed_for_every_strategy(tmp_path: Path, strategy: str) -> None:
-    argv = plan(tmp_path, f"fsdp.sharding_strategy={strategy}").argv
-    assert "--use_fsdp" in argv
-    assert "--cpu" not in argv
+def test_use_fsdp_is_passed_for_every_strategy(tmp_path: Path) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        argv = plan(tmp_path, f"fsdp.sharding_strategy={strategy}").argv
+        assert "--use_fsdp" in argv
+        assert "--cpu" not in argv
 
 
 def test_one_machine_uses_c10d_on_loopback(tmp_path: Path) -> None:
@@ -105,11 +81,8 @@ MACHINES = ("launch.num_machines=2", "launch.num_processes=8", "launch.main_proc
 def test_machine_ranks_keep_their_order(tmp_path: Path) -> None:
     made = plan(tmp_path, *MACHINES, machine_rank=1)
     assert option(made, "--rdzv_backend") == "static"
-    assert (option(made, "--machine_rank"), option(made, "--main_process_ip"), option(made, "--main_process_port")) == (
-        "1",
-        "10.0.0.1",
-        "29500",
-    )
+    found = [option(made, name) for name in ("--machine_rank", "--main_process_ip", "--main_process_port")]
+    assert found == ["1", "10.0.0.1", "29500"]
     assert made.ranks == range(4, 8)
     assert not made.has_all_ranks
     assert "PET_LOCAL_ADDR" not in made.settings

@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch.supervise import supervisor as supervise
+from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide, is_transient
-from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest, Verdict
-from tests.launch.conftest import Parts, PlanOf
-from tests.launch.orphans import children, left_over
-from tests.launch.test_accelerate import resolved
-from tests.launch.test_machine_own_directories import write_parts
-from tests.launch.test_resume import checkpoint
+from fsdp_tune.run.metrics_file import read_metrics
+from tests.launch.fake_ranks import ENDS_WELL, FINISHED, Parts, PlanOf, end_of, ended, messages
+from tests.launch.recipes import resolved
+from tests.launch.written_runs import checkpoint, write_parts
 
 KILLED = Problem("rank-killed", "rank 1 was killed by SIGKILL")
-FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
 
 
 def failures(*places: tuple[int, int], has_trained: bool = True) -> list[Failure]:
@@ -34,10 +31,6 @@ def failures(*places: tuple[int, int], has_trained: bool = True) -> list[Failure
 
 def no_rows(step: int) -> str | None:
     return None
-
-
-def ended(reason: ExitReason, code: str | None) -> Verdict:
-    return Verdict(EXIT_CODE_OF_REASON[reason], reason, 3, Problem(code, "x") if code else None)
 
 
 @pytest.mark.parametrize(
@@ -112,86 +105,64 @@ def test_two_startup_failures_end_the_run() -> None:
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, run: RunDir, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Verdict, list[Event]]]:
+def attempt(tmp_path: Path, plan_of: PlanOf, quick_supervisor: None) -> Callable[..., tuple[Verdict, list[Event]]]:
     """Runs fake ranks to their end, restarts included."""
-    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
 
     def go(parts: Parts, *overrides: str, newer_copy: NewerCopy | None = None) -> tuple[Verdict, list[Event]]:
-        before = children()
         restarts = () if any("max_restarts" in each for each in overrides) else ("launch.max_restarts=5",)
         recipe = resolved(tmp_path, *restarts, *overrides)
-        events = list(Attempts(plan_of(parts), recipe, no_rows, newer_copy=newer_copy).events())
-        assert isinstance(events[-1], Verdict)
-        assert left_over(before) == []
-        return events[-1], events
+        return end_of(Attempts(plan_of(parts), recipe, no_rows, newer_copy=newer_copy).events())
 
     return go
 
 
-def lines(run: RunDir) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
+def event_of(run: RunDir, name: str) -> dict[str, Any]:
+    (found,) = [line for line in read_metrics(run) if line.get("event") == name]
+    return found
 
 
 def started(step: int) -> list[Any]:
     return ["log", {"event": "train_started", "step": step, "total_steps": 50}]
 
 
-DIES_ONCE = [
-    ["beat", "training", 2],
-    started(0),
-    ["once", "died", "die", int(signal.SIGKILL)],
-]
+def dies_once_at(step: int, first_step: int = 0) -> list[list[object]]:
+    """A rank that is killed in its first launch and finishes in its second."""
+    return [["beat", "training", step], started(first_step), ["once", "died", "die", int(signal.SIGKILL)], *ENDS_WELL]
 
 
 def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt: Any, run: RunDir) -> None:
-    end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]], "1": [["outcome", FINISHED]]})
+    end, events = attempt({"0": dies_once_at(2), "1": ENDS_WELL})
     assert (end.exit_code, end.problem) == (0, None)
-    (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
+    (said,) = [text for text in messages(events) if "restarting" in text]
     assert said.startswith("rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)")
     assert said.endswith("(restart 1 of 5); 2 steps will be repeated")
-    (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
-    assert {name: event[name] for name in ("step", "restart", "max_restarts", "failed_after_step", "code")} == {
-        "step": 0,
-        "restart": 1,
-        "max_restarts": 5,
-        "failed_after_step": 2,
-        "code": "rank-killed",
-    }
-    assert json.loads((run.path / "resume.json").read_text())["resume_from"] is None
+    event = event_of(run, "restarted")
+    assert (event["step"], event["restart"], event["max_restarts"]) == (0, 1, 5)
+    assert (event["failed_after_step"], event["code"]) == (2, "rank-killed")
+    assert json.loads(run.resume_json.read_text())["resume_from"] is None
 
 
 def test_hang_is_restarted(attempt: Any) -> None:
-    hangs_once = [
-        ["stacks"],
-        ["beat", "training", 2],
-        started(0),
-        ["once", "slept", "sleep", 60],
-    ]
+    hangs_once = [["stacks"], ["beat", "training", 2], started(0), ["once", "slept", "sleep", 60]]
     end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
     assert end.exit_code == 0
-    assert any(isinstance(event, Message) and "no progress" in event.text and "restarting" in event.text for event in events)
+    assert any("no progress" in text and "restarting" in text for text in messages(events))
 
 
 def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: RunDir) -> None:
     end, events = attempt({"0": [["raise", "no such library"]]})
     assert end.exit_code == 1
-    assert end.problem is not None
-    assert "restarting does not help: 2 launches in a row" in end.problem.message
-    assert sum(isinstance(event, Message) and "restarting from" in event.text for event in events) == 1
-    verdict = json.loads((run.logs / "outcome.json").read_text())
+    assert "restarting does not help: 2 launches in a row" in str(end.problem)
+    assert sum("restarting from" in text for text in messages(events)) == 1
+    verdict = json.loads(run.outcome_json.read_text())
     assert "restarting does not help" in verdict["problem"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"), [(2, "failed"), (3, "out_of_memory"), (4, "non_finite"), (130, "interrupted"), (143, "preempted")]
-)
-def test_deterministic_failure_is_not_restarted(attempt: Any, run: RunDir, code: int, reason: str) -> None:
-    outcome = {"exit_code": code, "exit_reason": reason, "problem": {"code": "x", "message": "x"} if code < 100 else None}
-    end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
-    assert end.exit_code == code
-    assert not any(isinstance(event, Message) for event in events)
+def test_deterministic_failure_is_not_restarted(attempt: Any) -> None:
+    outcome = {"exit_code": 3, "exit_reason": "out_of_memory", "problem": {"code": "x", "message": "x"}}
+    end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", 3]]})
+    assert end.exit_code == 3
+    assert messages(events) == []
 
 
 def continued(run: RunDir, folder: Path) -> Path:
@@ -204,79 +175,60 @@ def continued(run: RunDir, folder: Path) -> Path:
 
 def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_continues(attempt: Any, run: RunDir, tmp_path: Path) -> None:
     start = continued(run, tmp_path / "earlier")
-    parts = [
-        ["beat", "training", 42],
-        started(40),
-        ["once", "died", "die", int(signal.SIGKILL)],
-    ]
-    end, events = attempt({"0": [*parts, ["outcome", FINISHED]]})
+    end, events = attempt({"0": dies_once_at(42, first_step=40)})
     assert end.exit_code == 0
-    (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
+    (said,) = [text for text in messages(events) if "restarting" in text]
     assert f"restarting from {start} (restart 1 of 5); 2 steps will be repeated" in said
     assert json.loads(run.resume_json.read_text())["resume_from"] == str(start)
-    (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
-    assert event["step"] == 40
+    assert event_of(run, "restarted")["step"] == 40
 
 
 def test_run_whose_start_is_gone_is_not_restarted_at_step_0(attempt: Any, run: RunDir, tmp_path: Path) -> None:
     start = continued(run, tmp_path / "earlier")
     shutil.rmtree(start)
-    end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]]})
+    end, events = attempt({"0": dies_once_at(2)})
     assert end.exit_code != 0
     assert f"it is not restarted, since `{start}`, which it continues, cannot be read" in str(end.problem and end.problem.message)
-    assert not any(isinstance(event, Message) and "restarting from" in event.text for event in events)
-
-
-DIES_AT_12 = [
-    ["beat", "training", 12],
-    started(0),
-    ["once", "died", "die", int(signal.SIGKILL)],
-]
+    assert not any("restarting from" in text for text in messages(events))
 
 
 def test_restart_reports_the_damaged_checkpoint_that_it_passes_over(attempt: Any, run: RunDir) -> None:
     checkpoint(run, 5)
     checkpoint(run, 10, damaged=True)
-    end, events = attempt({"0": [*DIES_AT_12, ["outcome", FINISHED]]})
+    sought: list[int] = []
+    end, events = attempt({"0": dies_once_at(12)}, newer_copy=lambda step, _: sought.append(step))
     assert end.exit_code == 0
-    texts = [event.text for event in events if isinstance(event, Message)]
-    (rejected,) = [text for text in texts if text.startswith("checkpoint-10 is not used: ")]
-    assert "restarting from checkpoint-5" in texts[-1]
-    (event,) = [line for line in lines(run) if line.get("event") == "checkpoint_rejected"]
-    assert event["checkpoint"] == "checkpoint-10"
-    assert event["message"] == rejected
+    assert sought == [5], "a mirror may have a newer checkpoint"
+    (rejected,) = [text for text in messages(events) if text.startswith("checkpoint-10 is not used: ")]
+    assert "restarting from checkpoint-5" in messages(events)[-1]
+    assert json.loads(run.resume_json.read_text())["resume_from"] == str(run.checkpoint(5))
+    event = event_of(run, "checkpoint_rejected")
+    assert (event["checkpoint"], event["message"]) == ("checkpoint-10", rejected)
 
 
-@pytest.mark.parametrize("has_copy", [True, False])
-def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir, *, has_copy: bool) -> None:
+def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir) -> None:
     checkpoint(run, 5)
-    damaged, asked = checkpoint(run, 10, damaged=True), list[int]()
+    damaged = checkpoint(run, 10, damaged=True)
 
-    def newer_copy(step: int, _: Callable[[int], object]) -> Path | None:
-        asked.append(step)
-        if not has_copy:
-            return None
+    def newer_copy(step: int, _: Callable[[int], object]) -> Path:
         shutil.rmtree(damaged)
         return checkpoint(run, 10)
 
-    end, events = attempt({"0": [*DIES_AT_12, ["outcome", FINISHED]]}, newer_copy=newer_copy)
+    end, events = attempt({"0": dies_once_at(12)}, newer_copy=newer_copy)
     assert end.exit_code == 0
-    assert asked == [5]
-    texts = [event.text for event in events if isinstance(event, Message)]
-    assert any(f"checkpoint-10 is {'replaced by the copy of the mirror' if has_copy else 'not used'}: " in text for text in texts)
-    assert f"restarting from checkpoint-{10 if has_copy else 5}" in texts[-1]
-    assert json.loads(run.resume_json.read_text())["resume_from"] == str(run.checkpoint(10 if has_copy else 5))
-
-
-def test_run_that_is_not_restarted_downloads_nothing(attempt: Any) -> None:
-    end, _ = attempt({"0": DIES_AT_12}, "launch.max_restarts=0", newer_copy=lambda *_: pytest.fail("a copy was downloaded"))
-    assert end.exit_code == 5
+    assert any("checkpoint-10 is replaced by the copy of the mirror: " in text for text in messages(events))
+    assert "restarting from checkpoint-10" in messages(events)[-1]
+    assert json.loads(run.resume_json.read_text())["resume_from"] == str(run.checkpoint(10))
 
 
 @pytest.mark.parametrize("restarts", [0, 5])
 def test_failure_is_named_before_the_files_that_a_restart_would_lack(attempt: Any, run: RunDir, tmp_path: Path, restarts: int) -> None:
     write_parts([run, RunDir(tmp_path / "other")], 10)
-    end, _ = attempt({"0": DIES_AT_12}, f"launch.max_restarts={restarts}")
+
+    def newer_copy(*_: object) -> None:
+        assert restarts, "a copy was downloaded for a run that is not restarted"
+
+    end, _ = attempt({"0": dies_once_at(12)}, f"launch.max_restarts={restarts}", newer_copy=newer_copy)
     assert (end.exit_code, end.problem.code) == (5, "rank-killed")
     cause, _, why = end.problem.message.partition("; it is not restarted, since ")
     assert cause == "rank 0 was killed by SIGKILL at step 12"

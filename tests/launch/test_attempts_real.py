@@ -23,7 +23,7 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.launch_files import Heartbeat, Verdict, read_heartbeat
+from fsdp_tune.run.launch_files import Verdict, read_heartbeat
 from tests.conftest import REPOSITORY
 from tests.cuda.devices import on_devices
 from tests.cuda.environment import environment_on
@@ -198,68 +198,3 @@ def test_run_under_nohup_survives_a_hangup(tmp_path: Path) -> None:
             each.send_signal(signal.SIGINT)
         outcome = json.loads(process.communicate(timeout=300)[0])
     assert (process.returncode, outcome["exit_reason"], outcome["steps"]) == (0, "finished", 30)
-
-
-PLAYED_HOST = """
-import os, socket
-if "PLAYED_HOST" in os.environ:
-    socket.gethostname = lambda: os.environ["PLAYED_HOST"]
-"""
-
-
-class TwoMachines:
-    """Two commands as two machines sharing a directory: each sees another host name, so it trusts no pid of the other."""
-
-    def __init__(self, folder: Path, **keys: Any) -> None:
-        self.folder, self.run = folder, RunDir(folder / "run")
-        (folder / "sitecustomize.py").write_text(PLAYED_HOST)
-        settings = {"launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "output_dir": str(self.run.path)}
-        settings |= {"launch.num_cpu_threads_per_process": 1} | keys
-        words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        self._command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json"]
-
-    def start(self, machine: int, *words: str) -> subprocess.Popen[str]:
-        env = environment() | {"PLAYED_HOST": f"host-{machine}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{self.folder}"}
-        command = [*self._command, "--machine-rank", str(machine), *words]
-        return subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.PIPE, text=True)
-
-    def wait_for_step(self, step: int) -> Heartbeat:
-        """Return the sign of life of rank 1 once it has come so far."""
-        deadline = time.monotonic() + 200
-        while (beat := read_heartbeat(self.run, 1)) is None or beat.step < step:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return beat
-
-
-@pytest.mark.slow
-def test_rank_killed_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
-    machines = TwoMachines(tmp_path, **{"launch.max_restarts": 2, "training.save_steps": 2, "training.max_steps": 60})
-    both = [machines.start(machine) for machine in (1, 0)]
-    os.kill(machines.wait_for_step(8).pid, signal.SIGKILL)
-    follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in both)
-    assert [each.returncode for each in both] == [0, 0]
-    assert (follower["exit_reason"], leader["exit_reason"], leader["steps"]) == ("finished", "finished", 60)
-    (event,) = restarted(machines.run)
-    assert event["message"].startswith("rank 1 was killed by SIGKILL")
-    assert event["step"] > 0
-
-
-@pytest.mark.slow
-def test_two_machines_resume_after_both_commands_were_killed(tmp_path: Path) -> None:
-    """The second machine's command is the quicker one: it meets the files of the killed commands before the first machine's is there."""
-    keys = {"launch.hang_timeout": "60s", "training.save_steps": 2, "training.max_steps": 40, "training.logging_steps": 1}
-    machines = TwoMachines(tmp_path, **keys)
-    both = [machines.start(machine) for machine in (1, 0)]
-    machines.wait_for_step(8)
-    for each in both:
-        each.kill()
-        each.communicate()
-    second = machines.start(1, "--resume", "auto")
-    time.sleep(8)
-    first = machines.start(0, "--resume", "auto")
-    follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in (second, first))
-    assert (follower["exit_reason"], leader["exit_reason"], leader["steps"]) == ("finished", "finished", 40)
-    assert json.loads(machines.run.machines_json.read_bytes()) == {"0": "host-0", "1": "host-1"}
-    assert [line["step"] for line in loss_lines(machines.run)] == list(range(1, 41))
-    assert restarted(machines.run) == []

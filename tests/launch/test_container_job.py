@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -13,7 +13,7 @@ import yaml
 from kubeflow_trainer_api import models
 from pydantic import BaseModel
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.units import GIB
 from fsdp_tune.launch.submit.cluster_job import Lead
 from fsdp_tune.launch.submit.container_engines import RECIPE_DIRECTORY, CloudSettings, Kind, PodSettings, manifest, task
@@ -110,25 +110,37 @@ def pod_spec(found: dict[str, dict[str, Any]], kind: Kind) -> dict[str, Any]:
     return job_spec(found, kind)["template"]["spec"]
 
 
-def codes(caught: pytest.ExceptionInfo[FsdpTuneError]) -> list[str]:
-    return [problem.code for problem in caught.value.problems]
+def container(kind: Kind, *overrides: str) -> dict[str, Any]:
+    return pod_spec(documents(made(*overrides), kind), kind)["containers"][0]
+
+
+def refusal(call: Callable[..., object], *arguments: str) -> list[Problem]:
+    with pytest.raises(FsdpTuneError) as caught:
+        call(*arguments)
+    return list(caught.value.problems)
+
+
+def codes(problems: Iterable[Problem]) -> list[str]:
+    return [problem.code for problem in problems]
 
 
 # ---- Kubernetes
 
 
+DOCUMENTS = {
+    "job": ["ConfigMap", "Service", "Job"],
+    "jobset": ["ConfigMap", "JobSet"],
+    "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"],
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_manifest_has_fields_of_the_api_alone_and_survives_yaml(kind: Kind) -> None:
     found = documents(made(), kind)
-    assert (
-        list(found)
-        == {
-            "job": ["ConfigMap", "Service", "Job"],
-            "jobset": ["ConfigMap", "JobSet"],
-            "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"],
-        }[kind]
-    )
+    assert list(found) == DOCUMENTS[kind]
     assert found["ConfigMap"]["data"] == {"recipe.yaml": RECIPE}
+    secret = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    assert pod_spec(found, kind)["containers"][0]["env"][-1] == secret, "a reference"
 
 
 def test_field_that_the_api_does_not_have_is_found() -> None:
@@ -189,8 +201,7 @@ def test_one_machine_needs_no_network() -> None:
 
 
 def test_interface_of_the_recipe_is_kept() -> None:
-    found = documents(made("launch.env={NCCL_SOCKET_IFNAME: ib0}"), "job")
-    names = [each["name"] for each in pod_spec(found, "job")["containers"][0]["env"]]
+    names = [each["name"] for each in container("job", "launch.env={NCCL_SOCKET_IFNAME: ib0}")["env"]]
     assert "NCCL_SOCKET_IFNAME" not in names
     assert "GLOO_SOCKET_IFNAME" in names
 
@@ -255,12 +266,6 @@ def test_trainjob_reports_progress_where_the_controller_collects_it() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_secrets_are_references(kind: Kind) -> None:
-    container = pod_spec(documents(made(), kind), kind)["containers"][0]
-    assert container["env"][-1] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_pods_have_no_privileges_and_room_to_save(kind: Kind) -> None:
     spec = pod_spec(documents(made(), kind, replace(POD, user=2000)), kind)
     container = spec["containers"][0]
@@ -290,8 +295,7 @@ def test_recipe_is_named_by_its_content() -> None:
 
 
 def test_dollar_of_an_override_reaches_the_shell() -> None:
-    command = pod_spec(documents(made("launch.env={A_PATH: $(HOME)}"), "job"), "job")["containers"][0]["command"][-1]
-    assert "A_PATH: $$(HOME)" in command
+    assert "A_PATH: $$(HOME)" in container("job", "launch.env={A_PATH: $(HOME)}")["command"][-1]
 
 
 NO_TEXT_IN_YAML_1_2 = re.compile(
@@ -322,29 +326,21 @@ def test_integer_of_another_base_in_go_is_quoted(text: str) -> None:
 
 
 def test_run_directory_must_be_on_a_volume() -> None:
-    with pytest.raises(FsdpTuneError, match="every restart would begin without checkpoints") as caught:
-        made("output_dir=runs/{name}")
-    assert codes(caught) == ["not-on-a-volume"]
-    assert caught.value.problems[0].hint == "`--set output_dir='/runs/runs/{name}'`"
+    (problem,) = refusal(made, "output_dir=runs/{name}")
+    assert problem.code == "not-on-a-volume"
+    assert "every restart would begin without checkpoints" in problem.message
+    assert problem.hint == "`--set output_dir='/runs/runs/{name}'`"
 
 
 @pytest.mark.parametrize("path", ["/runs/../tmp/x", "/runs2/x", "/tmp/x"])
 def test_run_directory_outside_a_volume_is_refused(path: str) -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        made(f"output_dir={path}")
-    assert codes(caught) == ["not-on-a-volume"]
+    assert codes(refusal(made, f"output_dir={path}")) == ["not-on-a-volume"]
 
 
 def test_every_path_of_this_machine_is_reported_at_once() -> None:
-    overrides = (
-        "model.name_or_path=./base",
-        "data.train=[{path: rows.jsonl}]",
-        "data.chat_template=mine.jinja",
-        "data.cache_dir=/tmp/cache",
-    )
-    with pytest.raises(FsdpTuneError) as caught:
-        made(*overrides, "launch.main_process_ip=10.0.0.1", "output_dir=here")
-    assert codes(caught) == ["not-on-a-volume", *["path-not-in-container"] * 3, "not-on-a-volume", "address-of-engine"]
+    paths = ("model.name_or_path=./base", "data.train=[{path: rows.jsonl}]", "data.chat_template=mine.jinja", "data.cache_dir=/tmp/cache")
+    problems = refusal(made, *paths, "launch.main_process_ip=10.0.0.1", "output_dir=here")
+    assert codes(problems) == ["not-on-a-volume", *["path-not-in-container"] * 3, "not-on-a-volume", "address-of-engine"]
 
 
 def test_path_in_the_image_is_a_notice() -> None:
@@ -359,23 +355,18 @@ def test_secret_in_a_comment_does_not_travel() -> None:
 
 
 def test_unknown_number_of_gpus_is_refused() -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        made("launch.num_processes=auto")
-    assert codes(caught) == ["submit-size"]
+    assert codes(refusal(made, "launch.num_processes=auto")) == ["submit-size"]
 
 
 @pytest.mark.parametrize("text", ["runs", "runs:here", "runs:/", "runs:/a/../b", "Runs_1:/runs", ":/runs"])
 def test_wrong_volume_is_refused(text: str) -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        parse_mount(text, "--pvc")
-    assert codes(caught) == ["usage"]
+    assert codes(refusal(parse_mount, text, "--pvc")) == ["usage"]
 
 
 @pytest.mark.parametrize("text", ["HUB_TOKEN", f"HF_TOKEN=hf_{'x1' * 12}", "1X=hub", "HF_TOKEN=hub:a b", "HF_TOKEN=r8-" + "S" * 20])
 def test_value_in_the_place_of_a_secret_is_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        parse_secret(text)
-    assert text not in str(caught.value.problems[0].as_dict())
+    (problem,) = refusal(parse_secret, text)
+    assert text not in str(problem.as_dict())
 
 
 def test_secret_has_the_key_of_its_variable() -> None:

@@ -1,4 +1,4 @@
-"""The machines of a run in one process, each with a channel of its own to a real store of torch."""
+"""Machines of a run agree on a launch and on its end: in one process, each with a channel of its own to a real store of torch."""
 
 from __future__ import annotations
 
@@ -14,36 +14,25 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.errors import ExitReason, FsdpTuneError, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.resizing import announce_end
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines import machine as one_machine
 from fsdp_tune.launch.machines import store
-from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines
-from fsdp_tune.launch.machines.machine import Identity, combined, difference, identity_of
 from fsdp_tune.launch.supervise import supervisor as supervisors
-from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.supervisor import Supervisor
-from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import RankState, Verdict
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
-from tests.launch.conftest import PlanOf
-from tests.launch.links import Answers, Play, identity, start, until
-from tests.launch.test_accelerate import resolved
+from tests.launch.fake_ranks import FINISHED, PlanOf, ended
+from tests.launch.links import Answers, Play, failure_of, problem_of, start, until
 
-
-def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
-    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
-
-
+ENDED_WELL = ended(ExitReason.FINISHED)
 KILLED = ended(ExitReason.LOST_RANK, "rank-killed", 5)
 ECHO = ended(ExitReason.LOST_RANK, "lost-rank", 6)
-FAILED_THERE = ended(ExitReason.LOST_RANK, "machine-failed")
-FINISHED = ended(ExitReason.FINISHED)
-LIMIT_SECONDS = 0.5
+LIMIT_SECONDS = 0.2
 pytestmark = pytest.mark.usefixtures("quick_machines")
 
 
@@ -80,8 +69,9 @@ class Listening(Observer):
         self.heard.append((time.monotonic(), text))
 
 
-def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir) -> None:
+def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake of the first machine, started alone, was shown only when the others had been waited for."""
+    monkeypatch.setattr(store, "SERVED_SECONDS", 2 * LIMIT_SECONDS)
     seen = Listening()
 
     def end(machines: Machines) -> None:
@@ -91,7 +81,7 @@ def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir) -> N
 
     with pytest.raises(FsdpTuneError):
         end(play.machine(0))
-    assert time.monotonic() - seen.heard[0][0] > 0.5
+    assert time.monotonic() - seen.heard[0][0] > LIMIT_SECONDS
     assert [text.partition(";")[0] for _, text in seen.heard] == ["the file is empty"]
     with pytest.raises(FsdpTuneError):
         end(Machines(run))
@@ -99,90 +89,39 @@ def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir) -> N
 
 
 def test_missing_machine_is_named(play: Play) -> None:
-    missing = play.machine(0, hang_seconds=0.2).gather(0)
-    assert missing is not None
-    assert missing.problem is not None
-    assert missing.problem.code == "machines-missing"
-    assert missing.problem.message.startswith("1 of 2 machines joined within ")
-    assert missing.problem.message.endswith("; missing: machine 1")
+    problem = problem_of(play.machine(0, hang_seconds=0.2).gather(0))
+    assert problem.code == "machines-missing"
+    assert problem.message.startswith("1 of 2 machines joined within ")
+    assert problem.message.endswith("; missing: machine 1")
 
 
-@pytest.mark.parametrize("first_comes_first", [True, False])
-def test_order_of_start_does_not_matter(play: Play, first_comes_first: bool) -> None:
-    if first_comes_first:
-        first = play.machine(0)
-        gathering = Answers(lambda: first.gather(0))
-        time.sleep(0.2)
-        second = play.machine(1)
-        assert (second.join(), second.next_launch()) == (None, 0)
-        assert gathering.all() == [None]
-    else:
-        second = play.machine(1)
-        following = Answers(second.join, second.next_launch)
-        time.sleep(0.2)
-        assert play.machine(0).gather(0) is None
-        assert following.all() == [None, 0]
+def test_first_machine_waits_for_one_that_comes_later(play: Play) -> None:
+    first = play.machine(0)
+    gathering = Answers(lambda: first.gather(0))
+    time.sleep(0.1)
+    second = play.machine(1)
+    assert (second.join(), second.next_launch()) == (None, 0)
+    assert gathering.all() == [None]
     assert json.loads(play.run.machines_json.read_bytes()) == {"0": "host-0", "1": "host-1"}
+    assert abs(second._channel.clock_seconds(0)) < 5.0
 
 
 def test_first_machine_that_never_comes_is_named(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "JOIN_SECONDS", LIMIT_SECONDS)
     second = play.machine(1)
     play.network.link(1).is_cut.set()
-    missing = second.join()
-    assert missing is not None
-    assert missing.problem is not None
-    assert missing.problem.code == "first-machine-missing"
+    assert problem_of(second.join()).code == "first-machine-missing"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"versions": {"torch": "2.12.0"}}, "torch 2.12.0 instead of 2.13.0"),
-        ({"versions": {"torch": "2.13.0", "triton": "3.7"}}, "triton 3.7 instead of (not installed)"),
-        ({"code": "other"}, "fsdp-tune's source other instead of c0de"),
-        ({"recipe": {"data.max_length": "b"}}, "another value of `data.max_length`"),
-        ({"devices": ["H100"]}, "visible devices: 1 instead of 0"),
-        ({"variables": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE 1 instead of (unset)"),
-        ({"ports": ["InfiniBand 400 Gb/sec"]}, "active InfiniBand ports: 1 × InfiniBand 400 Gb/sec instead of none"),
-    ],
-)
-def test_machine_that_differs_is_named_on_both(play: Play, changes: dict[str, object], said: str) -> None:
-    first, second = play.machine(0), play.machine(1, **changes)
+def test_machine_that_differs_is_named_on_both(play: Play) -> None:
+    first, second = play.machine(0), play.machine(1, code="other")
     joining = Answers(second.join)
     verdict = first.gather(0)
-    (there,) = joining.all()
-    assert isinstance(there, Verdict)
-    assert there.problem is not None
-    assert there.problem.code == "machines-differ"
-    assert there.problem.message == f"machine 1 (host-1) differs from machine 0 (host-0): {said}"
-    assert there.problem.hint
-    assert verdict is not None
-    assert verdict.problem is not None
-    assert verdict.problem.message == f"machine 1: {there.problem.message}"
-
-
-def test_ports_may_differ_where_the_user_chooses_the_transport(play: Play) -> None:
-    variables = {"NCCL_IB_DISABLE": "1"}
-    start(play.machine(0, variables=variables), play.machine(1, variables=variables, ports=["InfiniBand 400 Gb/sec"]))
-
-
-def test_clocks_that_differ_by_more_than_a_minute_are_refused(play: Play) -> None:
-    mine, first = identity("b"), identity("a")
-    assert difference(1, mine, first, -59.0) is None
-    differs = difference(1, mine, first, 3600.0)
-    assert differs is not None
-    assert differs.message == "machine 1 (b) differs from machine 0 (a): a clock that is 1h00m00s behind the other"
-    first_machine, second = play.machine(0), play.machine(1)
-    start(first_machine, second)
-    assert abs(second._channel.clock_seconds(0)) < 5.0
-
-
-def test_every_difference_is_counted() -> None:
-    mine = identity("b", code="x", versions={"torch": "1", "numpy": "2"}, recipe={"a": "1", "b": "2"})
-    differs = difference(1, mine, identity("a"), 0.0)
-    assert differs is not None
-    assert differs.message.endswith("(and 1 more differences)")
+    there = problem_of(*joining.all())
+    assert there.code == "machines-differ"
+    assert there.message == "machine 1 (host-1) differs from machine 0 (host-0): fsdp-tune's source other instead of c0de"
+    assert there.hint
+    assert problem_of(verdict).message == f"machine 1: {there.message}"
 
 
 def test_two_commands_with_one_number_are_refused(play: Play) -> None:
@@ -200,13 +139,10 @@ def test_machine_that_does_not_see_the_run_directory_is_named(play: Play, tmp_pa
     first = play.machine(0)
     elsewhere = RunDir(tmp_path / "elsewhere")
     joining = Answers(play.machine(1, run=elsewhere).join)
-    verdict = first.gather(0)
-    (there,) = joining.all()
-    assert isinstance(there, Verdict)
-    assert there.problem is not None
-    assert there.problem.code == "run-directory-not-shared"
-    assert there.problem.message.endswith(f"{elsewhere.recipe_json} is not there")
-    assert verdict is not None
+    assert first.gather(0) is not None
+    problem = problem_of(*joining.all())
+    assert problem.code == "run-directory-not-shared"
+    assert problem.message.endswith(f"{elsewhere.recipe_json} is not there")
 
 
 def test_machine_waits_for_files_that_appear_late(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +154,7 @@ def test_machine_waits_for_files_that_appear_late(play: Play, tmp_path: Path, mo
     second = play.machine(1, run=late)
     following = Answers(second.join, second.next_launch)
     gathering = Answers(lambda: play.machine(0).gather(0))
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert following.found == []
     late.recipe_json.write_text("{}")
     assert (following.all(), gathering.all()) == ([None, 0], [None])
@@ -239,7 +175,7 @@ def test_failure_of_first_machine_before_the_launch_ends_the_others(play: Play) 
 def test_finished_run_ends_the_others(play: Play) -> None:
     second = play.machine(1)
     joining = Answers(second.join)
-    play.machine(0).conclude(FINISHED)
+    play.machine(0).conclude(ENDED_WELL)
     (there,) = joining.all()
     assert isinstance(there, Verdict)
     assert (there.exit_code, there.problem) == (0, None)
@@ -256,55 +192,82 @@ def test_stop_of_another_machine_before_the_launch_ends_the_first(play: Play) ->
     assert (verdict.exit_code, verdict.reason, verdict.problem) == (143, ExitReason.PREEMPTED, None)
 
 
+# ---- Waiting for a first machine that works.
+
+
+def work(machine: Machines, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        machine.advance(1000)
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOIN_SECONDS", "DECISION_SECONDS"):
+        monkeypatch.setattr(machines, name, LIMIT_SECONDS)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_waits_continue_while_first_machine_works(two: tuple[Machines, Machines]) -> None:
+    first, second = two
+    following = Answers(second.join, second.next_launch)
+    work(first, 3 * LIMIT_SECONDS)
+    assert first.gather(0) is None
+    assert following.all() == [None, 0]
+    second.end(KILLED)
+    deciding = Answers(second.next_launch)
+    work(first, 3 * LIMIT_SECONDS)
+    assert first.gather(1) is None
+    assert deciding.all() == [1]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_first_machine_that_does_nothing_is_not_waited_for(two: tuple[Machines, Machines]) -> None:
+    assert problem_of(two[1].join()).code == "first-machine-missing"
+
+
 # ---- During a launch.
 
 
-def test_failure_on_another_machine_stops_local_ranks(two: tuple[Machines, Machines]) -> None:
-    first, second = two
-    start(first, second)
+def test_failure_and_stop_reach_machines_that_do_not_read_each_other(play_of: Callable[[int], Play]) -> None:
+    played = play_of(3)
+    first, second, third = (played.machine(number) for number in range(3))
+    start(first, second, third)
     assert first.failure_elsewhere() is None
     second.end(KILLED)
-    until(first.failure_elsewhere)
-    failure = first.failure_elsewhere()
-    assert failure is not None
-    assert (failure.code, failure.message) == ("machine-failed", "machine 1: rank-killed happened")
+    for each in (first, third):
+        failure = failure_of(each)
+        assert (failure.code, failure.message) == ("machine-failed", "machine 1: rank-killed happened")
+    assert second.failure_elsewhere() is None  # its own
+    for each in (first, third):
+        each.end(ECHO)
+    start(first, second, third, launch=1)
+    second.end(ended(ExitReason.PREEMPTED))
+    until(first.stopped_elsewhere)
+    until(third.stopped_elsewhere)
+    assert third.stopped_elsewhere() is ExitReason.PREEMPTED
 
 
-def test_success_on_another_machine_is_not_a_failure(two: tuple[Machines, Machines]) -> None:
+def test_verdict_is_the_original_failure(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
-    second.end(FINISHED)
-    until(lambda: first._read_others()[1].verdict)
-    assert first.failure_elsewhere() is None
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "problem"),
-    [(ECHO, KILLED, "rank-killed"), (KILLED, ECHO, "rank-killed"), (FAILED_THERE, KILLED, "rank-killed"), (ECHO, ECHO, "lost-rank")],
-)
-def test_verdict_is_the_original_failure(two: tuple[Machines, Machines], here: Verdict, there: Verdict, problem: str) -> None:
-    first, second = two
-    start(first, second)
-    timer = threading.Timer(0.1, second.end, [there])
+    timer = threading.Timer(0.1, second.end, [KILLED])
     timer.start()
-    judged = first.verdict(here)
+    judged = first.verdict(ECHO)
     timer.join()
-    assert judged.problem is not None
-    assert judged.problem.code == problem
-    assert judged.step == max(here.step, there.step)
+    assert problem_of(judged).code == "rank-killed"
+    assert judged.step == max(ECHO.step, KILLED.step)
 
 
-@pytest.mark.parametrize("reason", [ExitReason.PREEMPTED, ExitReason.INTERRUPTED])
-def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
-    reason: ExitReason, two: tuple[Machines, Machines], plan_of: PlanOf
-) -> None:
+def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(two: tuple[Machines, Machines], plan_of: PlanOf) -> None:
     first, second = two
     start(first, second)
-    second.end(ended(reason, step=0))
+    second.end(ended(ExitReason.INTERRUPTED, step=0))
     supervisor = Supervisor(plan_of({"0": [["beat", "importing", 0], ["sleep", 60]]}), hang_timeout_seconds=60.0, machines=first)
     *_, last = supervisor.events()
     assert isinstance(last, Verdict)
-    assert (last.reason, last.problem) == (reason, None)
+    assert (last.reason, last.problem) == (ExitReason.INTERRUPTED, None)
 
 
 AGENT_AT_BARRIER = """
@@ -314,25 +277,17 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("machine", [0, 1])
-@pytest.mark.parametrize("is_told", [True, False], ids=["stopped", "killed"])
+@pytest.mark.usefixtures("quick_supervisor")
 def test_agent_does_not_wait_at_its_barrier_for_a_machine_that_has_left(
-    machine: int, is_told: bool, play: Play, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Machines, Machines], plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisors, "LINGER_SECONDS", 0.2)
-    both = play.machine(0, replacement_seconds=60.0), play.machine(1, replacement_seconds=60.0)
-    start(*both)
-    here, there = both[machine], both[1 - machine]
-    finished = {"exit_code": 0, "exit_reason": "finished", "launch": here.launch_id}
-    plan = plan_of({str(machine): [["outcome", finished]]})
-    argv = (sys.executable, "-c", AGENT_AT_BARRIER, str(plan.run.path), str(machine))
-    plan = replace(plan, argv=argv, world_size=2, ranks=range(machine, machine + 1))
-    assert not here.has_one_left()
-    if is_told:
-        there.end(FINISHED)
-    else:
-        monkeypatch.setattr(machines, "UNHEARD_SECONDS", 0.3)
-        play.network.link(1).is_cut.set()
+    there, here = two
+    start(there, here)
+    plan = plan_of({"1": [["outcome", FINISHED | {"launch": here.launch_id}]]})
+    argv = (sys.executable, "-c", AGENT_AT_BARRIER, str(plan.run.path), "1")
+    plan = replace(plan, argv=argv, world_size=2, ranks=range(1, 2))
+    there.end(ENDED_WELL)
     began = time.monotonic()
     *_, last = Supervisor(plan, hang_timeout_seconds=60.0, machines=here).events()
     assert isinstance(last, Verdict)
@@ -340,17 +295,19 @@ def test_agent_does_not_wait_at_its_barrier_for_a_machine_that_has_left(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_rank_that_lost_the_ranks_of_a_stopped_machine_is_stopped_too(number: int) -> None:
-    """It lost its connection to them before it could agree on a step with them."""
-    stopped = ended(ExitReason.PREEMPTED, step=0)
-    judged = combined(ECHO, [stopped]) if number == 0 else _final(ECHO, stopped, None)
-    assert (judged.exit_code, judged.reason, judged.problem) == (143, ExitReason.PREEMPTED, None)
-
-
-def test_remote_out_of_memory_keeps_its_exit_code() -> None:
-    oom = ended(ExitReason.OUT_OF_MEMORY, "device-out-of-memory")
-    assert combined(ECHO, [oom]).exit_code == 3
+@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("is_told", [True, False], ids=["stopped", "killed"])
+def test_machine_that_has_left_a_launch_is_noticed(machine: int, is_told: bool, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = play.machine(0, replacement_seconds=60.0), play.machine(1, replacement_seconds=60.0)
+    start(*both)
+    here, there = both[machine], both[1 - machine]
+    assert not here.has_one_left()
+    if is_told:
+        there.end(ENDED_WELL)
+    else:
+        monkeypatch.setattr(machines, "UNHEARD_SECONDS", LIMIT_SECONDS)
+        play.network.link(1).is_cut.set()
+    until(here.has_one_left)
 
 
 def test_machines_follow_first_machine_through_restarts(two: tuple[Machines, Machines]) -> None:
@@ -358,7 +315,7 @@ def test_machines_follow_first_machine_through_restarts(two: tuple[Machines, Mac
     start(first, second)
     second.end(KILLED)
     start(first, second, launch=1)
-    first.conclude(FINISHED)
+    first.conclude(ENDED_WELL)
     final = second.next_launch()
     assert isinstance(final, Verdict)
     assert final.reason is ExitReason.FINISHED
@@ -376,27 +333,7 @@ def test_launches_have_distinct_rendezvous_ids(play_of: Callable[[int], Play]) -
     assert len(names) == 3
 
 
-def test_failure_reaches_machines_that_do_not_read_each_other(play_of: Callable[[int], Play]) -> None:
-    played = play_of(3)
-    first, second, third = (played.machine(number) for number in range(3))
-    start(first, second, third)
-    second.end(KILLED)
-    until(first.failure_elsewhere)
-    until(third.failure_elsewhere)
-    failure = third.failure_elsewhere()
-    assert failure is not None
-    assert failure.message == "machine 1: rank-killed happened"
-    assert second.failure_elsewhere() is None  # its own
-
-
-def test_stop_reaches_machines_that_do_not_read_each_other(play_of: Callable[[int], Play]) -> None:
-    played = play_of(3)
-    first, second, third = (played.machine(number) for number in range(3))
-    start(first, second, third)
-    second.end(ended(ExitReason.PREEMPTED))
-    until(first.stopped_elsewhere)
-    until(third.stopped_elsewhere)
-    assert third.stopped_elsewhere() is ExitReason.PREEMPTED
+# ---- Hangs.
 
 
 def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None:
@@ -460,9 +397,6 @@ def test_next_launch_starts_without_silence(play: Play) -> None:
         assert not machine.share_quiet(is_quiet=True)
 
 
-# ---- Lost connections and lost machines.
-
-
 def test_machines_are_quiet_only_together(play_of: Callable[[int], Play]) -> None:
     """One that makes progress, such as a save to a slow disk, keeps all others from reporting a hang."""
     played = play_of(3)
@@ -481,220 +415,5 @@ def test_machines_are_quiet_only_together(play_of: Callable[[int], Play]) -> Non
         until(lambda quiet=quiet: not any(seen for seen, is_quiet in zip(shared(quiet), quiet, strict=True) if is_quiet))  # type: ignore[misc]
     until(lambda: shared([True, True, True]) == [True, True, True])
     until(lambda: not any(shared([True, True, False])[:2]))
-    every[2].end(FINISHED)
+    every[2].end(ENDED_WELL)
     until(lambda: shared([True, True, False])[:2] == [True, True])
-
-
-def test_short_cut_of_the_link_costs_nothing(play: Play) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    play.network.link(1).is_cut.set()
-    until(lambda: second._channel.last.fault)
-    first.end(KILLED)
-    assert (first.failure_elsewhere(), second.failure_elsewhere()) == (None, None)
-    play.network.link(1).is_cut.clear()
-    until(second.failure_elsewhere)
-
-
-def test_long_cut_of_the_link_is_a_lost_machine_on_both(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    monkeypatch.setattr(machines, "LOST_SECONDS", 0.3)
-    play.network.link(1).is_cut.set()
-    until(first.failure_elsewhere)
-    until(second.failure_elsewhere)
-    lost = [each.failure_elsewhere() for each in (first, second)]
-    assert [each and each.code for each in lost] == ["machine-lost"] * 2
-    assert lost[0] is not None
-    assert lost[0].message.startswith("machine 1 (host-1) is lost: nothing has come from it for ")
-
-
-def test_machine_that_died_with_its_ranks_is_named_instead_of_a_lost_connection(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 0.2)
-    play.network.link(1).is_cut.set()
-    judged = first.verdict(ECHO)
-    assert judged.problem is not None
-    assert (judged.problem.code, judged.exit_code) == ("machine-lost", 5)
-
-
-def test_command_that_was_started_again_joins_the_next_launch(play: Play) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    second.close()
-    again = play.machine(1)
-    until(first.failure_elsewhere)
-    lost = first.failure_elsewhere()
-    assert lost is not None
-    assert lost.message == "machine 1 (host-1) is lost: its command was started again"
-    following = Answers(again.join, again.next_launch)
-    assert first.gather(1) is None
-    assert following.all() == [None, 1]
-
-
-def test_first_machine_that_ended_without_a_word_is_lost(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "REFUSED_SECONDS", 0.2)
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    second.end(ECHO)
-    link = play.network.link(1)
-    monkeypatch.setattr(play.network, "port", 1)  # nothing listens there
-    link.is_cut.set()
-    until(lambda: second._channel.last.fault)
-    link.is_cut.clear()
-    assert second.next_launch() is None
-    ending = _final(ECHO, None, second.lost_first())
-    assert ending.problem is not None
-    assert (ending.exit_code, ending.problem.code) == (5, "machine-lost")
-
-
-def test_first_machine_that_was_started_again_is_another_life(play: Play) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    second.end(ECHO)
-    first.close()
-    play.machine(0)
-    assert second.next_launch() is None
-    lost = second.lost_first()
-    assert lost is not None
-    assert "its command was started again" in lost.message
-
-
-def test_end_of_another_machine_is_not_its_loss(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    second.end(FINISHED)
-    until(lambda: first._read_others()[1].verdict)
-    monkeypatch.setattr(machines, "LOST_SECONDS", 0.1)
-    play.network.link(1).is_cut.set()
-    time.sleep(0.3)
-    assert first.failure_elsewhere() is None
-    first.conclude(FINISHED)
-    play.network.link(1).is_cut.clear()
-    until(lambda: (first_there := second._read(0)) is not None and first_there.state == "final")
-    play.network.link(1).is_cut.set()
-    time.sleep(0.3)
-    assert second.failure_elsewhere() is None
-
-
-def test_exchange_that_ends_is_started_again_with_the_present_document(play: Play) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    play.network.link(1).finish()
-    second.end(KILLED)
-    until(first.failure_elsewhere)
-    assert len(play.network.links[1]) > 1
-
-
-def test_close_waits_until_the_last_document_is_read(play: Play) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    first.conclude(FINISHED)
-    first.close()
-    report = second._read(0)
-    assert report is not None
-    assert report.state == "final"
-
-
-# ---- What a store may contain.
-
-
-@pytest.mark.parametrize(
-    "value", ["", "[1]", "{", "[" * 100_000, '{"token": 1}', '{"token": "a", "version": "x", "seen": 1, "time": 1}', "null"]
-)
-def test_values_that_this_program_has_not_written_are_ignored(play: Play, value: str) -> None:
-    first, second = play.machine(0), play.machine(1)
-    start(first, second)
-    play.network.link(1).is_cut.set()
-    stranger = store.connect_to("127.0.0.1", play.network.port)
-    for key in ("beat/1", "document/1"):
-        stranger.set(key, value)
-    time.sleep(0.1)
-    assert first.failure_elsewhere() is None
-    play.network.link(1).is_cut.clear()
-    second.end(KILLED)
-    until(first.failure_elsewhere)
-
-
-def test_document_of_another_shape_is_ignored(play: Play) -> None:
-    first = play.machine(0)
-    stranger = play.network.channel(1)
-    for number, document in enumerate(
-        ({"token": "x", "launch": "many"}, {"token": "x", "ended": {"exit_code": 99}, "life": first._report.life})
-    ):
-        stranger.publish(document)
-        until(lambda: first._channel.document(1) == document)  # noqa: B023
-        assert first.failure_elsewhere() is None, number
-
-
-def test_document_that_is_too_large_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LARGEST_BYTES", 10)
-    assert store._object(b'{"a": 1}') == {"a": 1}
-    assert store._object(b'{"a": 1, "b": 2}') == {}
-
-
-def test_identity_has_no_value_of_the_recipe_and_no_secret(tmp_path: Path) -> None:
-    recipe = resolved(tmp_path, "data.max_length=77")
-    environment = {"NCCL_SECRET_THING": "value-of-it", "NCCL_NET_PLUGIN": "/my/plugin.so", "NCCL_IB_TIMEOUT": "22", "HF_TOKEN": "hf_x"}
-    found = identity_of(recipe, environment)
-    text = json.dumps(found.as_dict())
-    assert "77" not in found.recipe.values()
-    assert "/my/plugin.so" not in text
-    assert "hf_x" not in text
-    assert found.variables["NCCL_IB_TIMEOUT"] == "22"
-    assert Identity.from_dict(json.loads(text)) == found
-
-
-# ---- Waiting for a first machine that works.
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_waits_continue_while_first_machine_works(play: Play, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
-    for name in ("JOIN_SECONDS", "DECISION_SECONDS"):
-        monkeypatch.setattr(machines, name, LIMIT_SECONDS)
-    first, second = play.machine(0), play.machine(1)
-
-    def busy() -> None:
-        until_then = time.monotonic() + 3 * LIMIT_SECONDS
-        while time.monotonic() < until_then:
-            if works:
-                first.advance(1000)
-            time.sleep(0.02)
-
-    following = Answers(second.join)
-    busy()
-    if not works:
-        (missing,) = following.all()
-        assert isinstance(missing, Verdict)
-        assert missing.problem is not None
-        assert missing.problem.code == "first-machine-missing"
-        return
-    launching = Answers(second.next_launch)
-    assert first.gather(0) is None
-    assert (following.all(), launching.all()) == ([None], [0])
-    second.end(KILLED)
-    deciding = Answers(second.next_launch)
-    busy()
-    assert first.gather(1) is None
-    assert deciding.all() == [1]
-
-
-def test_hashed_bytes_and_tokenised_rows_are_counted(run: RunDir) -> None:
-    folder = run.checkpoint(3)
-    folder.mkdir()
-    (folder / "weights").write_bytes(b"x" * (5 << 20))
-    entries = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, entries, {"step": 3}).to_json())
-    counted: list[int] = []
-    checkpoint, _ = latest_checkpoint(run, digests=True, progress=counted.append)
-    assert checkpoint is not None
-    assert (len(counted), sum(counted)) == (2, 5 << 20)
-    bar: list[int] = []
-
-    class Shown:
-        def advance(self, n: int = 1) -> None:
-            bar.append(n)
-
-    CountedBar(Shown(), counted.append).advance(7)
-    assert (bar, counted[-1]) == ([7], 7)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import launches as machines
 from fsdp_tune.launch.machines.launches import Machines
@@ -21,20 +21,24 @@ from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.metrics_file import read_metrics
-from tests.launch.conftest import PlanOf
-from tests.launch.links import Answers, Play, start, until
-from tests.launch.test_accelerate import resolved
+from tests.launch.fake_ranks import PlanOf, ended, messages
+from tests.launch.links import Answers, Play, failure_of, problem_of, start, until
+from tests.launch.recipes import resolved
 
 PATIENCE_SECONDS = 0.3
 pytestmark = pytest.mark.usefixtures("quick_machines")
 
 
-def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
-    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
-
-
 def two_or_more(count: int) -> bool:
     return count >= 2
+
+
+def continue_without_second(first: Machines, third: Machines) -> None:
+    """Leave out the second machine of three, from which nothing is heard any more."""
+    following = Answers(third.next_launch)
+    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
+    assert first.gather(2, (0, 2), two_or_more) is None
+    assert following.all() == [2]
 
 
 @pytest.fixture
@@ -52,10 +56,7 @@ def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tu
 def test_launch_without_a_lost_machine_numbers_the_others_anew(three: tuple[Play, list[Machines]]) -> None:
     played, (first, second, third) = three
     second.close()
-    following = Answers(third.next_launch)
-    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
-    assert first.gather(2, (0, 2), two_or_more) is None
-    assert following.all() == [2]
+    continue_without_second(first, third)
     assert (first.members, third.members) == ((0, 2), (0, 2))
     assert (first.others, third.others) == ([2], [0])
     assert first.environment() == third.environment()
@@ -66,21 +67,16 @@ def test_too_few_machines_end_the_run(three: tuple[Play, list[Machines]], monkey
     _, (first, second, third) = three
     second.close()
     third.close()
-    monkeypatch.setattr(first, "_hang_seconds", 3 * PATIENCE_SECONDS)
-    verdict = first.gather(1, first.expected(), two_or_more)
-    assert isinstance(verdict, Verdict)
-    assert verdict.problem is not None
-    assert verdict.problem.code == "machines-missing"
-    assert verdict.problem.message.endswith("; missing: machine 1, machine 2")
+    monkeypatch.setattr(first, "_hang_seconds", 2 * PATIENCE_SECONDS)
+    problem = problem_of(first.gather(1, first.expected(), two_or_more))
+    assert problem.code == "machines-missing"
+    assert problem.message.endswith("; missing: machine 1, machine 2")
 
 
 def test_machine_that_comes_back_waits_and_joins_the_next_launch(three: tuple[Play, list[Machines]]) -> None:
     played, (first, second, third) = three
     second.close()
-    following = Answers(third.next_launch)
-    assert isinstance(first.gather(1, first.expected(), two_or_more), Fewer)
-    assert first.gather(2, (0, 2), two_or_more) is None
-    assert following.all() == [2]
+    continue_without_second(first, third)
     again = played.machine(1)
     waiting = Answers(again.join, again.next_launch, again.next_launch)
     until(lambda: len(waiting.found) == 2)
@@ -96,15 +92,9 @@ def test_machine_that_comes_back_waits_and_joins_the_next_launch(three: tuple[Pl
 def test_machine_that_waits_outside_a_launch_neither_ends_nor_stops_it(three: tuple[Play, list[Machines]]) -> None:
     played, (first, second, third) = three
     second.close()
-    following = Answers(third.next_launch)
-    assert isinstance(first.gather(1, first.expected(), two_or_more), Fewer)
-    assert first.gather(2, (0, 2), two_or_more) is None
-    following.all()
+    continue_without_second(first, third)
     other = played.machine(1, versions={"torch": "2.0"})
-    (refused,) = Answers(other.join).all()
-    assert isinstance(refused, Verdict)
-    assert refused.problem is not None
-    assert refused.problem.code == "machines-differ"
+    assert problem_of(other.join()).code == "machines-differ"
     until(lambda: (report := first._read(1)) is not None and report.verdict is not None)
     assert (first.failure_elsewhere(), first.stopped_elsewhere()) == (None, None)
     assert first.expected() == [0, 2]
@@ -136,15 +126,10 @@ def test_machine_that_was_cut_off_ends_its_ranks_when_the_others_have_gone_on(th
     second._replacement_seconds = 3600.0  # it does not give up by itself
     played.network.link(1).is_cut.set()
     until(lambda: not first._is_there(1))
-    following = Answers(third.next_launch)
-    assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
-    assert first.gather(2, (0, 2), two_or_more) is None
-    assert following.all() == [2]
+    continue_without_second(first, third)
     assert second.failure_elsewhere() is None
     played.network.link(1).is_cut.clear()
-    until(second.failure_elsewhere)
-    problem = second.failure_elsewhere()
-    assert problem is not None
+    problem = failure_of(second)
     assert problem.code == "machine-lost"
     second.end(ended(ExitReason.LOST_RANK, "lost-rank"))
     assert isinstance(second.next_launch(), Standby)
@@ -238,10 +223,6 @@ class Command:
         assert isinstance(self.events[-1], Verdict)
         return self.events[-1]
 
-    @property
-    def said(self) -> list[str]:
-        return [event.text for event in self.events if isinstance(event, Message)]
-
 
 @pytest.fixture
 def commands(
@@ -280,17 +261,12 @@ def test_run_continues_on_two_of_three_machines(commands: Callable[..., list[Com
     assert (first.end().exit_code, third.end().exit_code) == (0, 0)
     assert first.sizes.written == [(0, 2)]
     said = "continuing on machines 0, 2, without machine 1: 2 ranks × 3 micro-batches a step; the global batch is the same"
-    assert said in first.said
-    assert "this machine runs rank 0 of 2" in third.said
+    assert said in messages(first.events)
+    assert "this machine runs rank 0 of 2" in messages(third.events)
     restarted, changed = [line for line in read_metrics(run) if line["event"] in ("restarted", "machines_changed")]
     assert restarted["code"] == "machine-lost"
-    assert {name: changed[name] for name in ("step", "machines", "ranks", "gradient_accumulation_steps", "message")} == {
-        "step": 4,
-        "machines": [0, 2],
-        "ranks": 2,
-        "gradient_accumulation_steps": 3,
-        "message": said,
-    }
+    assert (changed["step"], changed["machines"], changed["ranks"]) == (4, [0, 2], 2)
+    assert (changed["gradient_accumulation_steps"], changed["message"]) == (3, said)
 
 
 def test_run_continues_on_the_next_smaller_number_that_is_possible(commands: Callable[..., list[Command]]) -> None:
@@ -308,10 +284,8 @@ def test_files_that_cannot_be_written_for_fewer_machines_end_the_run(
 
     monkeypatch.setattr(Sizes, "resize", full)
     first, _, third = commands([loses_a_peer], [dies], [loses_a_peer])
-    end = first.end()
-    assert end.problem is not None
-    assert "No space left on device" in end.problem.message
-    assert third.end().exit_code == end.exit_code == 1
+    assert "No space left on device" in problem_of(first.end()).message
+    assert third.end().exit_code == first.end().exit_code == 1
 
 
 def test_run_continues_alone(commands: Callable[..., list[Command]]) -> None:
@@ -320,22 +294,22 @@ def test_run_continues_alone(commands: Callable[..., list[Command]]) -> None:
     assert first.sizes.written == [(0,)]
 
 
+def is_stopped(machine: Machines) -> Verdict:
+    return ended(ExitReason.PREEMPTED)
+
+
 def test_machine_that_a_scheduler_stops_is_left_out(commands: Callable[..., list[Command]]) -> None:
-    stopped: Callable[[Machines], Verdict] = lambda machine: ended(ExitReason.PREEMPTED)  # noqa: E731
-    first, second, third = commands([stopped, finishes], [stopped], [stopped, finishes], signal={1: True})
+    first, second, third = commands([is_stopped, finishes], [is_stopped], [is_stopped, finishes], signal={1: True})
     assert [each.end().exit_code for each in (first, second, third)] == [0, 143, 0]
     assert first.sizes.written == [(0, 2)]
 
 
 def test_signal_to_the_first_machine_stops_all(commands: Callable[..., list[Command]]) -> None:
-    stopped: Callable[[Machines], Verdict] = lambda machine: ended(ExitReason.PREEMPTED)  # noqa: E731
-    every = commands([stopped], [stopped], [stopped], signal={0: True})
+    every = commands([is_stopped], [is_stopped], [is_stopped], signal={0: True})
     assert [each.end().exit_code for each in every] == [143, 143, 143]
 
 
 def test_fewer_machines_without_enough_memory_end_the_run(commands: Callable[..., list[Command]]) -> None:
     first, _, third = commands([loses_a_peer], [dies], [loses_a_peer], fits={0: False})
-    end = first.end()
-    assert end.problem is not None
-    assert (end.exit_code, end.problem.code) == (2, "does-not-fit")
+    assert (first.end().exit_code, problem_of(first.end()).code) == (2, "does-not-fit")
     assert third.end().exit_code == 2

@@ -22,32 +22,12 @@ from fsdp_tune.launch.machines import machine as machines
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import OwnDirectory
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest, Verdict
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
-from tests.launch.links import Answers, CutStore, Network, identity, start, until
+from tests.launch.links import Answers, CutStore, Network, identity, problem_of, start, until
+from tests.launch.written_runs import write_parts
 
 pytestmark = pytest.mark.usefixtures("quick_machines")
-
-NAMES = ("weights-0", "weights-1", "state.json")
-
-
-def write_parts(runs: list[RunDir], step: int, *, on: tuple[int, ...] = (0, 1)) -> None:
-    """Write a checkpoint of which each machine has its part, on some of the machines."""
-    files = {name: f"{name} of {step}".encode() for name in NAMES}
-    parts = [("weights-0", "state.json"), ("weights-1", "state.json")]
-    facts = [{"host": f"host-{at}", "directory": str(run.path), "files": list(parts[at])} for at, run in enumerate(runs)]
-    scratch = runs[0].path.with_name("scratch")
-    scratch.mkdir(exist_ok=True)
-    for name, raw in files.items():
-        (scratch / name).write_bytes(raw)
-    manifest = Manifest(CHECKPOINT_KIND, {name: digest_file(scratch / name) for name in files}, {"step": step, "machines": facts})
-    for at in on:
-        folder = runs[at].checkpoint(step)
-        folder.mkdir(parents=True)
-        for name in parts[at]:
-            (folder / name).write_bytes(files[name])
-        (folder / MANIFEST_NAME).write_text(manifest.to_json())
 
 
 class OwnPlay:
@@ -103,13 +83,19 @@ def test_files_of_the_first_machine_reach_the_other_for_each_launch(play: OwnPla
 def test_machine_that_cannot_install_the_files_ends_the_launch(play: OwnPlay) -> None:
     play.refusal = Problem("machines-differ", "machine 1 (host-1) prepares other data than machine 0")
     first, second = play.machine(0), play.machine(1)
-    joining = threading.Thread(target=second.join)
-    joining.start()
-    ended = first.gather(0)
-    joining.join()
-    assert ended is not None
-    assert ended.problem is not None
-    assert "prepares other data" in ended.problem.message
+    joining = Answers(second.join)
+    assert "prepares other data" in problem_of(first.gather(0)).message
+    joining.all()
+
+
+ENDS = machines.verdict_of(FailedError(Problem("test", "ends")))
+
+
+def count_slowly(progress: Callable[[int], object]) -> None:
+    """For longer than machines are waited for that count nothing."""
+    for _ in range(16):
+        progress(100)
+        time.sleep(0.04)
 
 
 def fail(machine: Machines) -> None:
@@ -117,45 +103,33 @@ def fail(machine: Machines) -> None:
         raise FailedError(Problem("run-in-use", "the run is in use"))
 
 
-@pytest.mark.parametrize("decides", [True, False])
-def test_failure_of_a_machine_before_it_joins_ends_the_run(play: OwnPlay, *, decides: bool) -> None:
+def test_failure_of_a_machine_before_it_joins_ends_the_run(play: OwnPlay) -> None:
     first, second = play.machine(0), play.machine(1)
     fail(second)
     assert second._report.life is None
-    if decides:
-        with pytest.raises(FsdpTuneError) as caught:
-            first.held_elsewhere()
-        problem: Problem | None = caught.value.problems[0]
-    else:
-        ended = first.gather(0)
-        problem = ended.problem if isinstance(ended, Verdict) else None
-    assert problem is not None
-    assert (problem.code, problem.message) == ("machine-failed", "machine 1: the run is in use")
+    with pytest.raises(FsdpTuneError) as caught:
+        first.held_elsewhere()
+    for problem in (caught.value.problems[0], problem_of(first.gather(0))):
+        assert (problem.code, problem.message) == ("machine-failed", "machine 1: the run is in use")
 
 
 def test_failure_before_the_first_machine_is_there_reaches_it(play: OwnPlay) -> None:
     second = play.machine(1)
     play.network.link(1).is_cut.set()
     failing = Answers(lambda: fail(second))
-    time.sleep(0.2)
+    time.sleep(0.1)
     play.network.link(1).is_cut.clear()
     failing.all()
-    ended = play.machine(0).gather(0)
-    assert isinstance(ended, Verdict)
-    assert ended.problem is not None
-    assert "the run is in use" in ended.problem.message
+    assert "the run is in use" in problem_of(play.machine(0).gather(0)).message
 
 
 def test_end_of_the_first_machine_reaches_one_that_comes_soon_after(play: OwnPlay) -> None:
     first = play.machine(0)
     closing = Answers(lambda: fail(first))
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert play.network.link(0).thread.is_alive()
-    ended = play.machine(1).join()
+    assert problem_of(play.machine(1).join()).message == "machine 0: the run is in use"
     closing.all()
-    assert ended is not None
-    assert ended.problem is not None
-    assert ended.problem.message == "machine 0: the run is in use"
 
 
 def test_stop_is_not_delayed_by_a_machine_that_never_came(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,18 +149,16 @@ def test_checkpoints_are_hashed_only_after_a_launch(play: OwnPlay, monkeypatch: 
 @pytest.mark.parametrize("decides", [True, False])
 def test_machine_that_counts_work_is_waited_for(play: OwnPlay, monkeypatch: pytest.MonkeyPatch, *, decides: bool) -> None:
     first, second = play.machine(0), play.machine(1)
-    monkeypatch.setattr(first, "_hang_seconds", 0.5)
+    monkeypatch.setattr(first, "_hang_seconds", 0.3)
 
     def prepare_and_join() -> Verdict | None:
-        for _ in range(30):
-            second.advance(100)
-            time.sleep(0.05)
+        count_slowly(second.advance)
         return second.join() if decides else second.join() or (second.next_launch(), None)[1]
 
     following = Answers(prepare_and_join)
     if decides:
         assert first.held_elsewhere() == []
-        first.conclude(machines.verdict_of(FailedError(Problem("test", "ends"))))
+        first.conclude(ENDS)
     else:
         assert first.gather(0) is None
     following.all()
@@ -199,25 +171,35 @@ def test_restart_waits_for_digests_of_another_machine(play: OwnPlay) -> None:
     assert second._report.held is None
 
     def hash_slowly(progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:
-        for _ in range(30):
-            progress(100)
-            time.sleep(0.05)
+        count_slowly(progress)
         return tuple(held_checkpoints(play.runs[1], digests=compares))
 
     second._directory.held = hash_slowly
-    ending = Answers(lambda: second.end(machines.verdict_of(FailedError(Problem("test", "ends")))))
-    assert [each.step for each in first.held_elsewhere(0.5)] == [10]
+    ending = Answers(lambda: second.end(ENDS))
+    assert [each.step for each in first.held_elsewhere(0.3)] == [10]
     ending.all()
+
+
+def taken(play: OwnPlay, damage: Callable[[bytes], bytes] = lambda raw: raw) -> Problem:
+    """Why the second machine refuses the archive of the first."""
+    offered = OwnDirectory(play.runs[0], play.folders[0], digests=False).offer()
+    raw = (play.folders[0] / offered["archive"]).read_bytes()
+    (play.folders[1] / offered["archive"]).write_bytes(damage(raw))
+    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
+    assert problem is not None
+    return problem
 
 
 def test_archive_of_more_bytes_than_announced_is_refused(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
     play.runs[0].recipe_json.write_text("x" * 5000)
-    offered = OwnDirectory(play.runs[0], play.folders[0], digests=False).offer()
-    (play.folders[1] / offered["archive"]).write_bytes((play.folders[0] / offered["archive"]).read_bytes())
     monkeypatch.setattr(machines, "LARGEST_ARCHIVE_BYTES", 4999)
-    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
-    assert problem is not None
-    assert "its 1 files have 5,000 bytes" in problem.message
+    assert "its 1 files have 5,000 bytes" in taken(play).message
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"])
+def test_damaged_archive_is_refused(play: OwnPlay, damage: Callable[[bytes], bytes]) -> None:
+    play.runs[0].recipe_json.write_text("{}")
+    assert taken(play, damage).code == "run-files-missing"
 
 
 @pytest.mark.parametrize("chunk", [base64.b64encode(b"xx"), b"x"], ids=["larger", "damaged"])
@@ -232,18 +214,6 @@ def test_chunk_of_another_size_is_not_written(tmp_path: Path, chunk: bytes) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"])
-def test_damaged_archive_is_refused(play: OwnPlay, damage: Callable[[bytes], bytes]) -> None:
-    directory = OwnDirectory(play.runs[0], play.folders[0], digests=False)
-    play.runs[0].recipe_json.write_text("{}")
-    offered = directory.offer()
-    raw = (play.folders[0] / offered["archive"]).read_bytes()
-    (play.folders[1] / offered["archive"]).write_bytes(damage(raw))
-    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
-    assert problem is not None
-    assert problem.code == "run-files-missing"
-
-
 def test_newest_checkpoint_of_which_all_parts_are_there_is_chosen(play: OwnPlay) -> None:
     write_parts(play.runs, 10)
     write_parts(play.runs, 20)
@@ -251,8 +221,7 @@ def test_newest_checkpoint_of_which_all_parts_are_there_is_chosen(play: OwnPlay)
     weights = play.runs[1].checkpoint(20) / "weights-1"
     weights.write_bytes(b"x" * weights.stat().st_size)
     first, second = play.machine(0), play.machine(1)
-    joining = threading.Thread(target=second.join, daemon=True)
-    joining.start()
+    joining = Answers(second.join)
     held = first.held_elsewhere()
     assert {each.step: each.is_verified for each in held} == {20: False, 10: True}
     checkpoint, rejected = latest_checkpoint(play.runs[0], digests=True, elsewhere=held)
@@ -260,8 +229,8 @@ def test_newest_checkpoint_of_which_all_parts_are_there_is_chosen(play: OwnPlay)
     assert checkpoint.step == 10
     assert [each.path.name for each in rejected] == ["checkpoint-20", "checkpoint-30"]
     assert f"1 of its 3 files is not here; host-1:{play.runs[1].path} had it" in rejected[0].reason
-    first.conclude(machines.verdict_of(FailedError(Problem("test", "ends"))))
-    joining.join()
+    first.conclude(ENDS)
+    joining.all()
 
 
 def test_parts_alone_are_no_complete_checkpoint(play: OwnPlay) -> None:

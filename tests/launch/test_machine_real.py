@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -226,34 +225,3 @@ def test_run_continues_without_a_lost_machine(two: TwoMachines, returns: bool) -
     undisturbed = plain_run(two.folder / "plain", {**keys, "launch.num_machines": 1, "launch.min_machines": None})
     assert [line["tokens"] for line in loss_lines(two.run)] == [line["tokens"] for line in loss_lines(undisturbed)]
     assert [line["loss"] for line in loss_lines(two.run)] == pytest.approx([line["loss"] for line in loss_lines(undisturbed)], rel=1e-4)
-
-
-def test_machines_without_a_shared_directory_continue_on_one_by_the_mirror(two: TwoMachines) -> None:
-    mirror = two.folder / "mirror"
-    mirror.mkdir()
-    keys = {
-        "training.max_steps": 400,
-        "training.save_total_limit": 2,
-        "training.save_steps": 4,
-        "training.global_batch_size": 8,
-        "training.per_device_train_batch_size": 2,
-        "launch.shared_directory": False,
-        "launch.max_restarts": 3,
-        "launch.min_machines": 1,
-        "launch.replacement_timeout": "5s",
-        "checkpoint.mirror": mirror.as_uri(),
-    }
-    two.run = two.own_run(0)
-    first, second = two.both(**keys)
-    two.wait_for_step(3)
-    two.wire.cut()
-    time.sleep(15)
-    two.wire.restore()
-    two.wait_for(lambda: any((mirror / "run").glob("checkpoint-*[0-9]/manifest.json")))
-    second.process.kill()
-    second.process.wait()
-    shutil.rmtree(two.own_run(1).path)
-    assert first.code() == 0, first.said
-    (change,) = [line for line in lines(two.run) if line.get("event") == "machines_changed"]
-    assert (change["machines"], change["ranks"], change["step"] > 0) == ([0], 1, True)
-    assert [line["step"] for line in loss_lines(two.run)] == list(range(1, 401))

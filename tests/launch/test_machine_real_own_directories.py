@@ -1,4 +1,7 @@
-"""Two commands as two machines that see no directory in common: train, stop, lose a machine or its disk, continue, merge."""
+"""Two commands as two machines, each of which sees another host name: train, stop, lose a machine or its disk, continue, merge.
+
+They see no directory in common, but in one test.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ import pytest
 from fsdp_tune.run.directory import RunDir, checkpoint_step, held_checkpoints
 from fsdp_tune.run.launch_files import Heartbeat, read_heartbeat
 from tests.conftest import REPOSITORY
-from tests.launch.test_attempts_real import PLAYED_HOST, environment, restarted
+from tests.launch.test_attempts_real import environment, restarted
 from tests.parity.runs import lines, loss_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow]
 LIMIT_SECONDS = 600
+PLAYED_HOST = """
+import os, socket
+if "PLAYED_HOST" in os.environ:
+    socket.gethostname = lambda: os.environ["PLAYED_HOST"]
+"""
 
 
 class OwnMachines:
@@ -103,17 +111,19 @@ def test_run_is_the_one_of_a_shared_directory_and_continues_after_a_stop(tmp_pat
     shutil.rmtree(machines.runs[1].path, ignore_errors=True)
     aside.rename(machines.runs[1].path)
     assert machines.ends(*machines.both("--resume", "auto")) == [0, 0], machines.said
-    assert machines.losses() == losses_with_a_shared_directory(tmp_path / "shared", machines)
+    shared = sharing(tmp_path / "shared", machines.keys)
+    assert shared.ends(*shared.both()) == [0, 0], shared.said
+    assert machines.losses() == shared.losses()
     assert (machines.runs[0].merged / "model.safetensors").is_file()
     assert not machines.runs[1].merged.exists()
 
 
-def losses_with_a_shared_directory(folder: Path, machines: OwnMachines) -> list[float]:
+def sharing(folder: Path, keys: dict[str, Any]) -> OwnMachines:
+    """Machines that see the same directory."""
     folder.mkdir(exist_ok=True)
-    other = OwnMachines(folder, **(machines.keys | {"launch.shared_directory": True, "output_dir": str(folder / "run")}))
-    other.runs = [RunDir(folder / "run")] * 2
-    assert other.ends(*other.both()) == [0, 0], other.said
-    return other.losses()
+    machines = OwnMachines(folder, **(keys | {"launch.shared_directory": True}))
+    machines.runs = [RunDir(folder / "run")] * 2
+    return machines
 
 
 def test_killed_rank_restarts_both_from_their_parts(tmp_path: Path) -> None:
@@ -152,3 +162,19 @@ def test_mirror_has_all_parts_and_one_machine_continues(tmp_path: Path) -> None:
     assert change["step"] > 0
     assert [line["step"] for line in loss_lines(machines.runs[0])] == list(range(1, 41))
     assert max(checkpoint_step(path.parent) or 0 for path in (mirror / "run").glob("checkpoint-*[0-9]/manifest.json")) == 40
+
+
+def test_two_machines_resume_after_both_commands_were_killed(tmp_path: Path) -> None:
+    """The second machine's command is the quicker one: it meets the files of the killed commands before the first machine's is there."""
+    machines = sharing(tmp_path, {"launch.hang_timeout": "60s", "training.save_steps": 2, "training.max_steps": 40})
+    both = machines.both()
+    machines.wait_for_step(8)
+    for each in both:
+        each.kill()
+        each.wait()
+    second = machines.start(1, "--resume", "auto")
+    time.sleep(8)
+    assert machines.ends(second, machines.start(0, "--resume", "auto")) == [0, 0], machines.said
+    assert json.loads(machines.runs[0].machines_json.read_bytes()) == {"0": "host-0", "1": "host-1"}
+    assert [line["step"] for line in loss_lines(machines.runs[0])] == list(range(1, 41))
+    assert restarted(machines.runs[0]) == []

@@ -51,6 +51,11 @@ def seen(*outcomes: Outcome, **more: Any) -> LaunchObservation:
     return dataclasses.replace(base, **more)
 
 
+def problem_of(ended: Verdict) -> Problem:
+    assert ended.problem is not None
+    return ended.problem
+
+
 OOM = end(1, ExitReason.OUT_OF_MEMORY, 3, at=5.0, code_name="oom")
 LOST = end(0, ExitReason.LOST_RANK, 5, at=2.0, code_name="lost")
 TERM = [signal.SIGTERM]
@@ -125,28 +130,26 @@ def killed(text: str) -> Verdict:
 
 def test_rank_that_the_watchdog_ended_has_its_message() -> None:
     ended = killed(f"what():  an earlier one\n{WATCHDOG}")
-    assert (ended.exit_code, ended.problem and ended.problem.code) == (5, "rank-killed")
-    assert ended.problem is not None
-    assert ended.problem.message == (
+    assert (ended.exit_code, problem_of(ended).code) == (5, "rank-killed")
+    assert problem_of(ended).message == (
         "rank 1 was killed by SIGABRT at step 4: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
         "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out."
     )
 
 
-def test_rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device() -> None:
-    """The watchdog may see the error before the thread that trains does."""
-    ended = killed(f"{UNCAUGHT}unspecified launch failure\nFatal Python error: Aborted\n")
-    assert (ended.exit_code, ended.reason.value) == (1, "failed")
-    assert ended.problem is not None
-    assert (ended.problem.code, ended.problem.message) == ("device-failed", "the GPU of rank 1 failed: unspecified launch failure")
+AMD_FAULT = "Memory access fault by GPU node-2 (Agent handle: 0x56468ab3bb50) on address 0x7fe55fb03000. Reason: Unknown."
 
 
-def test_rank_that_the_runtime_of_an_amd_gpu_ended_is_a_failed_device() -> None:
-    fault = "Memory access fault by GPU node-2 (Agent handle: 0x56468ab3bb50) on address 0x7fe55fb03000. Reason: Unknown."
-    ended = killed(f"{fault}\nFatal Python error: Aborted\n")
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [(f"{UNCAUGHT}unspecified launch failure", "unspecified launch failure"), (AMD_FAULT, AMD_FAULT)],
+    ids=["NVIDIA", "AMD"],
+)
+def test_rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device(text: str, fault: str) -> None:
+    """The watchdog, or AMD's runtime, may see the error before the thread that trains does."""
+    ended = killed(f"{text}\nFatal Python error: Aborted\n")
     assert (ended.exit_code, ended.reason.value) == (1, "failed")
-    assert ended.problem is not None
-    assert (ended.problem.code, ended.problem.message) == ("device-failed", f"the GPU of rank 1 failed: {fault}")
+    assert (problem_of(ended).code, problem_of(ended).message) == ("device-failed", f"the GPU of rank 1 failed: {fault}")
 
 
 HSA = (
@@ -165,42 +168,35 @@ HSA = (
     ],
 )
 def test_other_aborts_have_the_uncaught_exception(text: str, reason: str) -> None:
-    problem = killed(text).problem
-    assert problem is not None
-    assert problem.message == f"rank 1 was killed by SIGABRT at step 4{reason}"
+    assert problem_of(killed(text)).message == f"rank 1 was killed by SIGABRT at step 4{reason}"
 
 
 def test_failure_names_rank_step_and_log() -> None:
-    problem = judge(seen(OOM, LOST)).problem
-    assert problem is not None
+    problem = problem_of(judge(seen(OOM, LOST)))
     assert problem.message == "oom happened (rank 1, step 9)"
     assert problem.hint == "the log is /r/logs/rank-0001.log"
 
 
 def test_input_error_is_not_attributed_to_a_rank() -> None:
-    problem = judge(seen(end(0, ExitReason.FAILED, ExitCode.USAGE, code_name="bad-input"))).problem
-    assert problem is not None
+    problem = problem_of(judge(seen(end(0, ExitReason.FAILED, ExitCode.USAGE, code_name="bad-input"))))
     assert problem.message == "bad-input happened"
 
 
 def test_kill_is_named_and_memory_suggested() -> None:
-    problem = judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9, last_step=12)).problem
-    assert problem is not None
+    problem = problem_of(judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9, last_step=12)))
     assert problem.message == "rank 1 was killed by SIGKILL at step 12"
     assert "out of host memory" in (problem.hint or "")
 
 
 @pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
 def test_rank_ended_by_the_agent_is_not_blamed(deaths: list[Death]) -> None:
-    problem = judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)).problem
-    assert problem is not None
+    problem = problem_of(judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)))
     assert problem.message.startswith("rank 1 ended with exit code 1")
 
 
 def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
     text = f"error: rank 1: metrics.jsonl: Read-only file system\n{BOX}"
-    problem = judge(seen(launcher_text=text, launcher_code=1)).problem
-    assert problem is not None
+    problem = problem_of(judge(seen(launcher_text=text, launcher_code=1)))
     assert problem.message == "rank 1 ended with exit code 1 before it could report: metrics.jsonl: Read-only file system"
 
 

@@ -16,13 +16,23 @@ from hypothesis import strategies as st
 
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
 from fsdp_tune.launch.mirror import send as sending
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, fetch_checkpoint
+from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, fetch_checkpoint
 from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
+from tests.launch.mirrors import (
+    Crash,
+    complete_and_verified,
+    complete_steps,
+    make_run,
+    remote_checkpoint,
+    save,
+    send_all,
+    state_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,68 +42,17 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
 
 
-class Crash(BaseException):
-    """The process that sends is killed here."""
-
-
-def make_run(path: Path, identity: str = "one") -> RunDir:
-    run = RunDir(path)
-    run.logs.mkdir(parents=True)
-    run.model.mkdir()
-    (run.model / "config.json").write_text("{}")
-    run.recipe_json.write_text('{"name": "r"}')
-    run.metrics_jsonl.write_text('{"step": 1, "loss": 2.0}\n{"torn')
-    MirrorIdentity(identity).write(run.mirror_json)
-    return run
-
-
-def save(run: RunDir, step: int, *, seed: int = 0, ranks: int = 2, size: int = 1) -> Path:
-    """Write a complete checkpoint, whose contents depend on step, seed and rank."""
-    folder = run.checkpoint(step)
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "shards").mkdir(parents=True)
-    for rank in range(ranks):
-        (folder / "shards" / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, seed, rank]) * 700 * size)
-    (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-    entries = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, entries, {"step": step}).to_json())
-    return folder
-
-
-def send_all(run: RunDir, remote: RemoteRun, *, keep: int | None = 2, start: int | None = 0) -> bool:
-    sender = Sender(run, RemoteRun(*remote.url.rsplit("/", 1)), keep=keep)
-    try:
-        return follow(sender, lambda: True, start, lambda _: None)
-    finally:
-        with suppress(Crash):
-            sender.close()
-
-
-def complete_and_verified(remote: RemoteRun, target: Path) -> list[int]:
-    """Download each checkpoint that a reader sees as complete, and check every byte. Returns their steps."""
-    steps = remote.complete_steps(remote.directory.list())
-    for step in steps:
-        found = remote.checkpoint(step)
-        assert isinstance(found, RemoteCheckpoint), found
-        path = fetch_checkpoint(remote, found, RunDir(target / f"{step}" / "run"), lambda _: None)
-        assert isinstance(inspect_checkpoint(path, digests=True), Checkpoint)
-    shutil.rmtree(target, ignore_errors=True)
-    return steps
-
-
 @pytest.fixture
-def remote(tmp_path: Path) -> RemoteRun:
-    return RemoteRun(f"file://{tmp_path}/mirror", "run")
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
 
 
-def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_directory(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_directory(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     save(run, 5)
     save(run, 10)
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
-    found = remote.checkpoint(10)
-    assert isinstance(found, RemoteCheckpoint)
+    found = remote_checkpoint(remote, 10)
     back = RunDir(tmp_path / "elsewhere" / "run")
     fetch_checkpoint(remote, found, back, lambda _: None)
     assert back.recipe_json.read_text() == run.recipe_json.read_text()
@@ -104,56 +63,48 @@ def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_director
     assert [line["folder"] for line in read_metrics(run) if line.get("event") == "mirrored"] == ["checkpoint-10", "checkpoint-5"]
 
 
-def test_second_command_sends_nothing_again(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
+def test_second_command_sends_nothing_again(sent: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemoteDirectory, "send", lambda *_: pytest.fail("a file was sent again"))
-    assert send_all(run, remote)
+    assert send_all(sent, remote)
     remote.take_back(5, remote.directory.list())
-    assert remote.complete_steps(remote.directory.list()) == []
-    assert send_all(run, remote, start=5), "the files are still there, and only the manifest is written"
-    assert remote.complete_steps(remote.directory.list()) == [5]
+    assert complete_steps(remote) == []
+    assert send_all(sent, remote, start=5), "the files are still there, and only the manifest is written"
+    assert complete_steps(remote) == [5]
 
 
-def test_file_that_was_replaced_in_the_mirror_is_sent_again(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
+def test_file_that_was_replaced_in_the_mirror_is_sent_again(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
     shard = tmp_path / "mirror" / "run" / "checkpoint-5" / "shards" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     remote.take_back(5, remote.directory.list())
-    assert send_all(run, remote, start=5)
+    assert send_all(sent, remote, start=5)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
 
 
-def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     for step in (1, 2, 3):
         save(run, step)
         assert send_all(run, remote)
-    assert remote.complete_steps(remote.directory.list()) == [3, 2, 1], "all are on the disk"
+    assert complete_steps(remote) == [3, 2, 1], "all are on the disk"
     note = tmp_path / "mirror" / "run" / "checkpoint-1" / "note.txt"
     note.write_text("mine")
     shutil.rmtree(run.checkpoint(1))
     shutil.rmtree(run.checkpoint(2))
     save(run, 4)
     assert send_all(run, remote, start=3)
-    assert remote.complete_steps(remote.directory.list()) == [4, 3]
+    assert complete_steps(remote) == [4, 3]
     assert [path.name for path in note.parent.iterdir()] == ["note.txt"], "what the tool did not write stays"
     assert not (tmp_path / "mirror" / "run" / "checkpoint-2").exists()
     assert not (tmp_path / "mirror" / "run" / "checkpoint-2.run").exists()
 
 
-def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     for step in (5, 10, 15):
         save(run, step)
     assert send_all(run, remote)
     for step in (10, 15):
         shutil.rmtree(run.checkpoint(step))
     assert send_all(run, remote, start=5)
-    assert remote.complete_steps(remote.directory.list()) == [5], "the run trains the others again"
+    assert complete_steps(remote) == [5], "the run trains the others again"
     save(run, 10, seed=1, ranks=1)
     assert send_all(run, remote, start=5)
     assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
@@ -164,9 +115,8 @@ def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path,
 
 
 def test_halves_that_a_killed_process_left_are_removed(
-    tmp_path: Path, remote: RemoteRun, faulty: Callable[[dict[int, str]], Faults]
+    tmp_path: Path, run: RunDir, remote: RemoteRun, faulty: Callable[[dict[int, str]], Faults]
 ) -> None:
-    run = make_run(tmp_path / "run")
     for step, calls in ((5, 16), (10, 30)):
         faulty({calls: "crash"})
         save(run, step)
@@ -177,7 +127,7 @@ def test_halves_that_a_killed_process_left_are_removed(
     left = {name.partition("/")[0] for name in remote.directory.list()}
     assert left >= {"checkpoint-5.run", "checkpoint-10.run", "checkpoint-10"}
     assert "checkpoint-5" not in left, "it was killed among the files of the run"
-    assert remote.complete_steps(remote.directory.list()) == []
+    assert complete_steps(remote) == []
     folder = tmp_path / "mirror" / "run" / "checkpoint-15" / "shards"
     folder.mkdir(parents=True)
     (folder / ".__0_0.distcp.stage-123").write_text("half")
@@ -188,23 +138,20 @@ def test_halves_that_a_killed_process_left_are_removed(
     assert not [name for name in remote.directory.list() if ".stage-" in name]
 
 
-def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     save(run, 5)
     shard = save(run, 10) / "shards" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     assert not send_all(run, remote), "the mirror does not have everything"
     assert complete_and_verified(remote, tmp_path / "check") == [5]
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    state = state_of(run)
     assert "__0_0.distcp" in state.refused["checkpoint-10"]
     (event,) = [line for line in read_metrics(run) if line.get("event") == "mirror_failed"]
     assert "checkpoint-10 is damaged on this disk and is not sent" in event["message"]
     assert "__0_0.distcp" in event["message"]
 
 
-def test_merged_model_is_mirrored_when_its_record_is_there(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_merged_model_is_mirrored_when_its_record_is_there(run: RunDir, remote: RemoteRun) -> None:
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_bytes(b"x" * 100)
     assert send_all(run, remote)
@@ -221,17 +168,14 @@ def test_mirror_of_another_run_is_left_alone(tmp_path: Path, remote: RemoteRun) 
     assert send_all(run, remote)
     save(other, 6)
     assert not send_all(other, remote)
-    assert remote.complete_steps(remote.directory.list()) == [5]
+    assert complete_steps(remote) == [5]
     state = MirrorState.read(state_path(other, 0))
     assert state is not None
     assert "another run" in (state.error or "")
     assert state.waiting == []
 
 
-def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
+def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
     folder = tmp_path / "mirror" / "run"
     for name, kind, where in (("../../evil", CHECKPOINT_KIND, "checkpoint-5"), ("run.lock", "fsdp-tune run files", "checkpoint-5.run")):
         before = (folder / where / MANIFEST_NAME).read_bytes()
@@ -250,10 +194,8 @@ def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, remote: R
     [{".": 1}, {"x/": 1}, {"a//b": 1}, {"trainer_state.json/x": 1}, {"a\ud800b": 1}, {"a" * 300: 1}, {"y": -1}],
     ids=["dot", "slash", "empty", "folder", "surrogate", "long", "negative"],
 )
+@pytest.mark.usefixtures("sent")
 def test_manifest_with_names_that_no_file_has_is_refused(tmp_path: Path, remote: RemoteRun, files: dict[str, int]) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
     path = tmp_path / "mirror" / "run" / "checkpoint-5" / MANIFEST_NAME
     entries = {name: FileEntry(size_bytes, "0" * 32) for name, size_bytes in files.items()}
     path.write_text(Manifest(CHECKPOINT_KIND, {**Manifest.from_json(path.read_bytes()).files, **entries}, {"step": 5}).to_json())
@@ -263,21 +205,19 @@ def test_manifest_with_names_that_no_file_has_is_refused(tmp_path: Path, remote:
 
 
 @pytest.mark.parametrize("start", [None, 5])
-def test_unreadable_manifest_does_not_count_as_the_newest(tmp_path: Path, remote: RemoteRun, start: int | None) -> None:
-    run = make_run(tmp_path / "run")
+def test_unreadable_manifest_does_not_count_as_the_newest(run: RunDir, remote: RemoteRun, start: int | None) -> None:
     save(run, 5)
     for folder in ("checkpoint-99", "checkpoint-99.run"):
         remote.directory.write(f"{folder}/{MANIFEST_NAME}", b"x")
     assert send_all(run, remote, keep=1, start=start)
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    state = state_of(run)
     assert state.newest_step == 5
     shutil.rmtree(run.checkpoint(5))
     save(run, 10)
     assert send_all(run, remote, keep=1, start=start)
     assert remote.usable_steps(remote.directory.list()) == [10]
     if start is not None:
-        assert remote.complete_steps(remote.directory.list()) == [10]
+        assert complete_steps(remote) == [10]
 
 
 def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +233,7 @@ def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest
     assert caught.value.refusal == "other"
 
 
-def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     save(run, 5)
     foreign = tmp_path / "mirror" / "run" / "x\\y"
     foreign.mkdir(parents=True)
@@ -303,14 +242,11 @@ def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(tmp_path: Path,
     assert not [name for name in remote.directory.list() if "\\" in name]
 
 
+@pytest.mark.usefixtures("sent")
 def test_damaged_download_is_refused_and_leaves_no_checkpoint(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
     shard = tmp_path / "mirror" / "run" / "checkpoint-5" / "shards" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-    found = remote.checkpoint(5)
-    assert isinstance(found, RemoteCheckpoint)
+    found = remote_checkpoint(remote, 5)
     back = RunDir(tmp_path / "back" / "run")
     with pytest.raises(ContentError, match="__0_0"):
         fetch_checkpoint(remote, found, back, lambda _: None)
@@ -318,13 +254,11 @@ def test_damaged_download_is_refused_and_leaves_no_checkpoint(tmp_path: Path, re
 
 
 def test_interrupted_download_continues_with_the_files_that_are_there(
-    tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run")
     save(run, 5, ranks=6)
     assert send_all(run, remote)
-    found = remote.checkpoint(5)
-    assert isinstance(found, RemoteCheckpoint)
+    found = remote_checkpoint(remote, 5)
     back, fetched = RunDir(tmp_path / "back" / "run"), list[str]()
     fetch = RemoteDirectory.fetch
 
@@ -374,8 +308,9 @@ def test_machines_without_a_shared_disk_send_their_own_files(tmp_path: Path, rem
     assert "checkpoint-5/missing.json" not in remote.directory.list()
 
 
-def test_rotated_checkpoint_is_still_sent_from_its_links(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run")
+def test_rotated_checkpoint_is_still_sent_from_its_links(
+    tmp_path: Path, run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(run, 5)
     send = RemoteDirectory.send
 
@@ -412,8 +347,7 @@ def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
     assert send_all(run, remote)
     save(run, 10, size=8)  # 33,600 bytes: one of two files fits
     assert not send_all(run, remote)
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    state = state_of(run)
     assert "No space left" in (state.error or "")
     assert state.waiting == ["checkpoint-10"], "and not checkpoint-5, which is there"
     shutil.rmtree(run.checkpoint(10))
@@ -499,8 +433,7 @@ def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
         assert name in ("mirror.json",) or name.startswith("writers/") or step_of(name) in local or step_of(name) > local[0], name
 
 
-def test_private_files_stay_private_in_a_directory(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_private_files_stay_private_in_a_directory(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
     run.recipe_json.chmod(0o600)
     secret = save(run, 5) / "trainer_state.json"
     secret.chmod(0o600)
@@ -523,12 +456,10 @@ def test_file_of_an_earlier_checkpoint_with_the_same_size_is_not_taken_for_the_n
     assert not [name for name in remote.directory.list("checkpoint-5") if name.endswith(".distcp")]
 
 
-def test_hashing_a_model_counts_as_progress(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
+def test_hashing_a_model_counts_as_progress(run: RunDir, remote: RemoteRun) -> None:
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_bytes(b"x" * 1000)
     (run.merged / MERGE_RECORD).write_text("{}")
     assert send_all(run, remote)
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    state = state_of(run)
     assert state.hashed_bytes == 1002

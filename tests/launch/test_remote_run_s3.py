@@ -16,13 +16,22 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 from fsdp_tune.launch.mirror import writer as writing
-from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, mirror_error
-from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
+from fsdp_tune.launch.mirror.remote_run import RemoteRun, mirror_error
+from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.launch.mirror.writer import MirrorInUseError
 from fsdp_tune.run import remote_files
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.remote_files import ContentError, UrlError
-from tests.launch.test_remote_run import complete_and_verified, make_run, save, send_all
-from tests.launch.test_writer import Elsewhere
+from tests.launch.mirrors import (
+    Elsewhere,
+    complete_and_verified,
+    complete_steps,
+    make_run,
+    remote_checkpoint,
+    save,
+    send_all,
+    state_of,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,6 +139,11 @@ def proxy(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pr
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
 def remote(proxy: Proxy) -> RemoteRun:
     return RemoteRun("s3://backup/runs", "run")
 
@@ -161,9 +175,8 @@ def test_checkpoints_reach_s3_and_come_back(tmp_path: Path, remote: RemoteRun) -
 
 @pytest.mark.parametrize("fault", ["cut", (503, "SlowDown"), (500, "InternalError")], ids=str)
 def test_lost_connections_and_throttling_are_repeated(
-    tmp_path: Path, remote: RemoteRun, proxy: Proxy, fault: str | tuple[int, str]
+    tmp_path: Path, run: RunDir, remote: RemoteRun, proxy: Proxy, fault: str | tuple[int, str]
 ) -> None:
-    run = make_run(tmp_path / "run")
     save(run, 5)
     proxy.fault = every(4, fault)
     assert send_all(run, remote)
@@ -178,10 +191,9 @@ def test_half_an_upload_of_parts_leaves_no_file_and_is_sent_again(
     save(run, 5, size=6000)  # 12 MiB a file: three parts
     proxy.fault = lambda method, path: "cut" if method == "PUT" and "partNumber=2" in path else None
     assert not send_all(run, remote)
-    assert remote.complete_steps(remote.directory.list()) == []
+    assert complete_steps(remote) == []
     assert not [name for name in remote.directory.list() if name.endswith(".distcp")]
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    state = state_of(run)
     assert state.waiting == ["checkpoint-5"]
     assert state.left_bytes > 20 << 20
     assert state.error
@@ -200,8 +212,7 @@ def test_missing_or_short_object_is_damage_and_is_not_waited_for(
     remote.directory.remove(name)
     if left_bytes is not None:
         remote.directory.write(name, bytes(left_bytes))
-    found = remote.checkpoint(5)
-    assert isinstance(found, RemoteCheckpoint)
+    found = remote_checkpoint(remote, 5)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
     entry = found.manifest.files[name.partition("/")[2]]
     with pytest.raises(ContentError, match="is missing" if left_bytes is None else "is shorter"):
@@ -234,23 +245,18 @@ def test_store_that_cannot_be_used_is_named_at_the_start(
     assert error.exit_code == 2
 
 
-def test_bucket_that_vanishes_is_reported_and_filled_again(tmp_path: Path, remote: RemoteRun) -> None:
-    run = make_run(tmp_path / "run")
-    save(run, 5)
-    assert send_all(run, remote)
+def test_bucket_that_vanishes_is_reported_and_filled_again(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
     S3FileSystem().rm("backup", recursive=True)
-    save(run, 10)
-    assert not send_all(run, remote, start=5)
-    state = MirrorState.read(state_path(run, 0))
-    assert state is not None
+    save(sent, 10)
+    assert not send_all(sent, remote, start=5)
+    state = state_of(sent)
     assert "exist" in (state.error or "")
     S3FileSystem().mkdir("backup")
-    assert send_all(run, remote, start=5)
+    assert send_all(sent, remote, start=5)
     assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
 
 
-def test_clock_that_is_off_for_a_while_delays_the_mirror(tmp_path: Path, remote: RemoteRun, proxy: Proxy) -> None:
-    run = make_run(tmp_path / "run")
+def test_clock_that_is_off_for_a_while_delays_the_mirror(tmp_path: Path, run: RunDir, remote: RemoteRun, proxy: Proxy) -> None:
     save(run, 5)
     proxy.fault = lambda method, path: (403, "RequestTimeTooSkewed")
     sender, waits = Sender(run, remote), list[float]()

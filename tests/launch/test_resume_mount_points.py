@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,8 +17,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import decide
 from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.run.directory import RunDir
-from tests.launch.test_accelerate import resolved
-from tests.launch.test_resume import files_of
+from tests.launch.recipes import resolved
+from tests.launch.written_runs import files_of
 
 
 def mount(*arguments: str) -> None:
@@ -30,16 +30,29 @@ def mount(*arguments: str) -> None:
 @pytest.fixture(params=["tmpfs", "bind", "link"])
 def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A directory that is a container's volume, a bind mount within the file system, or a link."""
-    path, source = tmp_path / "a volume", tmp_path / "source"
-    source.mkdir()
+    path = tmp_path / "a volume"
     if request.param == "link":
-        path.symlink_to(source)
-        yield path
+        yield linked(path)
         return
+    source = tmp_path / "source"
+    source.mkdir()
     path.mkdir()
     mount(*(("-t", "tmpfs", "-o", "mode=755", "none") if request.param == "tmpfs" else ("--bind", str(source))), str(path))
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def linked(path: Path) -> Path:
+    """Make a directory and a link to it: no rename can replace what is there."""
+    target = path.with_name("real")
+    target.mkdir()
+    path.symlink_to(target)
+    return path
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Path:
+    return linked(tmp_path / "a volume")
 
 
 def fill(final: Path, *, replace: bool = False, content: str = "new") -> None:
@@ -102,28 +115,24 @@ def killed_at(number: int, action: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_killed_fill_is_complete_or_marked_unfinished(tmp_path: Path, *, replace: bool) -> None:
-    volume, real = tmp_path / "volume", tmp_path / "real"
     for number in range(1, 60):
-        real.mkdir()
-        volume.symlink_to(real)
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        volume = linked(folder / "volume")
         if replace:
             fill(volume, content="old")
-        code = killed_at(number, lambda: fill(volume, replace=replace))
+        code = killed_at(number, partial(fill, volume, replace=replace))
         for stage in stages_inside(volume):
             undo_fill(volume, stage)
         allowed = [WHOLE, dict.fromkeys(WHOLE, "old")] if replace else [WHOLE]
         assert tree(volume) in allowed if (volume / "last").exists() else occupants(volume) == [], f"killed at {number}"
-        subprocess.run(["rm", "-r", str(real), str(volume)], check=True)
         if code == 0:
             break
     assert code == 0, "more operations than were tried"
     assert number > 10
 
 
-def test_failed_fill_leaves_the_volume_empty(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    volume = tmp_path / "volume"
-    volume.symlink_to(tmp_path / "real")
+def test_failed_fill_leaves_the_volume_empty(link: Path) -> None:
     renames = iter(range(2))
 
     def rename_twice(source: Path, target: Path) -> None:
@@ -132,8 +141,8 @@ def test_failed_fill_leaves_the_volume_empty(tmp_path: Path) -> None:
         source.rename(target)
 
     with patch.object(atomic.DISK, "rename", rename_twice), pytest.raises(OSError, match="No space"):
-        fill(volume)
-    assert list(volume.iterdir()) == []
+        fill(link)
+    assert list(link.iterdir()) == []
 
 
 def test_run_is_written_into_a_volume(volume: Path, tmp_path: Path) -> None:
@@ -149,29 +158,30 @@ def test_run_is_written_into_a_volume(volume: Path, tmp_path: Path) -> None:
     assert not decide(run, recipe, "auto", overwrite=False).is_new
 
 
-def test_world_writable_volume_is_refused_before_anything_is_written(volume: Path, tmp_path: Path) -> None:
-    volume.chmod(0o777)
+def test_world_writable_volume_is_refused_before_anything_is_written(link: Path, tmp_path: Path) -> None:
+    link.chmod(0o777)
     with pytest.raises(FsdpTuneError, match="is writable by every user"):
-        decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)
+        decide(RunDir(link), resolved(tmp_path), None, overwrite=False)
 
 
-def test_volume_with_foreign_files_is_refused(volume: Path, tmp_path: Path) -> None:
-    (volume / "thesis.tex").write_text("x")
+def test_volume_with_foreign_files_is_refused(link: Path, tmp_path: Path) -> None:
+    (link / "thesis.tex").write_text("x")
     with pytest.raises(FsdpTuneError, match=r"not empty \(thesis.tex\)"):
-        decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)
+        decide(RunDir(link), resolved(tmp_path), None, overwrite=False)
 
 
-def test_run_killed_while_written_into_a_volume_starts_again(volume: Path, tmp_path: Path) -> None:
-    run, recipe = RunDir(volume), resolved(tmp_path)
-    code = (
-        "import os, sys; from fsdp_tune.core.atomic import *; from pathlib import Path\n"
-        "v = Path(sys.argv[1]); DISK.rename = lambda s, t: (os.rename(s, t), os._exit(9))\n"
-        "with staged_directory(v, last='recipe.json') as stage:\n"
-        "    (stage / 'recipe.json').write_text('x'); (stage / 'launch.json').write_text('half')\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(volume)], check=False).returncode == 9
-    assert (volume / "launch.json").read_text() == "half"
+def test_run_killed_while_written_into_a_volume_starts_again(link: Path, tmp_path: Path) -> None:
+    run, recipe = RunDir(link), resolved(tmp_path)
+
+    def write_half() -> None:
+        with staged_directory(link, last="recipe.json") as stage:
+            (stage / "recipe.json").write_text("x")
+            (stage / "launch.json").write_text("half")
+            atomic.DISK.rename = lambda source, target: (source.rename(target), os._exit(77))  # type: ignore[method-assign,return-value]
+
+    assert killed_at(1000, write_half) == 77
+    assert (link / "launch.json").read_text() == "half"
     assert decide(run, recipe, None, overwrite=False).is_new
     write_run(run, files_of(run, recipe))
-    assert (volume / "launch.json").read_text() != "half"
-    assert stages_inside(volume) == []
+    assert (link / "launch.json").read_text() != "half"
+    assert stages_inside(link) == []

@@ -7,19 +7,23 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core.ownership import this_owner
 from fsdp_tune.launch.mirror import writer as writing
 from fsdp_tune.launch.mirror.remote_run import RemoteRun
 from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
-from tests.launch.test_remote_run import complete_and_verified, make_run, save, send_all
+from tests.launch.mirrors import (
+    Elsewhere,
+    complete_and_verified,
+    make_run,
+    save,
+    send_all,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,19 +36,6 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def directory(tmp_path: Path) -> RemoteDirectory:
     (tmp_path / "mirror").mkdir()
     return RemoteDirectory(f"file://{tmp_path}/mirror/run")
-
-
-class Elsewhere(Writer):
-    """A command on another machine, whose processes are not visible here."""
-
-    def __init__(self, directory: RemoteDirectory, host: str = "node7") -> None:
-        super().__init__(directory, Path("/there/run"))
-        self._record = replace(self._record, owner=replace(this_owner(), host=host))
-
-    def dies(self) -> None:
-        self._ended.set()
-        if self._beats is not None:
-            self._beats.join()
 
 
 def test_second_live_writer_is_refused_by_name(directory: RemoteDirectory) -> None:

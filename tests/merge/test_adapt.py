@@ -47,6 +47,11 @@ def llama():
     return exact(small_llama())
 
 
+@pytest.fixture
+def base(llama, tmp_path) -> Path:
+    return base_directory(llama, tmp_path / "base")
+
+
 # --------------------------------------------------------------------------------------------- where an adapter comes from
 
 
@@ -61,9 +66,8 @@ def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("source", ["whole model", "whole model, base beside", "adapter shards", "adapter pickle", "adapter directory"])
-def test_adapter_is_added_to_base_weights(source, llama, tmp_path, merge):
+def test_adapter_is_added_to_base_weights(source, llama, base, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
-    base = base_directory(llama, tmp_path / "base")
     folder = write_config(tmp_path / "c", base_model_name_or_path=str(base))
     if source.startswith("whole model"):
         sharded_peft_model(folder / SHARDS, whole_state(llama, adapter))
@@ -97,9 +101,8 @@ def test_run_of_a_peft_model_is_merged_and_exported(llama, tmp_path, merge):
     assert_tensors(run / "adapter", adapter_state(adapter))
 
 
-def test_merged_model_computes_like_the_adapted_one(llama, tmp_path, merge):
+def test_merged_model_computes_like_the_adapted_one(llama, base, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
-    base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter), base_model_name_or_path=str(base))
     loaded = AutoModelForCausalLM.from_pretrained(merge(folder, verify="full").output).eval()
 
@@ -171,9 +174,8 @@ def test_base_of_the_hub_is_read_at_the_commit_of_training(trained_on, read, lla
     ],
     ids=str,
 )
-def test_scaling_equals_peft(config, scaling, llama, tmp_path, merge):
+def test_scaling_equals_peft(config, scaling, llama, base, tmp_path, merge):
     adapter = factors(llama, "q_proj")
-    base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter), **config)
     assert_tensors(merge(folder, base=str(base)).output, added(llama, adapter, alpha=scaling * peft.RANK))
 
@@ -314,9 +316,8 @@ def test_embeddings_that_were_tied_in_training_stay_tied(tmp_path, merge):
 
 
 @pytest.mark.parametrize("source", ["whole model", "adapter directory"])
-def test_modules_to_save_replace_base_weights(source, llama, tmp_path, merge):
+def test_modules_to_save_replace_base_weights(source, llama, base, tmp_path, merge):
     adapter, head = factors(llama, "q_proj"), values(61, 32, seed=7)
-    base = base_directory(llama, tmp_path / "base")
     if source == "whole model":
         folder = write_config(tmp_path / "c", modules_to_save=["lm_head"])
         save_dcp({"model": whole_state(llama, adapter, saved={"lm_head": {"weight": head}})}, folder / SHARDS)
@@ -326,9 +327,8 @@ def test_modules_to_save_replace_base_weights(source, llama, tmp_path, merge):
     assert_tensors(merge(folder, base=str(base)).output, added(llama, adapter) | {"lm_head.weight": head})
 
 
-def test_grown_vocabulary_is_in_config(llama, tmp_path, merge):
+def test_grown_vocabulary_is_in_config(llama, base, tmp_path, merge):
     adapter, embedding, head = factors(llama, "q_proj"), values(65, 32, seed=7), values(65, 32, seed=8)
-    base = base_directory(llama, tmp_path / "base")
     grown = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter) | {PREFIX + name: value for name, value in grown.items()})
     (folder / "tokenizer.json").write_text('{"version": "grown"}')
@@ -392,16 +392,6 @@ def test_export_loads_with_peft(source, llama, tmp_path, merge):
     assert 'library_name: "peft"' in card
 
 
-def test_exported_adapter_merges_to_same_model(llama, tmp_path, merge):
-    adapter, head = factors(llama, *LINEAR), values(61, 32, seed=7)
-    base = base_directory(llama, tmp_path / "base")
-    folder = write_config(tmp_path / "c", modules_to_save=["lm_head"], base_model_name_or_path=str(base))
-    save_dcp({"model": whole_state(llama, adapter, saved={"lm_head": {"weight": head}})}, folder / SHARDS)
-    exported = merge(folder, adapter=True, output=tmp_path / "adapter").output
-    at_once = merge(folder, output=tmp_path / "at-once").output
-    assert_tensors(merge(exported, output=tmp_path / "again").output, merged_tensors(at_once))
-
-
 @pytest.mark.parametrize(("bias", "expected"), [("none", 0), ("lora_only", 2), ("all", 10)])
 def test_biases_are_exported_as_they_were_trained(bias, expected, tmp_path, merge):
     model = exact(small_gpt2())
@@ -437,8 +427,7 @@ def test_dora_is_merged_as_peft_merges_it(dtype, tmp_path, merge):
         torch.testing.assert_close(tensor, exact, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-7)
 
 
-def test_dora_without_magnitudes_is_refused(llama, tmp_path, merge):
-    base = base_directory(llama, tmp_path / "base")
+def test_dora_without_magnitudes_is_refused(llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")), use_dora=True)
     with pytest.raises(FailedError, match="no magnitudes"):
         merge(folder, base=str(base))
@@ -465,8 +454,7 @@ def refused(tmp_path: Path) -> list[str]:
     ],
     ids=str,
 )
-def test_adapters_beyond_plain_lora_are_refused_by_name(change, named, llama, tmp_path, merge):
-    base = base_directory(llama, tmp_path / "base")
+def test_adapters_beyond_plain_lora_are_refused_by_name(change, named, llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")), **change)
     with pytest.raises(FailedError, match=named) as caught:
         merge(folder, base=str(base))
@@ -528,8 +516,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_mismatched_adapter_is_one_error_and_writes_nothing(kind, llama, tmp_path, merge):
-    base = base_directory(llama, tmp_path / "base")
+def test_mismatched_adapter_is_one_error_and_writes_nothing(kind, llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", broken(kind, adapter_state(factors(llama, "q_proj", "k_proj"))))
     with pytest.raises(FailedError) as caught:
         merge(folder, base=str(base))
@@ -553,8 +540,7 @@ def test_two_named_adapters_are_reported_by_name(llama, tmp_path, merge):
     + [(f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}', "merge-adapter-config") for alpha in ("null", '"8"', "NaN", "true")]
     + [('{"peft_type": "LORA", "r": 4, "alpha_pattern": {"(": 1}}', "merge-adapter-config")],
 )
-def test_invalid_adapter_config_is_named(text, code, llama, tmp_path, merge):
-    base = base_directory(llama, tmp_path / "base")
+def test_invalid_adapter_config_is_named(text, code, llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     (folder / "adapter_config.json").write_text(text)
     with pytest.raises(FailedError) as caught:
@@ -616,8 +602,7 @@ def test_contradictory_merge_options_are_refused(llama, tmp_path, merge):
         merge(run, adapter=True, average="last:2")
 
 
-def test_output_must_not_be_inside_the_base(llama, tmp_path, merge):
-    base = base_directory(llama, tmp_path / "base")
+def test_output_must_not_be_inside_the_base(llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     (base / "merge.json").write_text("{}")
     for output in (base, base / "merged", folder / "merged"):

@@ -18,7 +18,7 @@ SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 NOWHERE = Extent("", 0, (), 0, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.integers(1, 60))
 def test_boxes_tile_a_tensor_in_order_and_fit(shape, most):
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -52,7 +52,7 @@ def covered_shapes(draw):
     return shape, grid(shape, [draw(st.lists(st.integers(0, 6), max_size=3)) for _ in shape])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(covered_shapes(), st.integers(1, 30))
 def test_chunk_intersections_cover_each_box_once(covered, most):
     shape, chunks = covered
@@ -68,7 +68,7 @@ def test_chunk_intersections_cover_each_box_once(covered, most):
     assert (count == 1).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(covered_shapes(), st.data())
 def test_gaps_and_overlaps_are_detected(covered, data):
     shape, chunks = covered

@@ -54,7 +54,7 @@ def models(draw):
     return mesh, tensors
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(models(), st.sampled_from([1, 40, 200, 10**9]), st.integers(0, 2**20))
 def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
     mesh_shape, tensors = model
@@ -87,8 +87,7 @@ def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2)])
-@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+@pytest.mark.parametrize(("make", "mesh_shape"), [(small_gpt2, (1,)), (small_gpt2, (2, 2)), (small_llama, (3,))])
 def test_fsdp2_models_merge_to_their_full_state_dict(make, mesh_shape, tmp_path):
     """FSDP2 on one mesh, HSDP on a mesh of two: compared with what torch gathers."""
     gathered: dict[str, torch.Tensor] = {}

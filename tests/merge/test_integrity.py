@@ -213,15 +213,20 @@ def test_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, mo
     assert caught.value.exit_code == 1
 
 
-def test_killed_check_is_reported_with_its_signal(merged_gpt2):
+def test_killed_check_is_reported_with_its_signal(merged_gpt2, real_child):
     with integrity.Child("forward", merged_gpt2) as child:
         os.kill(child._process.pid, signal.SIGTERM)
         assert child.answer() == "its process was killed by SIGTERM"
 
 
+def test_child_process_answers_what_its_module_computes(real_child, merged_gpt2):
+    with integrity.Child("names", merged_gpt2) as child:
+        assert child.answer() == loaded.main("names", merged_gpt2)
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_verify_full_runs_in_child_processes(tmp_path, monkeypatch):
+def test_verify_full_runs_in_child_processes(real_child, tmp_path, monkeypatch):
     """A checkpoint of another tool with a base: the parameter list is compared during the copy, and the output loaded after it."""
     model = small_llama()
     save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import resource
@@ -31,31 +32,30 @@ from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
 
-STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(4)}
+STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(3)}
+MANY = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
 OPTIONS = MergeOptions(dtype="keep", max_shard_bytes=17_000)
-WHOLE_FILE_BYTES = 4_096 + 2 * 8_000  # a page of header, two tensors
+LARGEST_FILE_BYTES = 4_096 + 2 * 8_000  # a page of header, two tensors
 OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
 KILLED = 77
 
 
-def break_operation(number: int, broken: Callable[[], object]) -> Callable[[], None]:
-    """Makes the `number`-th operation of the disk call `broken` instead (in a child: nothing is undone)."""
+def break_operation(patch: pytest.MonkeyPatch, number: int, broken: Callable[[], object]) -> None:
+    """Make the `number`-th operation of the disk call `broken` instead."""
+    count = 0
 
-    def install() -> None:
-        count = 0
-        for name in OPERATIONS:
-            original = getattr(Disk, name)
+    def broken_at_its_turn(original: Callable[..., object]) -> Callable[..., object]:
+        def counted(self: Disk, *arguments: object, **options: object) -> object:
+            nonlocal count
+            count += 1
+            if count == number:
+                broken()
+            return original(self, *arguments, **options)
 
-            def counted(self: Disk, *arguments: object, _original=original, **options: object) -> object:
-                nonlocal count
-                count += 1
-                if count == number:
-                    broken()
-                return _original(self, *arguments, **options)
+        return counted
 
-            setattr(Disk, name, counted)
-
-    return install
+    for name in OPERATIONS:
+        patch.setattr(Disk, name, broken_at_its_turn(getattr(Disk, name)))
 
 
 def kill() -> None:
@@ -64,6 +64,18 @@ def kill() -> None:
 
 def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed_at_operation(number: int, run: Path, options: MergeOptions) -> bool:
+    """Merge in a process that ends at its `number`-th operation. Returns False if it has fewer."""
+
+    def merge_in_child() -> None:
+        break_operation(pytest.MonkeyPatch(), number, kill)
+        merge_checkpoint(run, options)
+
+    code = in_child(merge_in_child)
+    assert code in (0, KILLED)
+    return code == KILLED
 
 
 @pytest.fixture
@@ -76,46 +88,52 @@ def whole(folder: Path) -> bool:
     return (folder / "merge.json").is_file() and merged_tensors(folder).keys() == STATE.keys()
 
 
-@pytest.mark.parametrize("broken", [kill, disk_full])
-def test_after_any_last_operation_the_output_is_absent_or_complete(run, broken):
-    output, codes = run / "merged", []
-    for number in range(1, 200):
+def test_after_any_last_operation_the_output_is_absent_or_complete(run):
+    output = run / "merged"
+    for number in itertools.count(1):
         shutil.rmtree(output, ignore_errors=True)
-        install = break_operation(number, broken)
-        codes.append(in_child(lambda install=install: (install(), merge_checkpoint(run, OPTIONS))))
+        was_killed = killed_at_operation(number, run, OPTIONS)
         assert not output.exists() or whole(output), number
-        if codes[-1] == 0:
+        if not was_killed:
             break
-        if broken is disk_full:
-            assert codes[-1] == 1, number
-            assert not list(run.glob(".merged*")), number
-    assert len(codes) > 15
-    assert codes[-1] == 0
+    assert number > 15
     assert merge_checkpoint(run, MergeOptions(dtype="keep", overwrite=True)).output == output
     assert not list(run.glob(".merged*"))
 
 
-def test_killed_replacement_keeps_the_old_or_has_the_new(run):
+def test_full_disk_at_any_operation_is_one_error_and_leaves_nothing_partial(run, monkeypatch):
+    output = run / "merged"
+    for number in itertools.count(1):
+        shutil.rmtree(output, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            break_operation(patch, number, disk_full)
+            try:
+                merge_checkpoint(run, OPTIONS)
+            except FsdpTuneError:
+                pass
+            else:
+                break
+        assert not output.exists() or whole(output), number
+        assert not list(run.glob(".merged*")), number
+    assert number > 15
+
+
+def test_killed_replacement_keeps_the_old_or_has_the_new(run, tmp_path):
     output = run / "merged"
     merge_checkpoint(run, MergeOptions(dtype="keep"))
     old = contents(output)
-    replace = MergeOptions(dtype="bf16", overwrite=True)
-    for number in range(1, 200):
-        install = break_operation(number, kill)
-        code = in_child(lambda install=install: (install(), merge_checkpoint(run, replace)))
-        if code == 0:
+    shutil.copytree(output, tmp_path / "old")
+    for number in itertools.count(1):
+        if not killed_at_operation(number, run, MergeOptions(dtype="bf16", overwrite=True)):
             break
         if output.exists():
             assert contents(output) == old or {value.dtype for value in merged_tensors(output).values()} == {torch.bfloat16}, number
-        else:  # between the two renames: the old one is beside it, whole, and the next merge brings it back
+        else:  # between the two renames: the old one is beside it, complete, and the next merge restores it
             (aside,) = run.glob(".merged.old.stage-*")
             assert contents(aside) == old
-        with pytest.raises(FsdpTuneError):
-            merge_checkpoint(run, MergeOptions(step=999))
-        shutil.rmtree(output, ignore_errors=True)
-        for path in run.glob(".merged*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        merge_checkpoint(run, MergeOptions(dtype="keep"))
+        for path in (output, *run.glob(".merged*")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.copytree(tmp_path / "old", output)
     assert number > 15
 
 
@@ -180,16 +198,17 @@ def test_merge_holds_its_lock_until_output_is_published(run, monkeypatch):
     assert not list(run.glob(".merged*"))
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 100, *range(1_000, 23_000, 1_000)])
-def test_file_size_limit_ends_in_one_error_and_nothing_left(run, limit_bytes):
-    def limited() -> None:
+def test_file_size_limit_ends_in_one_error_and_nothing_left(run):
+    def limited(limit_bytes: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         merge_checkpoint(run, OPTIONS)
 
-    assert in_child(limited) == (0 if limit_bytes > WHOLE_FILE_BYTES else 1)
-    assert (run / "merged").exists() == (limit_bytes > WHOLE_FILE_BYTES)
-    assert not list(run.glob(".merged*"))
+    for limit_bytes in (1, 100, 4_096, 8_000, 13_000, LARGEST_FILE_BYTES - 1, LARGEST_FILE_BYTES):
+        is_enough = limit_bytes == LARGEST_FILE_BYTES
+        assert in_child(lambda limit_bytes=limit_bytes: limited(limit_bytes)) == (0 if is_enough else 1)
+        assert (run / "merged").exists() == is_enough
+        assert not list(run.glob(".merged*"))
 
 
 def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch):
@@ -287,12 +306,11 @@ def test_thread_error_ends_merge_cleanly(run):
 
 def test_source_rotated_during_merge_is_merged_completely(tmp_path):
     """Every file is opened before the first byte is written, and what is open stays readable; most is read after that byte."""
-    state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
-    save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
+    save_dcp({"model": MANY}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
     options = MergeOptions(output=tmp_path / "out", max_shard_bytes=OPTIONS.max_shard_bytes)
     merge_checkpoint(tmp_path / "source", options, Interrupting(lambda: shutil.rmtree(tmp_path / "source")))
     merged = merged_tensors(tmp_path / "out")
-    assert all(same_bits(merged[name], state[name]) for name in state)
+    assert all(same_bits(merged[name], MANY[name]) for name in MANY)
 
 
 def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated(run, monkeypatch):
@@ -321,8 +339,7 @@ def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated
 
 def test_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setitem(SourceFiles.__init__.__kwdefaults__, "limit", 2)
-    state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
-    save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
+    save_dcp({"model": MANY}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
     with pytest.raises(FsdpTuneError) as caught:
         merge_checkpoint(
             tmp_path / "source", MergeOptions(output=tmp_path / "out"), Interrupting(lambda: shutil.rmtree(tmp_path / "source"))
@@ -338,23 +355,33 @@ def test_source_of_more_files_than_may_be_open_is_merged(tmp_path, monkeypatch):
     assert merged_tensors(tmp_path / "out").keys() == STATE.keys()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+SLOW_MERGE = """
+import os, sys, time
+from pathlib import Path
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.source import MergeOptions
+class SlowBar:
+    def __call__(self, label, total, unit): return self
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def advance(self, count=1):
+        os.write(1, b"w")
+        time.sleep(0.2)
+merge_checkpoint(Path(sys.argv[1]), MergeOptions(output=Path(sys.argv[2])), SlowBar())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_signal_leaves_no_partial_model(tmp_path, number):
-    torch.manual_seed(0)
-    state = {f"layer.{index}.weight": torch.randn(1024, 1024) for index in range(40)}
-    save_dcp({"model": state}, tmp_path / "source" / SHARDS)
-    output = tmp_path / "out"
-    source = str(tmp_path / "source")
-    code = f"from fsdp_tune.merge.merging import *; merge_checkpoint(Path({source!r}), MergeOptions(output=Path({str(output)!r})))"
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and child.poll() is None and not list(tmp_path.glob(".out.stage-*/model*")):
-        time.sleep(0.002)
-    child.send_signal(number)
-    child.wait()
-    assert not output.exists() or merged_tensors(output).keys() == state.keys()
-    merge_checkpoint(tmp_path / "source", MergeOptions(output=output, overwrite=True))
-    assert merged_tensors(output).keys() == state.keys()
+    source, output = save_dcp({"model": MANY}, tmp_path / "source" / SHARDS), tmp_path / "out"
+    command = [sys.executable, "-c", SLOW_MERGE, str(source), str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout.read(1) == b"w"
+        assert list(tmp_path.glob(".out.stage-*/model*"))
+        child.send_signal(number)
+    assert not output.exists() or merged_tensors(output).keys() == MANY.keys()
+    merge_checkpoint(source, MergeOptions(output=output, overwrite=True))
+    assert merged_tensors(output).keys() == MANY.keys()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -145,27 +145,6 @@ def test_foreign_checkpoint_needs_output_and_writes_weights_only(tmp_path, merge
     assert not (result.output / "config.json").exists()
 
 
-def test_base_gives_config_and_tokenizer(tmp_path, merge):
-    model = small_gpt2()
-    save_dcp({"model": model.state_dict()}, tmp_path / "other" / SHARDS)
-    result = merge(tmp_path / "other", base=str(model_directory(model, tmp_path / "base")), dtype="bf16", verify="none")
-    assert json.loads((result.output / "config.json").read_text())["dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(result.output).dtype == torch.bfloat16
-
-
-def test_failed_merge_leaves_no_output_and_names_flipped_bit(tmp_path, merge):
-    run = make_run(tmp_path / "run", {1: {"w": torch.randn(1000)}})
-    shard = next((run / "checkpoint-1" / SHARDS).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(FailedError) as caught:
-        merge(run)
-    assert str(shard) in str(caught.value.problems[0].where)
-    assert caught.value.exit_code == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
 def test_copied_run_checkpoint_is_still_verified(tmp_path, merge):
     run = make_run(tmp_path / "run", {1: {"w": torch.randn(1000)}})
     (run / "checkpoint-1").rename(tmp_path / "checkpoint-1")

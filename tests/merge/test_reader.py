@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
-from tests.merge.test_merging_values import small_gpt2
+from tests.ranks import shared_ranks
 
 WEIGHTS = {"layers.0.weight": torch.randn(6, 4), "layers.0.bias": torch.randn(6), "norm.weight": torch.randn(4)}
 OPTIMIZER = {"state": {"layers.0.weight": {"exp_avg": torch.randn(6, 4), "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
@@ -245,40 +243,14 @@ def test_replicas_are_read_once(tmp_path, merge, monkeypatch):
     assert read_bytes < 20_000
 
 
-def test_checkpoint_of_hsdp_ranks_merges(tmp_path, merge):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    def state_of(rank: int):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        assert dist.get_world_size() == 4
-        return {
-            "model": {name: distribute_tensor(value, mesh, [Replicate(), Shard(0)], src_data_rank=None) for name, value in WEIGHTS.items()}
-        }
-
-    save_on_ranks(4, tmp_path / SHARDS, state_of)
-    assert_weights(merge(tmp_path / SHARDS).output)
+def save_fsdp1(folder: Path) -> None:
+    """On a rank."""
+    warnings.simplefilter("ignore")
+    dcp.save(fsdp1_state(None), storage_writer=dcp.FileSystemWriter(folder))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_checkpoint_of_gloo_ranks_merges(kind, tmp_path, merge):
-    """Three, so that shards are uneven; forked, since importing torch three times takes longer than all the rest."""
-    multiprocessing.start_processes(_gloo_rank, (kind, str(tmp_path)), nprocs=3, start_method="fork")
-    weights = fsdp1_weights() if kind == "fsdp1" else dict(small_gpt2().state_dict())
-    assert_weights(merge(tmp_path / SHARDS).output, weights)
-
-
-def _gloo_rank(rank: int, kind: str, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
-    if kind == "fsdp1":
-        state = fsdp1_state(None)
-    else:
-        mesh, model = init_device_mesh("cpu", (3,)), small_gpt2()
-        for layer in model.transformer.h:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        state = {"model": model.state_dict()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{folder}/{SHARDS}"))
-    dist.barrier()
-    dist.destroy_process_group()
+def test_sharded_tensors_of_fsdp1_are_merged(tmp_path, merge):
+    """Three ranks, so that shards are uneven."""
+    shared_ranks().run(3, save_fsdp1, tmp_path / SHARDS)
+    assert_weights(merge(tmp_path / SHARDS).output, fsdp1_weights())

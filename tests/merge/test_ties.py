@@ -82,12 +82,6 @@ def test_tied_weights_of_a_pickle_share_their_storage_and_are_written_once(tmp_p
     assert torch.equal(merged[EMBEDDING], model.transformer.wte.weight)
 
 
-def test_untied_model_of_a_run_keeps_its_head(tmp_path, merge):
-    model = small_llama()
-    run = make_run(tmp_path / "run", {1: model.state_dict()}, model=model_directory(model, tmp_path / "m"))
-    assert "lm_head.weight" in merged_tensors(merge(run).output)
-
-
 def test_another_model_as_base_is_refused(tmp_path, merge):
     save_dcp({"model": small_gpt2().state_dict()}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="does not hold the parameters of this model") as caught:

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,9 @@ from tests.merge.checkpoints import SHARDS, merged_tensors, save_dcp
 from tests.merge.peft import write_config
 from tests.merge.sparse import write_sparse_checkpoint
 
-BOUND_MIB = 200
+BOUND_MIB = 128
+MANY_RANKS_BOUND_MIB = 200
+"""The table of contents of many ranks takes memory too."""
 CODE = """
 import json, sys
 from pathlib import Path
@@ -36,30 +37,22 @@ def merge_in_child(source: Path, **options: object) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Iterator[Path]:
-    """One fp32 tensor of 420 MiB, one of 105 MiB over transposed memory."""
-    root = tmp_path_factory.mktemp("large")
-    state = {"wide": torch.arange(110 << 20, dtype=torch.float32).reshape(-1, 4096), "transposed": torch.ones(4096, 6720).t()}
-    save_dcp({"model": state}, root / SHARDS, sync_files=False)
-    yield root
-    shutil.rmtree(root)
-
-
 # What is converted passes through every buffer that what is copied passes through, and one more.
 @pytest.mark.parametrize("dtype", [pytest.param("keep", marks=pytest.mark.slow), "bf16"])
-def test_tensors_larger_than_the_bound_are_merged_within_it(dtype, large, tmp_path):
-    report = merge_in_child(large, output=str(tmp_path / "out"), dtype=dtype)
-    shutil.rmtree(tmp_path / "out")  # pytest keeps what is there for days
+def test_tensors_larger_than_the_bound_are_merged_within_it(dtype, tmp_path):
+    """The wide tensor exceeds it, and so do two copies of the one over transposed memory."""
+    state = {"wide": torch.zeros(9216, 4096), "transposed": torch.ones(4096, 4608).t()}
+    save_dcp({"model": state}, tmp_path / "c" / SHARDS, sync_files=False)
+    report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype=dtype)
+    shutil.rmtree(tmp_path)  # pytest keeps what is there for days
     assert report["heavy"] == []
-    assert int(report["bytes"]) > (1 if dtype == "bf16" else 2) * BOUND_MIB << 20
     assert float(report["peak_mib"]) < BOUND_MIB
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("keep", marks=pytest.mark.slow), "fp32"])
 def test_adapter_is_added_within_the_bound(dtype, tmp_path):
-    """A weight of 224 MiB, and the long factor of a rank that needs 28 MiB."""
-    rows, columns, rank = 4096, 28_672, 256
+    """A weight of 56 MiB, 112 MiB in fp32, and the long factor of a rank that needs 28 MiB."""
+    rows, columns, rank = 1024, 28_672, 256
     state = {
         "base_model.model.down.base_layer.weight": torch.ones(rows, columns, dtype=torch.bfloat16),
         "base_model.model.down.lora_A.default.weight": torch.ones(rank, columns, dtype=torch.bfloat16),
@@ -67,11 +60,9 @@ def test_adapter_is_added_within_the_bound(dtype, tmp_path):
         "base_model.model.norm.weight": torch.ones(8),
     }
     save_dcp({"model": state}, write_config(tmp_path / "c", r=rank, lora_alpha=2) / SHARDS, sync_files=False)
-    del state
     report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype=dtype)
     merged = merged_tensors(tmp_path / "out")["down.weight"]
-    for place in ("c", "out"):
-        shutil.rmtree(tmp_path / place)
+    shutil.rmtree(tmp_path)
     assert bool((merged == 3).all())  # 1 + 2/256 · 256
     assert report["heavy"] == []
     assert float(report["peak_mib"]) < BOUND_MIB
@@ -93,4 +84,4 @@ def test_metadata_of_many_ranks_stays_within_memory_bound(tmp_path):
     """150 tensors × 256 ranks: what grows are the objects of the table, about 1.1 KiB a slice, not the buffers."""
     write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=150, chunks=256, size_bytes=150 * 256 * 16 * 4, columns=16)
     report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="keep")
-    assert float(report["peak_mib"]) < BOUND_MIB
+    assert float(report["peak_mib"]) < MANY_RANKS_BOUND_MIB

@@ -51,54 +51,42 @@ def refusal(recipe: Recipe) -> Problem:
     return problem
 
 
+def assert_computes_what_peft_computes(recipe: Recipe, base: Path, adapter: Path) -> None:
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
+        ours = build_full(recipe)(input_ids=ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
 @pytest.mark.parametrize(
-    "lora",
+    ("family", "lora"),
     [
-        {},
-        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 7, "use_rslora": True},
-        {"use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-        {"target_modules": r".*\.(up|down)_proj", "modules_to_save": ["lm_head"]},
-        {"layers_to_transform": 1, "target_modules": ["q_proj"]},
-        {"layers_to_transform": [0, 2], "layers_pattern": "layers", "target_modules": ["q_proj"]},
-        {"target_modules": "all-linear", "exclude_modules": ["down_proj", "lm_head"]},
-        {"target_modules": ["embed_tokens", "o_proj"], "bias": "lora_only"},
+        ("llama", {}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 7, "use_rslora": True}),
+        ("llama", {"use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+        ("llama", {"target_modules": r".*\.(up|down)_proj", "modules_to_save": ["lm_head"]}),
+        ("llama", {"layers_to_transform": 1, "target_modules": ["q_proj"]}),
+        ("llama", {"layers_to_transform": [0, 2], "layers_pattern": "layers", "target_modules": ["q_proj"]}),
+        ("llama", {"target_modules": "all-linear", "exclude_modules": ["down_proj", "lm_head"]}),
+        ("llama", {"target_modules": ["embed_tokens", "o_proj"], "bias": "lora_only"}),
+        ("mixtral", {**EXPERTS, "exclude_modules": ["lm_head"]}),
     ],
     ids=str,
 )
-def test_adapter_alone_tells_how_it_was_trained(base: Path, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_alone_tells_how_it_was_trained(family: str, lora: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    base = base if family == "llama" else make_model(family, tmp_path / "base")
     adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
-    ids = torch.arange(20)[None]
-    recipe = recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)})
-    with torch.no_grad():
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
-        ours = build_full(recipe)(input_ids=ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_computes_what_peft_computes(recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)}), base, adapter)
 
 
-def test_adapter_of_experts_alone_tells_how_it_was_trained(tmp_path: Path) -> None:
-    base = make_model("mixtral", tmp_path / "base")
-    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    adapter = make_adapter(base, {**lora, "exclude_modules": ["lm_head"]}, tmp_path / "adapter")
-    recipe = recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)})
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
-        ours = build_full(recipe)(input_ids=ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]}],
-    ids=str,
-)
-def test_model_with_an_adapter_computes_what_peft_computes(base: Path, lora: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}], ids=str)
+def test_recipe_may_repeat_how_the_adapter_was_trained(base: Path, lora: dict[str, Any], tmp_path: Path) -> None:
     adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
-        ours = build_full(recipe_with(base, adapter, **lora))(input_ids=ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_computes_what_peft_computes(recipe_with(base, adapter, **lora), base, adapter)
 
 
 def test_frozen_embedding_and_head_in_the_file_are_ignored(base: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
 from tests.architectures.tiny import config_of
+from tests.model import families
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 
@@ -154,10 +155,8 @@ def test_selective_recomputation_refuses_layers_with_units_inside(ranks: int) ->
 
 ZAMBA2 = {
     "model_type": "zamba2",
-    **{
-        key: FAMILIES["llama"][key]
-        for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    },
+    **families.COMMON,
+    "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
     "hybrid_layer_ids": [1, 3],
@@ -168,15 +167,7 @@ ZAMBA2 = {
     "mamba_ngroups": 1,
     "mamba_headdim": 16,
 }
-BERT = {
-    "model_type": "bert",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "is_decoder": True,
-}
+BERT = families.BERT | {"is_decoder": True}
 
 
 def test_layer_inside_another_layer_is_part_of_it() -> None:

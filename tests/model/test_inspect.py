@@ -11,28 +11,10 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.model_files import ModelInspection
+from tests.model.families import FAMILIES, XLNET
 from tests.model.recipes import lora_recipe, recipe_of
 
-OPT = {
-    "model_type": "opt",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "word_embed_proj_dim": 32,
-    "ffn_dim": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-}
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-}
-
+OPT, LLAMA = FAMILIES["opt"], FAMILIES["llama"]
 BART = {
     "model_type": "bart",
     "vocab_size": 256,
@@ -87,15 +69,14 @@ def test_frequencies_fixed_beyond_the_original_positions_are_reported() -> None:
 
 
 def test_unlimited_positions_are_none() -> None:
-    xlnet = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}
-    document = document_of(xlnet)
+    document = document_of(XLNET)
     assert document.facts is not None
     assert document.facts.max_positions is None
     assert document.notices == ()
 
 
 def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
-    bloom = {"model_type": "bloom", "vocab_size": 256, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    bloom = FAMILIES["bloom"]
     [problem] = document_of(bloom, attn_implementation="sdpa").problems
     assert (problem.code, problem.where.key) == ("model-refused", "model.attn_implementation")
     assert problem.hint.startswith("`auto` chooses")

@@ -61,28 +61,27 @@ SLOW = [
 @pytest.mark.parametrize(("family", "way"), [("llama", "full"), *SLOW])
 def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> None:
     """GPT-2 has dropout: compiled or not, recomputed or not, the masks are the same."""
-    fields = {**FAMILIES[family], "n_layer" if family == "gpt2" else "num_hidden_layers": 4}
-    recipe = recipe_of({"from_config": fields}, fsdp={"activation_checkpointing": way}, kernels={"compile": True})
+    recipe = recipe_of(family, fsdp={"activation_checkpointing": way}, kernels={"compile": True})
     plain = build_full(recipe).train()
     compiled = copy.deepcopy(plain)
     for model in (plain, compiled):
         recompute_activations(recipe, model)
     names = compile_layers(recipe, compiled)
     assert not torch._inductor.config.cpp_cache_precompile_headers, "they lie in TMPDIR/torchinductor_USER"
-    assert len(names) == 4
+    assert len(names) == 2
     assert [name for name, module in compiled.named_modules() if is_compiled(module)] == names
     assert not any(is_compiled(module) for module in plain.modules())
     clock = CompileClock()
     graphs: list[int] = []
-    for width in (24, 32, 40, 24, 48, 32, 56):
+    for width in (24, 32, 40, 24):
         (loss, true), (found_loss, found) = (loss_and_gradient(model, width) for model in (plain, compiled))
         assert found_loss == pytest.approx(loss, rel=1e-6)
         assert float((found - true).norm() / true.norm()) <= 1e-6
         graphs.append(clock.graphs)
-    assert graphs == [1, *[2] * 6], "the second width makes it a variable"
+    assert graphs == [1, 2, 2, 2], "the second width makes it a variable"
     compiled.eval()
     with torch.no_grad():
-        for width in (24, 40, 64):
+        for width in (24, 64):
             micro_batch_loss(compiled, batch(width))
     assert clock.graphs == 3, "all batches had as many rows"
     assert clock.seconds > 0

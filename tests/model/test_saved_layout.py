@@ -37,9 +37,11 @@ def values_of(tensor: FileTensor, state: dict[str, torch.Tensor]) -> torch.Tenso
     return made
 
 
-@pytest.mark.parametrize(
-    "family", known("mixtral", "qwen2_moe", "jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h")
-)
+MIXTURES = ("mixtral", "qwen2_moe", "phimoe", "qwen3_moe", "olmoe", "granitemoe", "aria_text", "deepseek_v3")
+OTHERS = ("jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h")
+
+
+@pytest.mark.parametrize("family", known(*MIXTURES, *OTHERS))
 def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

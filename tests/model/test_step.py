@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.local import decayed_names, decays
 from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, XLNET
 from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
 
@@ -132,7 +132,7 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
 
 TWO_DIMENSIONAL_BIASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gpt_oss": (FAMILIES["gpt_oss"], {"gate_up_proj_bias", "down_proj_bias"}),
-    "xlnet": ({"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}, {"r_w_bias", "r_r_bias", "r_s_bias"}),
+    "xlnet": (XLNET, {"r_w_bias", "r_r_bias", "r_s_bias"}),
     "recurrent_gemma": (
         {"model_type": "recurrent_gemma", **_SMALL, "num_hidden_layers": 3, "lru_width": 32},
         {"input_gate_bias", "recurrent_gate_bias"},

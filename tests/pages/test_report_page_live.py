@@ -58,19 +58,18 @@ def test_page_is_served_at_its_secret_address_only() -> None:
             assert fetched(page, path)[::2] == (404, "not found")
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("localhost:8100", 200), ("127.0.0.1", 200), ("LOCALHOST", 200), ("evil.example:80", 421), ("", 421), ("localhost.evil.example", 421)],
-)
-def test_page_is_not_served_under_a_name_of_another_site(host: str, status: int) -> None:
+def test_page_is_not_served_under_a_name_of_another_site() -> None:
     with serving(lambda: "<p>ok") as page:
-        assert fetched(page, Host=host)[0] == status
+        for host in ("localhost:8100", "127.0.0.1", "LOCALHOST"):
+            assert fetched(page, Host=host)[0] == 200, host
+        for host in ("evil.example:80", "", "localhost.evil.example"):
+            assert fetched(page, Host=host)[0] == 421, host
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
-def test_only_get_is_answered(method: str) -> None:
+def test_only_get_is_answered() -> None:
     with serving(lambda: "<p>ok") as page:
-        assert fetched(page, method=method)[0] == 501
+        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            assert fetched(page, method=method)[0] == 501, method
 
 
 def test_page_that_is_known_is_not_sent_again() -> None:

@@ -9,6 +9,11 @@ from typing import Any
 
 from tests.parity.store import GLOBAL_BATCH_SIZE
 
+STEPS, SAVED_STEP = 22, 10
+"""Of a run in which rounding has time to show: almost four epochs. A checkpoint is saved at `SAVED_STEP`."""
+SHORT, SHORT_SAVED_STEP = 9, 7
+"""Of a run of the fast tests: one and a half epochs, saved in the second."""
+
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 _WRAPS: dict[str, dict[str, Any]] = {
     "class": {},
@@ -55,6 +60,10 @@ class Case:
     """`parallelism.sp_size`."""
     tokens: int | None = None
     """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
+    pad_to: int | None = None
+    """`data.pad_to_multiple_of`; the recipe's default unless given."""
+    steps: int = STEPS
+    """`STEPS` or `SHORT`."""
 
     def __str__(self) -> str:
         default = Case()
@@ -67,6 +76,10 @@ class Case:
         named += [f"{key} {value}" for key, value in (*self.fsdp, *self.kernels, *self.training)]
         named += ["lora"] * bool(self.lora) + [f"{key} {value}" for key, value in self.lora]
         return ", ".join([self.architecture, f"{self.ranks} ranks", self.strategy, *named])
+
+    @property
+    def saved_step(self) -> int:
+        return SAVED_STEP if self.steps == STEPS else SHORT_SAVED_STEP
 
     @property
     def is_possible(self) -> bool:
@@ -98,12 +111,19 @@ class Case:
         }
         if self.tokens is not None:
             batch = {"global_batch_size": GLOBAL_BATCH_SIZE, "per_device_train_batch_tokens": self.tokens}
+        if self.steps != STEPS:
+            batch |= {"max_steps": self.steps, "eval_steps": self.steps, "save_steps": self.saved_step}
+        data: dict[str, Any] = {"packing": self.packed}
+        if self.pad_to is not None:
+            data["pad_to_multiple_of"] = self.pad_to
+        if self.tokens is not None:
+            data["max_length"] = LONGEST
         if self.groups:
             keys = ("match", "learning_rate", "weight_decay")
             batch["parameter_groups"] = [dict(zip(keys, ([pattern], *values), strict=True)) for pattern, *values in self.groups]
         return {
             "model": {"name_or_path": model, "dtype": self.stored},
-            "data": {"packing": self.packed, **({} if self.tokens is None else {"max_length": LONGEST})},
+            "data": data,
             "fsdp": fsdp,
             "kernels": dict(self.kernels),
             "parallelism": {"sp_size": self.sequence},
@@ -126,6 +146,7 @@ class Case:
             lora=self.lora,
             nf4=self.nf4,
             sequence=2 if self.resumed == "shared" else 1,
+            steps=self.steps,
         )
 
 
@@ -189,7 +210,7 @@ ON_ONE_RANK = [
 ]
 """With the rows of one rank elsewhere, what one GPU can compare; the matrix of switches is without them."""
 
-_SWITCHES: dict[str, tuple[Any, ...]] = {
+SWITCHES: dict[str, tuple[Any, ...]] = {
     "architecture": ("llama", "gpt2", "qwen3", "gemma", "mixtral"),
     "strategy": STRATEGIES,
     "ranks": (2, 4, 1),
@@ -206,7 +227,7 @@ _SWITCHES: dict[str, tuple[Any, ...]] = {
 def singles() -> list[Case]:
     """The base case and, for each value of each switch, the base case with that one value."""
     cases = [Case()]
-    for name, values in _SWITCHES.items():
+    for name, values in SWITCHES.items():
         for value in values[1:]:
             change: dict[str, Any] = {name: value}
             if name == "strategy" and str(value).startswith("HYBRID"):
@@ -234,25 +255,18 @@ def singles() -> list[Case]:
     return cases
 
 
-FAST = frozenset(
-    [
-        Case(),
-        *(Case(architecture=name) for name in ("gpt2", "mixtral")),
-        Case(ranks=1),
-        Case(strategy="SHARD_GRAD_OP"),
-        Case(strategy="NO_SHARD", accumulation=4),
-        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4),
-        Case(recomputation="selective"),
-        Case(offload=True),
-        Case(packed=True),
-        Case(version=1),
-        Case(resumed="other"),
-        CHUNKED[0],
-        COMPILED[0],
-        BY_TOKENS[0],
-    ]
-)
-"""What every run of the tests includes; the rest is for scripts/test --suite parity."""
+FAST = [
+    Case(steps=SHORT),
+    Case(ranks=4, strategy="HYBRID_SHARD", accumulation=4, resumed="other", steps=SHORT),
+    Case("gpt2", strategy="NO_SHARD", accumulation=4, recomputation="full", steps=SHORT),
+    Case(packed=True, offload=True, kernels=_IN_SLICES, steps=SHORT),
+    Case(packed=True, version=1, recomputation="selective", steps=SHORT),
+    Case(strategy="SHARD_GRAD_OP", tokens=64, fsdp=(("sync_each_batch", False),), steps=SHORT),
+    # A compiled graph is traced for 7 s. Rows of one length need two of them, and one rank traces them once.
+    Case(ranks=1, recomputation="full", pad_to=32, kernels=_COMPILED, steps=SHORT),
+]
+"""Rows for every run of the tests: each value in one of them (test_matrix), pairs as far as they fit. The rest is for
+scripts/test --suite parity."""
 
 
 def pairwise(known: list[Case]) -> list[Case]:
@@ -271,11 +285,11 @@ def pairwise(known: list[Case]) -> list[Case]:
 
 def _all_possible() -> list[Case]:
     # Every 61st of the full product is dense enough to hold all pairs, and quick to search.
-    product = itertools.product(*_SWITCHES.values())
-    cases = [Case(**dict(zip(_SWITCHES, values, strict=True))) for values in itertools.islice(product, 0, None, 61)]
+    product = itertools.product(*SWITCHES.values())
+    cases = [Case(**dict(zip(SWITCHES, values, strict=True))) for values in itertools.islice(product, 0, None, 61)]
     return [case for case in cases if case.is_possible]
 
 
 def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    values = [(name, getattr(case, name)) for name in _SWITCHES]
+    values = [(name, getattr(case, name)) for name in SWITCHES]
     return set(itertools.combinations(values, 2))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from fsdp_tune.check.parity.plain_loop import Trajectory
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
-from tests.parity.reference import Trajectory
 
 # What issue and documentation promise; fp32 runs are measured at about a hundredth of it.
 LOSS_TOLERANCE = 1e-5

@@ -14,18 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.check.parity.model_directories import checkpoint_tensors
+from fsdp_tune.check.parity.plain_loop import Trajectory
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from tests.parity.reference import Trajectory
+from tests.parity.cases import SAVED_STEP, STEPS
 from tests.parity.store import TRAIN_ROWS, VOCABULARY
 from tests.ranks import Leaves, Ranks
 
-STEPS = 22
-SAVED_STEP = 10
 BASE: dict[str, Any] = {
     "data": {"train": [{"path": "hand-made"}], "eval": {"rows": 7}},
     "model": {"tokenizer": "builtin:arithmetic"},

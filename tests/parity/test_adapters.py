@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.parity import runs
-from tests.parity.bench import Bench
-from tests.parity.cases import Case
-from tests.parity.compare import deviation, spread
+from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows_one_device
+from tests.parity.cases import SHORT, Case
 
 LORA = (("r", 4), ("lora_alpha", 4))
 EXPERTS = (*LORA, ("target_modules", ("q_proj", "v_proj")), ("target_parameters", ("experts.gate_up_proj", "experts.down_proj")))
@@ -38,7 +39,6 @@ CASES = [
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
     Case(lora=(*LORA, ("use_dora", True)), ranks=1, packed=True),
 ]
-FAST = CASES[:1]
 IN_BF16 = [
     # Trained positions are fp32, as is then the input of nn.LayerNorm, whose kernel on the CPU takes no bf16 weights with it.
     Case("gpt2", lora=(*LORA, ("modules_to_save", ("wpe",))), strategy="NO_SHARD", precision="bf16"),
@@ -74,41 +74,29 @@ IN_4_BITS = [
 ]
 
 
+def with_first_shortened(cases: list[Case]) -> list[object]:
+    """The first case in few steps, which every test run includes, and all of them for the slow tests."""
+    first = replace(cases[0], steps=SHORT)
+    return [pytest.param(first, id=str(first)), *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in cases)]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", with_first_shortened(CASES))
 def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed, adapter=bench.adapter(case)))
-    record_property("parity", found.row("LoRA in fp32 against PEFT on one device", case))
-    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    run = assert_follows_one_device(case, bench, record_property, "LoRA in fp32 against PEFT on one device")
     # Nothing of the base is in a checkpoint.
-    assert all(
-        ".lora_" in name or "lm_head" in name or name.endswith("bias") for name in runs.saved_parameters(bench.run(case), runs.STEPS)
-    )
+    names = runs.saved_parameters(run, case.steps)
+    assert all(".lora_" in name or "lm_head" in name or name.endswith("bias") for name in names)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_BF16[:1] else pytest.mark.slow) for case in IN_BF16]
-)
+@pytest.mark.parametrize("case", with_first_shortened(IN_BF16))
 def test_adapters_in_bf16_are_as_close_to_fp32_as_one_device(case: Case, bench: Bench, record_property) -> None:
-    alone = {
-        precision: bench.reference(case.architecture, packed=case.packed, precision=precision, adapter=bench.adapter(case))
-        for precision in ("no", "bf16")
-    }
-    found, limit = spread(runs.trajectory(bench.run(case)), alone["no"]), spread(alone["bf16"], alone["no"])
-    record_property("parity", found.row("LoRA in bf16 against PEFT on one device in fp32", case, limit))
-    assert max(found.loss / limit.loss, found.grad_norm / limit.grad_norm, found.parameters / limit.parameters) <= 2, (found, limit)
+    assert_as_near_as_bf16(case, bench, record_property, "LoRA in bf16 against PEFT on one device in fp32")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_4_BITS[:1] else pytest.mark.slow) for case in IN_4_BITS]
-)
+@pytest.mark.parametrize("case", with_first_shortened(IN_4_BITS))
 def test_adapters_over_4_bits_follow_the_reference_with_the_same_weights(case: Case, bench: Bench, record_property) -> None:
-    assert case.nf4 is not None
-    base = bench.model_in_4_bits(case.architecture, case.nf4)
-    alone = bench.reference(case.architecture, packed=case.packed, model=base, adapter=bench.adapter(case))
-    found = deviation(bench.run(case), alone)
-    record_property("parity", found.row("QLoRA in fp32 against PEFT on one device with the same 4-bit weights", case))
-    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
-    assert all(".lora_" in name for name in runs.saved_parameters(bench.run(case), runs.STEPS))
+    run = assert_follows_one_device(case, bench, record_property, "QLoRA in fp32 against PEFT on one device with the same 4-bit weights")
+    assert all(".lora_" in name for name in runs.saved_parameters(run, case.steps))

@@ -17,10 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.parity import runs
 from tests.parity.bench import Bench, bits, of_bf16, spread_of
-from tests.parity.cases import Case
+from tests.parity.cases import SHORT, Case
 
 ROWWISE = Case("llama-16", precision="fp8 rowwise")
 TENSORWISE = Case("llama-16", precision="fp8 tensorwise")
+SHORT_ROWWISE, SHORT_TENSORWISE = (replace(case, steps=SHORT) for case in (ROWWISE, TENSORWISE))
 
 
 def slow(case: Case, *more: object) -> object:
@@ -38,8 +39,10 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
 @pytest.mark.parametrize(
     ("case", "times"),
     [
-        (ROWWISE, 20),
-        (TENSORWISE, 30),
+        (SHORT_ROWWISE, 20),
+        (SHORT_TENSORWISE, 30),
+        slow(ROWWISE, 20),
+        slow(TENSORWISE, 30),
         slow(replace(ROWWISE, strategy="NO_SHARD", accumulation=4), 20),
         slow(replace(ROWWISE, offload=True, recomputation="selective", accumulation=4), 20),
         slow(replace(ROWWISE, recomputation="selective", packed=True, kernels=ALL_KERNELS), 20),
@@ -94,7 +97,7 @@ def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [TENSORWISE, slow(ROWWISE)], ids=str)
+@pytest.mark.parametrize("case", [SHORT_TENSORWISE, slow(TENSORWISE), slow(ROWWISE)], ids=str)
 def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Bench) -> None:
     assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
 
@@ -102,7 +105,7 @@ def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Be
 @pytest.mark.ranks
 def test_readback_reports_fp8_compute_and_communication(bench: Bench) -> None:
     """Seven Linears in each of three layers; three multiplications of each, of which two take a gradient (e5m2, one scale)."""
-    rowwise, tensorwise = readback(ROWWISE, bench), readback(TENSORWISE, bench)
+    rowwise, tensorwise = readback(SHORT_ROWWISE, bench), readback(SHORT_TENSORWISE, bench)
     emulated = [bench.device == "cpu"]  # a GPU has the product itself
     assert rowwise["fp8"] == {"linears": 21, "scales": ["axiswise"], "emulated": emulated, "gathered": 0}
     assert tensorwise["fp8"] == {"linears": 21, "scales": ["tensorwise"], "emulated": emulated, "gathered": 21}
@@ -116,10 +119,10 @@ def test_readback_reports_fp8_compute_and_communication(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [TENSORWISE, slow(replace(TENSORWISE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)))], ids=str)
+@pytest.mark.parametrize("case", [SHORT_TENSORWISE, slow(replace(TENSORWISE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)))], ids=str)
 def test_fp8_checkpoint_equals_that_of_a_plain_model(case: Case, bench: Bench) -> None:
     """Names, shapes and fp32 values; `merge-checkpoint` and any other run read them."""
-    saved = runs.saved_parameters(bench.run(case), runs.STEPS)
+    saved = runs.saved_parameters(bench.run(case), case.steps)
     initial = runs.trajectory(bench.run(case)).initial
     assert {name: (tensor.dtype, tensor.shape, type(tensor)) for name, tensor in saved.items()} == {
         name: (torch.float32, tensor.shape, torch.Tensor) for name, tensor in initial.items()
@@ -138,7 +141,7 @@ SABOTAGE = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SABOTAGE)[1:])])
 def test_fp8_state_that_differs_from_the_recipe_stops_the_run(name: str, bench: Bench) -> None:
-    case = TENSORWISE if name == "not gathered" else ROWWISE
+    case = SHORT_TENSORWISE if name == "not gathered" else SHORT_ROWWISE
     with pytest.raises(AssertionError, match="fp8") as caught:
         bench.fresh_run(case, functools.partial(run_sabotaged, name=name))
     assert SABOTAGE[name] in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.bench import Bench, bits
-from tests.parity.cases import Case
+from tests.parity.cases import SHORT, Case
 from tests.parity.compare import Deviation, deviation
 
 MUON = Case(training=(("optim", "muon"),))
@@ -24,7 +24,7 @@ def slow(case: Case) -> Any:
 
 
 def variants(case: Case) -> list[Any]:
-    """The case, which every test run includes, and the case under the other strategies and switches.
+    """The case in few steps, which every test run includes, and the case under the other strategies and switches.
 
     Gemma has tied weights. GPT-2 would not do for Adafactor: the gradient of a key's bias is rounding alone, and limiting the update of the
     tensor that holds it with the biases of queries and values spreads its noise.
@@ -40,7 +40,7 @@ def variants(case: Case) -> list[Any]:
         replace(case, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
         replace(case, resumed="other"),
     ]
-    return [pytest.param(case, id=str(case)), *map(slow, others)]
+    return [pytest.param(replace(case, steps=SHORT), id=str(replace(case, steps=SHORT))), *map(slow, [case, *others])]
 
 
 def is_as_one_device(case: Case, found: Deviation) -> bool:
@@ -50,18 +50,12 @@ def is_as_one_device(case: Case, found: Deviation) -> bool:
     return found.is_within_fp32
 
 
-def reference_of(case: Case, bench: Bench) -> Any:
-    adapter = bench.adapter(case) if case.lora else None
-    changes: dict[str, Any] = {"adapter": adapter, "optimizer": dict(case.training).get("optim", "adamw"), "groups": case.groups}
-    return bench.reference(case.architecture, packed=case.packed, **changes)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case", [*variants(MUON), *variants(ADAFACTOR), *map(slow, ADAPTED), *(each for each in variants(GROUPS) if "llama" in each.id)]
 )
 def test_run_follows_one_device(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), reference_of(case, bench))
+    found = deviation(bench.run(case), bench.reference_of(case))
     record_property("parity", found.row(dict(case.training).get("optim", "training.parameter_groups"), case))
     assert is_as_one_device(case, found), f"{found}; worst is {found.worst_name}"
 

@@ -17,9 +17,9 @@ from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.cuda.devices import require
 from tests.parity import runs
 from tests.parity.bench import Bench, shared_bench
-from tests.parity.cases import Case
+from tests.parity.cases import SHORT, SHORT_SAVED_STEP, Case
 
-DROPOUT = Case("gpt2-dropout")
+BASE, DROPOUT = Case(steps=SHORT), Case("gpt2-dropout", accumulation=2, steps=SHORT)
 
 
 def numbers(run: RunDir) -> list[tuple[Any, ...]]:
@@ -31,10 +31,11 @@ def evaluations(run: RunDir) -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in runs.lines(run) if "eval_loss" in line]
 
 
-def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int = runs.SAVED_STEP) -> RunDir:
+def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int | None = None) -> RunDir:
+    """A run of a case that continues from a checkpoint of `donor`, by default that of the case's `saved_step`."""
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), changes or {})
     run = bench.written_run(recipe, packed=case.packed)
-    runs.resume_from(run, donor, step)
+    runs.resume_from(run, donor, case.saved_step if step is None else step)
     return run
 
 
@@ -46,9 +47,10 @@ def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | N
         *(
             pytest.param(case, id=str(case), marks=pytest.mark.slow)
             for case in [
-                replace(DROPOUT, strategy="NO_SHARD"),
-                replace(DROPOUT, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
-                replace(DROPOUT, version=1),
+                Case("gpt2-dropout"),
+                Case("gpt2-dropout", strategy="NO_SHARD"),
+                Case("gpt2-dropout", fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
+                Case("gpt2-dropout", version=1),
                 Case("llama", precision="fp16", accumulation=4, packed=True),
                 Case("mixtral", ranks=4, strategy="HYBRID_SHARD"),
             ]
@@ -61,7 +63,7 @@ def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> 
     runs.train(bench.on_ranks, run, case.ranks)
     assert numbers(run) == numbers(whole)
     assert evaluations(run) == evaluations(whole)
-    one, other = (runs.saved_parameters(each, runs.STEPS) for each in (run, whole))
+    one, other = (runs.saved_parameters(each, case.steps) for each in (run, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -95,16 +97,18 @@ def test_resume_on_the_other_device_continues_losses(case: Case, ranks: int, ben
 @pytest.mark.parametrize("first", [1, 2])
 def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: int, bench: Bench) -> None:
     """FSDP1 stores a frozen unit in fp32, FSDP2 in bf16: both compute with the same values."""
-    frozen = {"model": {"freeze": ["*.layers.0.*"]}}
-    case, other = Case(version=first, precision="bf16"), Case(version=3 - first, precision="bf16")
+    steps, saved_step = 4, 2
+    training = {"max_steps": steps, "eval_steps": steps, "save_steps": saved_step}
+    frozen = {"model": {"freeze": ["*.layers.0.*"]}, "training": training}
+    case, other = (Case(version=version, precision="bf16") for version in (first, 3 - first))
     whole = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), frozen))
     runs.train(bench.on_ranks, whole, case.ranks)
-    run = resumed(bench, other, whole, frozen)
+    run = resumed(bench, other, whole, frozen, saved_step)
     runs.train(bench.on_ranks, run, other.ranks)
-    saved = runs.saved_parameters(whole, runs.STEPS)
+    saved = runs.saved_parameters(whole, steps)
     assert {value.dtype for name, value in saved.items() if ".layers.0.mlp." in name} == {torch.float32 if first == 1 else torch.bfloat16}
     losses, expected = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, whole))
-    assert losses[: runs.SAVED_STEP] == expected[: runs.SAVED_STEP]
+    assert losses[:saved_step] == expected[:saved_step]
     assert losses == pytest.approx(expected, rel=2e-3)
 
 
@@ -147,10 +151,9 @@ def stop_after(path: str, step: int, rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, bench: Bench) -> None:
-    case = replace(DROPOUT, accumulation=4)
-    whole = bench.run(case)
+    case, whole = DROPOUT, bench.run(DROPOUT)
     run = bench.written_run(case.recipe(str(bench.model(case.architecture))))
     outcomes = bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
     assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
@@ -182,7 +185,7 @@ def test_stop_inside_an_epoch_keeps_log_and_eval_schedule(bench: Bench) -> None:
 
 
 def damage_file(run: RunDir, pattern: str) -> Path:
-    [path, *_] = sorted(run.checkpoint(runs.SAVED_STEP).glob(pattern))
+    [path, *_] = sorted(run.checkpoint(SHORT_SAVED_STEP).glob(pattern))
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
@@ -192,7 +195,7 @@ def damage_file(run: RunDir, pattern: str) -> Path:
 @pytest.mark.ranks
 @pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_0/*.distcp", "optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json"])
 def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> None:
-    run = resumed(bench, Case(), bench.run(Case()))
+    run = resumed(bench, BASE, bench.run(BASE))
     path = damage_file(run, pattern)
     outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {(outcome["exit_code"], outcome["problem"]["code"]) for outcome in outcomes} == {(1, "checkpoint-damaged")}
@@ -202,8 +205,8 @@ def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> N
 
 @pytest.mark.ranks
 def test_directory_without_a_manifest_is_not_a_checkpoint(bench: Bench) -> None:
-    run = resumed(bench, Case(), bench.run(Case()))
-    (run.checkpoint(runs.SAVED_STEP) / "manifest.json").unlink()
+    run = resumed(bench, BASE, bench.run(BASE))
+    (run.checkpoint(SHORT_SAVED_STEP) / "manifest.json").unlink()
     outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-unusable"}
 
@@ -222,7 +225,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], 
     from tests.parity.architectures import ARCHITECTURES
 
     config = {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"] | fields}}
-    run = resumed(bench, Case(), bench.run(Case()), config)
+    run = resumed(bench, BASE, bench.run(BASE), config)
     outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-of-another-model"}
     assert tensor in outcomes[0]["problem"]["message"]
@@ -230,29 +233,29 @@ def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], 
 
 @pytest.mark.ranks
 def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
-    whole = bench.run(Case())
-    longer = {"training": {"max_steps": runs.STEPS + 6}}
-    run = resumed(bench, Case(), whole, longer, step=runs.STEPS)
+    whole = bench.run(BASE)
+    longer = {"training": {"max_steps": SHORT + 6}}
+    run = resumed(bench, BASE, whole, longer, step=SHORT)
     runs.train(bench.on_ranks, run, 2)
-    assert [line[0] for line in numbers(run)] == list(range(1, runs.STEPS + 7))
-    assert numbers(run)[: runs.STEPS] == numbers(whole)
-    rates = [line[4] for line in numbers(run)[runs.STEPS :]]
+    assert [line[0] for line in numbers(run)] == list(range(1, SHORT + 7))
+    assert numbers(run)[:SHORT] == numbers(whole)
+    rates = [line[4] for line in numbers(run)[SHORT:]]
     assert rates[0] > 0.0, "the schedule is that of the longer run, at this step"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> None:
     """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same rows."""
-    source = bench.run(Case())
+    source = bench.run(BASE)
     source_model = source.path / "model"
     if not source_model.exists():
         shutil.copytree(bench.model("llama"), source_model)
         (source_model / "model.safetensors").unlink()
-    recipe = Case(ranks=ranks).recipe(str(source.checkpoint(runs.STEPS)))
+    recipe = Case(ranks=ranks).recipe(str(source.checkpoint(SHORT)))
     run = bench.written_run(runs.merged(recipe, {"training": {"max_steps": 2, "warmup_steps": 1}}))
     runs.train(bench.on_ranks, run, ranks)
-    saved = runs.saved_parameters(source, runs.STEPS)
+    saved = runs.saved_parameters(source, SHORT)
     first = json.loads(run.metrics_jsonl.read_text().splitlines()[1])
     assert first["step"] == 1
     begun = runs.saved_parameters(run, 2)

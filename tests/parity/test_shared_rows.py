@@ -18,10 +18,8 @@ from fsdp_tune.model.step import forward_backward
 from fsdp_tune.worker.readback.isolation import deviations, not_shareable
 from fsdp_tune.worker.rows.training_rows import Collator
 from tests.model.recipes import recipe_of
-from tests.parity import runs
-from tests.parity.bench import Bench, bits
-from tests.parity.cases import Case
-from tests.parity.compare import deviation, spread
+from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows_one_device, bits
+from tests.parity.cases import SHORT, Case
 from tests.ranks import Ranks
 
 _IN_SLICES = (("loss", "chunked"),)
@@ -60,15 +58,17 @@ SHARED = [
     Case("mixtral-balanced", sequence=2, packed=True, recomputation="full"),
     Case("mixtral-balanced", ranks=4, sequence=2, accumulation=2),
 ]
-FAST = SHARED[:2]
+FAST = [
+    replace(_BASE, packed=True, recomputation="full", kernels=_IN_SLICES, steps=SHORT),
+    replace(_BASE, ranks=4, accumulation=2, packed=True, steps=SHORT),
+]
+SECTION = "ranks that share rows"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in SHARED])
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SHARED)], ids=str)
 def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
-    record_property("parity", found.row("ranks that share rows", case))
-    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    assert_follows_one_device(case, bench, record_property, SECTION)
 
 
 @pytest.mark.slow
@@ -84,10 +84,8 @@ SMOOTHED = replace(_BASE, packed=True, training=(("label_smoothing_factor", 0.1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [SMOOTHED, replace(SMOOTHED, ranks=4, kernels=_IN_SLICES)], ids=str)
 def test_label_smoothing_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), bench.reference(case.architecture, packed=True, label_smoothing=0.1))
-    record_property("parity", found.row("ranks that share rows", case))
-    # Evaluation is without smoothing in both.
-    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    """Evaluation is without smoothing in both."""
+    assert_follows_one_device(case, bench, record_property, SECTION)
 
 
 @pytest.mark.slow
@@ -105,21 +103,14 @@ def test_label_smoothing_follows_the_reference(case: Case, bench: Bench, record_
     ids=str,
 )
 def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property) -> None:
-    base = bench.model_in_4_bits(case.architecture, case.nf4) if case.nf4 else None
-    alone = bench.reference(case.architecture, packed=case.packed, model=base, adapter=bench.adapter(case))
-    found = deviation(bench.run(case), alone)
-    record_property("parity", found.row("ranks that share rows", case))
-    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    assert_follows_one_device(case, bench, record_property, SECTION)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_half_precision_run_is_as_close_to_fp32_as_one_device(bench: Bench) -> None:
     case = replace(_BASE, packed=True, precision="bf16", recomputation="full")
-    true = bench.reference(case.architecture, packed=True)
-    limit = spread(bench.reference(case.architecture, packed=True, precision="bf16"), true)
-    found = spread(runs.trajectory(bench.run(case)), true)
-    assert max(found.loss / limit.loss, found.grad_norm / limit.grad_norm, found.parameters / limit.parameters) <= 2, (found, limit)
+    assert_as_near_as_bf16(case, bench, lambda name, row: None, SECTION)
 
 
 # ---- One step of models of many families, without sharding: the gradients of all ranks together are those of one.

@@ -487,6 +487,14 @@ datasets:
         arguments: {fn_kwargs: {formatted_text_column_name: text}}
 """
 
+ARGUMENTS_OF_UNSLOTH = [
+    *(f"from_pretrained.{name}" for name in ("model_name", "max_seq_length", "dtype", "load_in_4bit")),
+    *(f"get_peft_model.{name}" for name in ("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing")),
+    *("get_peft_model.random_state", "get_peft_model.loftq_config", "load_dataset[0].path", "load_dataset[0].split"),
+    *(f"SFTTrainer.{name}" for name in ("model", "tokenizer", "train_dataset", "args")),
+    *(f"SFTConfig.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "learning_rate")),
+    *(f"SFTConfig.{name}" for name in ("fp16", "bf16", "logging_steps", "output_dir", "report_to")),
+]
 FILES: dict[str, tuple[str, str, str]] = {
     "axolotl": ("axolotl", "axolotl.yaml", AXOLOTL),
     "trl": ("TRL", "sft.yaml", TRL),

@@ -32,11 +32,7 @@ CONTRADICTIONS = [
     ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", 5, "line 4"),
     ("fsdp:\n  version: 1\nkernels:\n  compile: true", 6, "line 4"),
     ("fsdp:\n  version: 1\ntraining:\n  on_nonfinite: skip", 6, "line 4"),
-    (
-        "fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}",
-        3,
-        "line 4",
-    ),
+    ("fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}", 3, "line 4"),
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
     ("parallelism: {sp_size: 2}\nfsdp: {version: 1}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nkernels: {compile: true}", 4, "line 3"),
@@ -76,11 +72,7 @@ CONTRADICTIONS = [
         3,
         "the scale is lost (`fsdp.offload_params` on line 4)",
     ),
-    (
-        "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {reshard_after_forward: 2}",
-        3,
-        "cannot do with fp8",
-    ),
+    ("precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {reshard_after_forward: 2}", 3, "cannot do with fp8"),
     ("fsdp: {version: 1}\ntraining: {optim_args: state_dtype=bf16}", 4, "line 3"),
     ("training: {push_to_hub: true, hub_strategy: checkpoint}", 3, "once, at the end"),
     ("training: {push_to_hub: true, hub_always_push: true}", 3, "once, at the end"),
@@ -90,11 +82,7 @@ CONTRADICTIONS = [
     ("training: {optim: muon}\nlora: {target_parameters: [experts.down_proj]}", 3, "line 4"),
     ("training: {parameter_groups: [{match: [], learning_rate: 1.0e-3}]}", 3, "match` is empty"),
     ("training: {parameter_groups: [{match: [lm_head.*]}]}", 3, "neither"),
-    (
-        "fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}",
-        4,
-        "line 3",
-    ),
+    ("fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}", 4, "line 3"),
     ("training: {report_to: all}", 3, "`all`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr}", 3, "`min_lr` or `min_lr_rate`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 0.1, min_lr_rate: 0.1}}", 3, "both set"),
@@ -102,11 +90,7 @@ CONTRADICTIONS = [
     ("training: {lr_scheduler_kwargs: {num_cycles: 2}}", 3, "`training.lr_scheduler_type: linear` does not take"),
     ("training: {per_device_train_batch_tokens: 2048}", 3, "`training.global_batch_size` is missing"),
     ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", 3, "the longest row would not fit"),
-    (
-        "training: {global_batch_size: 8, per_device_train_batch_tokens: 6000}",
-        3,
-        "not a multiple of `data.max_length: 2048`",
-    ),
+    ("training: {global_batch_size: 8, per_device_train_batch_tokens: 6000}", 3, "not a multiple of `data.max_length: 2048`"),
     (
         "training:\n  global_batch_size: 8\n  per_device_train_batch_tokens: 8192\n  per_device_train_batch_size: 2",
         *(6, "is 2 (`training.per_device_train_batch_tokens` on line 5)"),
@@ -140,6 +124,7 @@ CONTRADICTIONS = [
 ]
 STREAM = "model: {name_or_path: a}\ndata: {train: [{path: a}], streaming: true, packing: true}\ntraining:\n  max_steps: 9\n"
 SCALED = "model: {name_or_path: a, rope_scaling: {rope_type: llama3, factor: 4}}\ndata: {train: [{path: b}]}\n"
+EVALUATED = "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
 COMPLETE = [
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
@@ -159,10 +144,7 @@ COMPLETE = [
         "model: {name_or_path: a}\ndata: {train: [{path: json, data_files: 'https://me:pass@host/x.jsonl'}]}",
         "`data.train[0].data_files` contains",
     ),
-    (
-        "model: {name_or_path: a, attn_implementation: flash_attention2}\ndata: {train: [{path: b}]}",
-        "`flash_attention2`",
-    ),
+    ("model: {name_or_path: a, attn_implementation: flash_attention2}\ndata: {train: [{path: b}]}", "`flash_attention2`"),
     ("data: {train: [{path: a}]}\nmodel: {}", "`model.name_or_path` is missing"),
     (STREAM.replace("max_steps: 9", "seed: 1"), "`training.max_steps` is missing"),
     (STREAM.replace("packing", "eval: {rows: 5}, packing"), "would hold out"),
@@ -190,47 +172,22 @@ COMPLETE = [
     ("model: {name_or_path: a}\ndata: {train: []}", "`data.train` is missing"),
     ("model: {name_or_path: a}\ndata: {train: [{path: json}]}", "`data.train[0].data_files` is missing"),
     ("model: {name_or_path: a}\ndata: {train: [{path: b}], eval: []}", "empty list"),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: [{path: c, label: x}, {path: d, label: x}]}",
-        "two evaluation sets",
-    ),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b}], eval: [{path: c, label: x}, {path: d, label: x}]}", "two evaluation sets"),
     ("model: {name_or_path: a}\ndata: {train: [{path: b, label: x, weight: 1}, {path: c, label: x, weight: 1}]}", "two training sources"),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b, label: '1', weight: 1}, {path: c, weight: 1}]}",
         "the label `1` is the name of source 1",
     ),
+    ("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}", "bf16 weights"),
+    (EVALUATED + "training: {metric_for_best_model: accuracy}", "is not measured"),
+    (EVALUATED + "training: {metric_for_best_model: loss, greater_is_better: true}", "keep the worst"),
+    (EVALUATED + "training: {early_stopping: {}, eval_strategy: no}", "needs evaluations"),
+    (EVALUATED + "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}", "a save with every evaluation"),
     (
-        "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
-        "bf16 weights",
-    ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {metric_for_best_model: accuracy}",
-        "is not measured",
-    ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
-        "training: {metric_for_best_model: loss, greater_is_better: true}",
-        "keep the worst",
-    ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {early_stopping: {}, eval_strategy: no}",
-        "needs evaluations",
-    ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
-        "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}",
-        "a save with every evaluation",
-    ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
-        "training: {load_best_model_at_end: true, early_stopping: {}, eval_steps: 10, save_steps: 20}",
+        EVALUATED + "training: {load_best_model_at_end: true, early_stopping: {}, eval_steps: 10, save_steps: 20}",
         "`eval_steps` is 10, and `save_steps` is 20",
     ),
-    (
-        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
-        "training: {load_best_model_at_end: true, save_strategy: no}",
-        "`save_strategy` is no",
-    ),
+    (EVALUATED + "training: {load_best_model_at_end: true, save_strategy: no}", "`save_strategy` is no"),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], max_length: 512, packing: true}\n"
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
@@ -242,14 +199,8 @@ COMPLETE = [
         "model: {name_or_path: a, attn_implementation: flex_attention}\ndata: {train: [{path: b}]}\nparallelism: {sp_size: 2}",
         "does not support `model.attn_implementation: flex_attention`",
     ),
-    (
-        "model: {from_config: {model_type: gpt2}, tokenizer: t}\ndata: {train: [{path: b}]}\nlora: {}",
-        "starts from random weights",
-    ),
-    (
-        "model: {name_or_path: a, freeze: ['*wte*']}\ndata: {train: [{path: b}]}\nlora: {}",
-        "`model.freeze` has no effect with `lora:`",
-    ),
+    ("model: {from_config: {model_type: gpt2}, tokenizer: t}\ndata: {train: [{path: b}]}\nlora: {}", "starts from random weights"),
+    ("model: {name_or_path: a, freeze: ['*wte*']}\ndata: {train: [{path: b}]}\nlora: {}", "`model.freeze` has no effect with `lora:`"),
     (SCALED.replace("factor: 4", "factor: 4, beta_fast: 16"), "does not read `beta_fast`"),
     (SCALED.replace("factor: 4", "factor: 4, low_freq_factor: 4.0"), "`low_freq_factor` is 4 and `high_freq_factor` is 4"),
     (SCALED.replace("model: {n", "model: {config_overrides: {max_position_embeddings: 4096}, n"), "sets `max_position_embeddings`"),

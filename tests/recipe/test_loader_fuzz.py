@@ -49,7 +49,7 @@ def outcome(raw: bytes, overrides: list[str]) -> Recipe | FsdpTuneError:
     return resolution.recipe
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(YAMLISH)
 @example("a: &a [*a]")
 @example("<<: 1")
@@ -63,7 +63,7 @@ def test_any_text_loads_or_is_reported(text: str) -> None:
     outcome(text.encode(), [])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.binary(max_size=60))
 @example(b"\xff\xfea\x00")
 @example(b"a: \xed\xa0\x80")
@@ -71,13 +71,13 @@ def test_any_bytes_load_or_are_reported(raw: bytes) -> None:
     outcome(raw, [])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=6))
 def test_any_values_of_known_keys_load_or_are_reported(pairs: list[tuple[str, str]]) -> None:
     outcome(b"model: {name_or_path: a}\ndata: {train: [{path: b}]}\n", [f"{key}={value}" for key, value in pairs])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=3))
 @example(["training.seed=\\"])
 @example(["=", "a=&b", "a=*b", 'a="\\UFFFFFFFF"'])

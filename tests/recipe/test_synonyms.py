@@ -236,25 +236,21 @@ EVERY = [(name, value, tree) for name, synonym in SYNONYMS.items() for value, tr
 
 
 @pytest.mark.parametrize(("name", "value", "tree"), EVERY)
-def test_hint_has_the_value_here(name: str, value: Any, tree: Any) -> None:
+def test_hint_has_the_value_here_and_is_read(name: str, value: Any, tree: Any) -> None:
+    """Values for a whole recipe (a machine's address alone, an adapter that is absent) have their own checks, after the types."""
     line = yaml.safe_dump({name: value}, default_flow_style=True, width=1000).strip().removeprefix("{").removesuffix("}")
-    problems = problems_with(f"{line}\n")
-    hint = one_problem(problems).hint or ""
+
+    hint = one_problem(problems_with(f"{line}\n")).hint or ""
+
     if tree == LEFT_OUT:
         assert LEFT_OUT in hint, hint
     elif tree == QUESTION:
         assert LEFT_OUT in hint or "N = " in hint or " it is one of " in hint or "write the file" in hint or "is not one of" in hint, hint
     else:
-        assert _proposed(hint) == tree, hint
-
-
-@pytest.mark.parametrize(("name", "value", "tree"), [each for each in EVERY if isinstance(each[2], dict)])
-def test_what_a_hint_says_to_write_is_read(name: str, value: Any, tree: Any) -> None:
-    """Values for a whole recipe (a machine's address alone, an adapter that is absent) have their own checks, after the types."""
-    base = {"model": {"name_or_path": "gpt2"}, "data": {"train": [{"path": "some/set"}]}}
-    found = _proposed(synonym_hint(name, value) or "")
-    recipe = base | {section: base.get(section, {}) | keys if isinstance(keys, dict) else keys for section, keys in found.items()}
-    assert codes_of(recipe).isdisjoint({"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field"}), recipe
+        assert _proposed(hint) == _proposed(synonym_hint(name, value) or "") == tree, hint
+        base = {"model": {"name_or_path": "gpt2"}, "data": {"train": [{"path": "some/set"}]}}
+        recipe = base | {section: base.get(section, {}) | keys if isinstance(keys, dict) else keys for section, keys in tree.items()}
+        assert codes_of(recipe).isdisjoint({"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field"}), recipe
 
 
 @pytest.mark.parametrize(("name", "value", "entry"), [(name, *each) for name, found in IN_A_SOURCE.items() for each in found])
@@ -273,12 +269,12 @@ def test_every_name_of_a_source_has_a_sample() -> None:
     assert set(IN_A_SOURCE) == set(OF_A_SOURCE)
 
 
-@pytest.mark.parametrize(("name", "synonym"), [*SYNONYMS.items(), *OF_A_SOURCE.items()])
-def test_synonyms_map_to_recipe_keys(name: str, synonym: Synonym) -> None:
+def test_synonyms_map_to_recipe_keys() -> None:
     keys = {key.name for key in all_keys()} | {f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None}
-    assert synonym.key in keys
-    assert name not in keys
-    assert f"`{synonym.key}`" in (synonym_hint(name, in_source=name in OF_A_SOURCE) or "")
+    for name, synonym in (*SYNONYMS.items(), *OF_A_SOURCE.items()):
+        assert synonym.key in keys, name
+        assert name not in keys
+        assert f"`{synonym.key}`" in (synonym_hint(name, in_source=name in OF_A_SOURCE) or ""), name
 
 
 def test_field_of_the_trainer_belongs_under_training() -> None:

@@ -39,6 +39,7 @@ def test_one_key_is_not_enough_to_tell_a_tool() -> None:
     assert tool_of({"base_model": "gpt2", "sequence_len": 8}) == "axolotl"
     assert tool_of(json.loads('{"zero_optimization": {}}')) == "DeepSpeed"
     assert tool_of({"model_name_or_path": "gpt2", "dataset_name": "a/b"}) == "TRL"
+    assert foreign_tool({"model_name_or_path": "a", "dataset_mixture": {"datasets": []}}) == "TRL"
 
 
 def test_option_of_the_command_has_the_names_of_the_tools() -> None:

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_tune"
+from tests.structure import sources
+from tests.structure.sources import PACKAGE, Source
+
 MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "add_problem", "add_notice"}
 """Callables whose first argument is a code."""
 UNKNOWN = "…"
@@ -43,21 +45,27 @@ def literals(node: ast.expr) -> Iterator[str]:
         yield from literals(node.orelse)
 
 
-def sites_in(path: Path) -> Iterator[Site]:
+def sites_in(module: Source) -> Iterator[Site]:
     """Every maker called with a literal code, or with a choice of literals."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = _constants(path) | _imported(tree)
-    yield from _sites_of(tree.body, _Scope(constants), path)
+    calls = [node for node in module.nodes if _is_maker(node)]
+    if calls:
+        constants = _constants(module.path) | _imported(module.tree)
+        yield from _Search(module, frozenset(node.lineno for node in calls)).sites_of(module.tree.body, _Scope(constants))
 
 
-def all_sites() -> list[Site]:
-    return [site for path in sorted(PACKAGE.rglob("*.py")) for site in sites_in(path)]
+def _is_maker(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and name_of(node.func) in MAKERS and bool(node.args)
+
+
+@functools.cache
+def all_sites() -> tuple[Site, ...]:
+    return tuple(site for module in sources.modules() for site in sites_in(module))
 
 
 @functools.cache
 def _constants(path: Path) -> dict[str, ast.expr]:
     """Module-level names that are assigned once."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = sources.source(path).tree
     assigned = [(name, value) for statement in tree.body for name, value in _assignments(statement)]
     return {name: value for name, value in assigned if sum(name == other for other, _ in assigned) == 1}
 
@@ -119,8 +127,25 @@ class _Scope:
                 return UNKNOWN
 
 
-def _sites_of(body: Sequence[ast.stmt], scope: _Scope, path: Path) -> Iterator[Site]:
-    for statement in body:
+@dataclass(frozen=True)
+class _Search:
+    """The search of one module: statements without a maker are passed over, since following every name is slow."""
+
+    module: Source
+    lines: frozenset[int]
+    """Lines on which makers are called."""
+
+    def has_maker(self, statement: ast.stmt) -> bool:
+        return any(statement.lineno <= line <= (statement.end_lineno or line) for line in self.lines)
+
+    def sites_of(self, body: Sequence[ast.stmt], scope: _Scope) -> Iterator[Site]:
+        last = max((index for index, statement in enumerate(body) if self.has_maker(statement)), default=-1)
+        for statement in body[: last + 1]:
+            if self.has_maker(statement):
+                yield from self._sites_of_statement(statement, scope)
+            scope = scope.after(statement)
+
+    def _sites_of_statement(self, statement: ast.stmt, scope: _Scope) -> Iterator[Site]:
         blocks = [block for name in ("body", "orelse", "finalbody") if isinstance(block := getattr(statement, name, None), list)]
         blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
         inner = scope
@@ -129,12 +154,11 @@ def _sites_of(body: Sequence[ast.stmt], scope: _Scope, path: Path) -> Iterator[S
             bound += [node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)]
             inner = _Scope({**scope.values, **dict.fromkeys(bound, ast.Constant(UNKNOWN))})
         for block in blocks:
-            yield from _sites_of(block, inner, path)
+            yield from self.sites_of(block, inner)
         own = [statement] if not blocks else [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr)]
         for call in (node for each in own for node in ast.walk(each)):
-            if isinstance(call, ast.Call) and name_of(call.func) in MAKERS and call.args:
-                yield from _of_call(call, scope, path)
-        scope = scope.after(statement)
+            if _is_maker(call):
+                yield from _of_call(call, scope, self.module.path)
 
 
 def _of_call(call: ast.Call, scope: _Scope, path: Path) -> Iterator[Site]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.structure.sources import source
+
 
 @pytest.fixture
 def script(repository: Path) -> dict[str, Any]:
@@ -28,11 +30,11 @@ def test_each_function_for_a_gpu_exists_and_has_a_gpu_test(repository: Path, scr
     entries = script["gpu_functions"]()
     assert entries
     for (file, name), test in entries.items():
-        assert name in set(functions(ast.parse((repository / file).read_text(encoding="utf-8")))), f"{file} has no {name}"
+        assert name in set(functions(source(repository / file).tree)), f"{file} has no {name}"
         test_file, _, test_name = test.partition("::")
-        text = (repository / test_file).read_text(encoding="utf-8")
-        assert test_name in set(functions(ast.parse(text))), f"{test_file} has no {test_name}"
-        assert "pytest.mark.gpu" in text
+        test_module = source(repository / test_file)
+        assert test_name in set(functions(test_module.tree)), f"{test_file} has no {test_name}"
+        assert "pytest.mark.gpu" in test_module.text
 
 
 def report(**missing: list[int]) -> dict[str, Any]:

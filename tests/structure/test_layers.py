@@ -13,17 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.sources import Source, modules
+
 MODULE_LINES, FUNCTION_LINES = 500, 60
-
-
-def modules(repository: Path) -> list[Path]:
-    return sorted((repository / "fsdp_tune").rglob("*.py"))
-
-
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -85,48 +77,42 @@ def test_circle_of_folders_breaks_the_contract(repository: Path, tmp_path: Path,
     assert (done.returncode == 0) is is_kept, done.stdout + done.stderr
 
 
-def test_modules_are_short(repository: Path) -> None:
-    lengths = {str(path.relative_to(repository)): len(path.read_text(encoding="utf-8").splitlines()) for path in modules(repository)}
+def test_modules_are_short() -> None:
+    lengths = {module.name: len(module.text.splitlines()) for module in modules()}
     assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
 
 
-def test_class_name_occurs_once(repository: Path) -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules(repository)]
-    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+def test_class_name_occurs_once() -> None:
+    names = Counter(node.name for module in modules() for node in module.tree.body if isinstance(node, ast.ClassDef))
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(module: Source) -> Iterator[str]:
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_imports_have_no_cycles(repository: Path) -> None:
+def test_imports_have_no_cycles() -> None:
     """Imports inside functions and under TYPE_CHECKING count: a reader of one file of a cycle has to read all of them."""
-    files = {module_name(path, repository): path for path in modules(repository)}
-    del files["fsdp_tune"]  # the front door of scripts
-    left = {name: {each for each in imports(path) if each in files and each != name} for name, path in files.items()}
+    names = {module.module for module in modules()} - {"fsdp_tune"}  # the front door of scripts
+    left = {module.module: {*imports(module)} & names - {module.module} for module in modules() if module.module in names}
     while outside := {name for name, found in left.items() if not found or name not in set().union(*left.values())}:
         left = {name: found - outside for name, found in left.items() if name not in outside}
     assert left == {}
 
 
-def test_only_commands_import_the_front_door(repository: Path) -> None:
+def test_only_commands_import_the_front_door() -> None:
     """It offers what the jobs do, so any other import of it points upwards; contracts do not see the package itself."""
     found = {
-        str(path.relative_to(repository))
-        for path in modules(repository)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        module.name
+        for module in modules()
+        for node in module.nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         and "fsdp_tune" in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert {name for name in found if not name.startswith("fsdp_tune/cli/")} == set()
-
-
-def module_name(path: Path, repository: Path) -> str:
-    return ".".join(path.relative_to(repository).with_suffix("").parts).removesuffix(".__init__")
 
 
 WORLD_SIZE_CALLERS = {
@@ -139,55 +125,51 @@ WORLD_SIZE_CALLERS = {
 }
 
 
-def test_world_sizes_come_from_topology(repository: Path) -> None:
+def test_world_sizes_come_from_topology() -> None:
     """The number of ranks is not the number of ranks that read different rows: data, losses and plans use `core.topology`."""
-    package = repository / "fsdp_tune"
-    found = {str(path.relative_to(package)) for path in modules(repository) if "get_world_size(" in path.read_text(encoding="utf-8")}
+    found = {module.name.removeprefix("fsdp_tune/") for module in modules() if "get_world_size(" in module.text}
     assert found == WORLD_SIZE_CALLERS.keys()
 
 
-def test_functions_are_short(repository: Path) -> None:
+def test_functions_are_short() -> None:
     too_long = {
-        f"{path.relative_to(repository)}:{node.lineno} {node.name}": length
-        for path in modules(repository)
-        for node in functions(ast.parse(path.read_text(encoding="utf-8")))
-        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES
+        f"{module.name}:{node.lineno} {node.name}": length
+        for module in modules()
+        for node in module.nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES
     }
     assert too_long == {}
 
 
-def test_every_module_has_a_docstring(repository: Path) -> None:
-    silent = [
-        str(path.relative_to(repository))
-        for path in modules(repository)
-        if path.name != "__main__.py" and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
-    ]
+def test_every_module_has_a_docstring() -> None:
+    silent = [module.name for module in modules() if module.path.name != "__main__.py" and ast.get_docstring(module.tree) is None]
     assert silent == []
 
 
-def test_no_module_is_named_utils(repository: Path) -> None:
+def test_no_module_is_named_utils() -> None:
     forbidden = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
-    assert [path for path in modules(repository) if path.name in forbidden] == []
+    assert [module.name for module in modules() if module.path.name in forbidden] == []
 
 
-def test_no_todo_or_stub_is_left(repository: Path) -> None:
+def test_no_todo_or_stub_is_left() -> None:
     marks = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error")
     found = [
-        f"{path.relative_to(repository)}:{number}"
-        for path in modules(repository)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        f"{module.name}:{number}"
+        for module in modules()
+        for number, line in enumerate(module.text.splitlines(), 1)
         if any(mark in line for mark in marks)
     ]
     assert found == []
 
 
-def test_only_cli_prints(repository: Path) -> None:
+def test_only_cli_prints() -> None:
     """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were given."""
     allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/loaded.py"}
     found = {
-        str(path.relative_to(repository))
-        for path in modules(repository)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        module.name
+        for module in modules()
+        for node in module.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert found <= allowed

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.sources import source
+
 IMPORT = re.compile(r"from (fsdp_tune[\w.]*) import (?:\(([^)]*)\)|([\w, ]+))")
 PLACES = ("tests/**/*.py", "benchmarks/*.py", "scripts/*", "docs/**/*.md", "README*.md")
 INVENTED = "tests/structure/test_layers.py"
@@ -23,7 +25,7 @@ def names_of(package: Path, module: str) -> set[str] | None:
     if not file.is_file():
         return None
     found = {child.stem for child in path.iterdir()} if path.is_dir() else set[str]()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in source(file).nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

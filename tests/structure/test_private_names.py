@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import subprocess
+import pkgutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -21,11 +21,11 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError
 from fsdp_tune.model.internals import internal
 from fsdp_tune.model.internals.internal import Attribute, Internal, Name, NoFallback, Parameter
+from tests.faults.checks import in_child
 from tests.structure.internals import entries
-from tests.structure.test_layers import modules
+from tests.structure.sources import PACKAGE, Source, modules, parsed, root_name, source
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERNALS = ROOT / "fsdp_tune" / "model" / "internals"
+INTERNALS = PACKAGE / "model" / "internals"
 STACK = {"torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "huggingface_hub", "torchao"}
 ENTRIES = entries()
 HOOKS = {entry.last for name, entry in ENTRIES.items() if "TRAINER_HOOKS" in name or name.endswith(".INIT_GROUP")}
@@ -41,10 +41,10 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _imported(module: Source) -> dict[str, str]:
     """Return the full name of each name of the stack that a module imports."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
@@ -52,24 +52,27 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     return {name: full for name, full in names.items() if full.split(".")[0] in STACK}
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined(module: Source) -> set[str]:
     """Return the private names that a module gives to its own functions, classes, attributes and constants."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_named(node.value, "self", "cls"):
             found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
 
 
-def private_names(text: str) -> Iterator[str]:
+def _is_named(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def private_names(module: Source) -> Iterator[str]:
     """Yield what a module imports, reads, passes as a keyword or names in a string that is private to another module."""
-    tree = ast.parse(text)
-    imported, own = _imported(tree), _defined(tree)
-    for node in ast.walk(tree):
+    imported, own = _imported(module), _defined(module)
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in STACK:
             for each in node.names:
                 is_undocumented = node.module in UNDOCUMENTED and each.name not in UNDOCUMENTED[str(node.module)]
@@ -84,21 +87,18 @@ def private_names(text: str) -> Iterator[str]:
             if not is_own and not is_hook and f"{receiver}.{node.attr}" not in DOCUMENTED_BY_PYTHON:
                 yield f"{receiver}.{node.attr}"
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant) and _is_private(str(node.args[1].value)):
-                yield f"{called}(…, {node.args[1].value!r})"
-            if called.split(".")[0] in imported:
-                yield from (f"{called}({each.arg}=…)" for each in node.keywords if each.arg and _is_private(each.arg))
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[0] in imported:
+            named = node.args[1] if _is_named(node.func, *BY_NAME) and len(node.args) > 1 else None
+            if isinstance(named, ast.Constant) and _is_private(str(named.value)):
+                yield f"{ast.unparse(node.func)}(…, {named.value!r})"
+            if root_name(node.func) in imported:
+                yield from (f"{ast.unparse(node.func)}({each.arg}=…)" for each in node.keywords if each.arg and _is_private(each.arg))
+        elif isinstance(node, ast.Subscript) and root_name(node.value) in imported:
             yield from (str(each.value) for each in ast.walk(node.slice) if isinstance(each, ast.Constant) and _is_private(str(each.value)))
 
 
-def test_private_names_of_libraries_are_in_one_module_for_each_library(repository: Path) -> None:
-    found: dict[str, list[str]] = {}
-    for path in modules(repository):
-        if path.parent != INTERNALS and (names := sorted(set(private_names(path.read_text(encoding="utf-8"))))):
-            found[path.relative_to(repository).as_posix()] = names
-    assert found == {}
+def test_private_names_of_libraries_are_in_one_module_for_each_library() -> None:
+    elsewhere = [module for module in modules() if module.path.parent != INTERNALS]
+    assert {module.name: names for module in elsewhere if (names := sorted(set(private_names(module))))} == {}
     for name, entry in ENTRIES.items():
         assert name.startswith(f"{entry.library}_internals."), f"{name} is of {entry.library}"
 
@@ -122,15 +122,14 @@ def test_private_names_of_libraries_are_in_one_module_for_each_library(repositor
     ],
 )
 def test_private_name_is_found(text: str) -> None:
-    assert list(private_names(text))
+    assert list(private_names(parsed(text, Path("module.py"))))
 
 
 def _subclasses() -> Iterator[tuple[ast.ClassDef, type]]:
     """Yield the package's classes whose base is a class of the stack, with that base."""
-    for path in modules(ROOT):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        imported = _imported(tree)
-        for node in ast.walk(tree):
+    for module in modules():
+        imported = _imported(module)
+        for node in module.nodes:
             for base in node.bases if isinstance(node, ast.ClassDef) else []:
                 first, _, rest = ast.unparse(base).partition(".")
                 full = ".".join([imported[first], *([rest] if rest else [])]) if first in imported else None
@@ -148,8 +147,9 @@ def test_overridden_and_inherited_private_methods_are_listed() -> None:
     for node, base in _subclasses():
         for each in ast.walk(node):
             name = each.name if isinstance(each, ast.FunctionDef) else each.attr if isinstance(each, ast.Attribute) else ""
-            is_of_object = not isinstance(each, ast.Attribute) or ast.unparse(each.value) in ("self", "cls", "super()")
-            if _is_private(name) and not name.startswith("__") and is_of_object and hasattr(base, name):
+            if not _is_private(name) or name.startswith("__") or not hasattr(base, name):
+                continue
+            if not isinstance(each, ast.Attribute) or ast.unparse(each.value) in ("self", "cls", "super()"):
                 found.add(name)
     assert sorted(found ^ HOOKS) == []
 
@@ -157,35 +157,34 @@ def test_overridden_and_inherited_private_methods_are_listed() -> None:
 # ---- Each entry
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_installed_version_has_the_name(name: str) -> None:
-    entry = ENTRIES[name]
-    installed = ".".join(metadata.version(entry.library).split(".")[:2])
-    assert installed in entry.read_in or entry.path.rpartition(".")[2] in ("_orig_dtype", "_fsdp_param_groups"), (
-        f"read the source of {entry.library} {installed}, then add it to READ_IN"
-    )
-    if isinstance(entry, Name | Parameter) and entry.last not in OF_OTHER_BUILDS:
-        assert entry.exists(), f"{entry.path} is gone: what replaces it?"
+@pytest.mark.parametrize("library", sorted({entry.library for entry in ENTRIES.values()}))
+def test_installed_version_has_the_names(library: str) -> None:
+    installed = ".".join(metadata.version(library).split(".")[:2])
+    for entry in (each for each in ENTRIES.values() if each.library == library):
+        is_of_another_build = entry.path.rpartition(".")[2] in ("_orig_dtype", "_fsdp_param_groups")
+        assert installed in entry.read_in or is_of_another_build, f"read the source of {library} {installed}, then add it to READ_IN"
+        if isinstance(entry, Name | Parameter) and entry.last not in OF_OTHER_BUILDS:
+            assert entry.exists(), f"{entry.path} is gone: what replaces it?"
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("gone", ["the module", "the name"])
-def test_version_without_the_name_has_the_fallback_or_is_refused(name: str, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = ENTRIES[name]
+def _without_the_module(module: str) -> Any:
+    raise ModuleNotFoundError(f"No module named {module!r}")
 
-    def import_module(module: str) -> Any:
-        if gone == "the module":
-            raise ModuleNotFoundError(f"No module named {module!r}")
-        return SimpleNamespace()
 
+@pytest.mark.parametrize("import_module", [_without_the_module, lambda _: SimpleNamespace()], ids=["the module", "the name"])
+def test_version_without_a_name_has_the_fallback_or_is_refused(import_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internal, "importlib", SimpleNamespace(import_module=import_module))
-    fallback = NoFallback.REFUSED if isinstance(entry, Parameter) else entry.fallback  # type: ignore[attr-defined]
-    if fallback is not NoFallback.REFUSED:
-        if isinstance(entry, Name):
-            assert entry.get() is fallback
+    for name, entry in ENTRIES.items():
+        fallback = NoFallback.REFUSED if isinstance(entry, Parameter) else entry.fallback  # type: ignore[attr-defined]
+        if fallback is NoFallback.REFUSED:
+            _expect_refusal(entry)
+        elif isinstance(entry, Name):
+            assert entry.get() is fallback, name
             with entry.replaced(None):
-                assert not entry.exists()
-        return
+                assert not entry.exists(), name
+
+
+def _expect_refusal(entry: Internal) -> None:
     with pytest.raises(FsdpTuneError) as raised:
         _use(entry)
     (problem,) = raised.value.problems
@@ -204,7 +203,7 @@ def _use(entry: Internal) -> Any:
 def test_each_entry_is_documented() -> None:
     """The string after a constant or a group of them says what it is for."""
     for path in INTERNALS.glob("*_internals.py"):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
+        body = source(path).tree.body
         for index, node in enumerate(body):
             if isinstance(node, ast.Assign) and not ast.unparse(node.targets[0]).startswith(("_", "(_", "READ_IN")):
                 after = next((each for each in body[index + 1 :] if not isinstance(each, ast.Assign)), None)
@@ -212,24 +211,40 @@ def test_each_entry_is_documented() -> None:
                 assert inspect.cleandoc(str(after.value.value))[-1] == ".", path.name  # type: ignore[attr-defined]
 
 
-LOOKED_UP_AT_IMPORT = """
-import importlib, pkgutil, sys
-import fsdp_tune
-from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
+def _register_operators_again() -> None:
+    """Give the package's operators another namespace: torch takes each of them only once."""
+    import torch.library
 
-def looked_up(entry, *_):
-    raise SystemExit(f"{entry.path} is looked up at import")
+    registered, register_fake = torch.library.Library, torch.library.register_fake
 
-Name.get = Attribute.of = Parameter.value = looked_up
-for each in pkgutil.walk_packages(fsdp_tune.__path__, "fsdp_tune."):
-    if not each.name.endswith("__main__"):
-        importlib.import_module(each.name)
-print(len([name for name in sys.modules if name.startswith("fsdp_tune.")]))
-"""
+    class Library(registered):  # type: ignore[valid-type, misc]
+        def __init__(self, namespace: str, *arguments: Any) -> None:
+            super().__init__(namespace.replace("fsdp_tune", "again"), *arguments)
+
+    def fake(name: str, *arguments: Any, **named: Any) -> Any:
+        return register_fake(name.replace("fsdp_tune::", "again::"), *arguments, **named)
+
+    torch.library.Library, torch.library.register_fake = Library, fake  # type: ignore[misc]
+
+
+def _import_everything_again() -> None:
+    """In a fork: import each module of the package once more, with look-ups that end it."""
+    _register_operators_again()
+    for name in [name for name in sys.modules if name == "fsdp_tune" or name.startswith("fsdp_tune.")]:
+        del sys.modules[name]
+    again = importlib.import_module("fsdp_tune.model.internals.internal")
+
+    def looked_up(entry: Any, *_: Any) -> Any:
+        raise AssertionError(f"{entry.path} is looked up at import")
+
+    again.Name.get = again.Attribute.of = again.Parameter.value = looked_up
+    package = importlib.import_module("fsdp_tune")
+    for each in pkgutil.walk_packages(package.__path__, "fsdp_tune."):
+        if not each.name.endswith("__main__"):
+            importlib.import_module(each.name)
+    assert len([name for name in sys.modules if name.startswith("fsdp_tune.")]) > 250
 
 
 def test_no_private_name_is_looked_up_at_import() -> None:
     """A run that does not use a feature therefore does not need the feature's names."""
-    child = subprocess.run([sys.executable, "-c", LOOKED_UP_AT_IMPORT], capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    assert int(child.stdout) > 250
+    assert in_child(_import_everything_again) == 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.structure.test_layers import modules
+from tests.structure.sources import Source, modules, parsed
 
 # A call that runs what a file says, or a shell. pickle.Unpickler alone may be derived from: with an allow-list of its own.
 FORBIDDEN_CALLS = frozenset(
@@ -17,20 +16,21 @@ FORBIDDEN_CALLS = frozenset(
 )
 
 
-def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Return every call with its dotted name in the source."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+def dotted_name(node: ast.expr) -> str:
+    """Return `a.b.c`; of a function that is no name, as `read().split`, its last attribute after a dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def keyword(call: ast.Call, name: str) -> str | None:
     return next((ast.unparse(each.value) for each in call.keywords if each.arg == name), None)
 
 
-def offences(path: Path) -> list[str]:
+def offences(module: Source) -> list[str]:
     found: list[str] = []
-    for name, call in calls(path):
+    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
+        name = dotted_name(call.func)
         if name in FORBIDDEN_CALLS:
             found.append(name)
         if name == "torch.load" and keyword(call, "weights_only") != "True":
@@ -42,11 +42,11 @@ def offences(path: Path) -> list[str]:
         found += [f"{each}=True" for each in ("trust_remote_code", "allow_pickle") if keyword(call, each) == "True"]
         if name.endswith("extractall") and keyword(call, "filter") is None:
             found.append("extractall without a filter")
-    return [f"{path.name}: {offence}" for offence in found]
+    return [f"{module.path.name}: {offence}" for offence in found]
 
 
-def test_package_never_executes_file_contents(repository: Path) -> None:
-    assert [offence for path in modules(repository) for offence in offences(path)] == []
+def test_package_never_executes_file_contents() -> None:
+    assert [offence for module in modules() for offence in offences(module)] == []
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,17 @@ def test_package_never_executes_file_contents(repository: Path) -> None:
         "eval(text)",
     ],
 )
-def test_search_finds_planted_calls(tmp_path: Path, source: str) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(source)
-    assert len(offences(path)) == 1
+def test_search_finds_planted_calls(source: str) -> None:
+    assert len(offences(parsed(source, Path("module.py")))) == 1
 
 
-def test_every_unpickler_has_an_allow_list(repository: Path) -> None:
+def test_every_unpickler_has_an_allow_list() -> None:
     """An Unpickler that overrides `find_class` decides by itself what a pickle may name; another one imports anything."""
-    found: dict[str, bool] = {}
-    for path in modules(repository):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases):
-                found[f"{path.name}: {node.name}"] = any(
-                    isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in node.body
-                )
+    kinds = [(module, node) for module in modules() for node in module.nodes if isinstance(node, ast.ClassDef)]
+    found = {
+        f"{module.path.name}: {kind.name}": any(isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in kind.body)
+        for module, kind in kinds
+        if any("Unpickler" in ast.unparse(base) for base in kind.bases)
+    }
     assert found
     assert all(found.values()), found

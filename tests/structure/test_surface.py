@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,6 +14,7 @@ import pytest
 import typer.main
 
 from fsdp_tune.cli.app import app
+from tests.structure.interpreter import Interpreter, fresh_interpreter
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
 REFERENCE_IMPORTS = "import typer, pydantic, yaml, rich.console"
@@ -57,20 +56,20 @@ def test_command_line_matches_golden_file(repository: Path, update_golden: bool)
     assert surface() == golden.read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    with fresh_interpreter(tmp_path_factory.mktemp("surface")) as interpreter:
+        yield interpreter
+
+
 @pytest.mark.parametrize("path", PATHS, ids=[" ".join(path) or "fsdp-tune" for path in PATHS])
-def test_help_is_light_and_has_an_example(path: tuple[str, ...], tmp_path: Path) -> None:
-    """In a fresh interpreter: no library that computes is imported to print help."""
-    program = (
-        "import json, sys\n"
-        "from fsdp_tune.cli.app import main\n"
-        "try: main()\n"
-        f"finally: json.dump([m for m in {HEAVY!r} if m in sys.modules], open({str(tmp_path / 'heavy')!r}, 'w'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *path, "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "heavy").read_text()) == []
+def test_help_is_light_and_has_an_example(path: tuple[str, ...], interpreter: Interpreter) -> None:
+    """No library that computes is imported to print help."""
+    done = interpreter.run(*path, "--help")
+    assert done.code == 0, done.err
+    assert done.modules.isdisjoint(HEAVY)
     is_group = path in {other[:-1] for other in PATHS if other}
-    assert is_group or "Example" in done.stdout
+    assert is_group or "Example" in done.out
 
 
 READS_NO_DATA = {"data", "planner", "model", "worker", "check", "numpy", "jinja2", "torch", "transformers"}
@@ -88,52 +87,38 @@ READS_NO_DATA = {"data", "planner", "model", "worker", "check", "numpy", "jinja2
         ("report .", READS_NO_DATA - {"data", "numpy", "jinja2"}),
     ],
 )
-def test_command_loads_no_room_that_it_does_not_use(arguments: str, unneeded: set[str], tmp_path: Path) -> None:
+def test_command_loads_no_room_that_it_does_not_use(arguments: str, unneeded: set[str], interpreter: Interpreter) -> None:
     """One import at the top of a shared module once doubled the start of every command."""
-    program = (
-        "import json, sys\n"
-        "from fsdp_tune.cli.app import main\n"
-        "try: main()\n"
-        "finally:\n"
-        "    loaded = [m.split('.')[1] if m.startswith('fsdp_tune.') else m for m in sys.modules]\n"
-        f"    json.dump(loaded, open({str(tmp_path / 'loaded')!r}, 'w'))"
-    )
-    subprocess.run([sys.executable, "-c", program, *arguments.split()], capture_output=True, check=False, cwd=tmp_path)
-    assert not unneeded & set(json.loads((tmp_path / "loaded").read_text()))
+    assert not unneeded & interpreter.run(*arguments.split()).rooms
 
 
 @pytest.mark.parametrize("arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"]])
-def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str]) -> None:
-    for extra in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fsdp_tune", *arguments[:1], *extra, *arguments[1:]], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        is_bare = not extra and arguments == ["recipes"]
-        assert done.stderr.startswith("Usage: " if is_bare else "error: ")
-        assert "Traceback" not in done.stderr
-        if extra:
-            assert json.loads(done.stdout)["errors"][0]["code"] == "usage"
+def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str], interpreter: Interpreter) -> None:
+    text, document = (interpreter.run(*arguments[:1], *extra, *arguments[1:]) for extra in ([], ["--json"]))
+    assert (text.code, document.code) == (2, 2)
+    assert text.err.startswith("Usage: " if arguments == ["recipes"] else "error: ")
+    assert document.err.startswith("error: ")
+    assert "Traceback" not in text.err + document.err
+    assert json.loads(document.out)["errors"][0]["code"] == "usage"
 
 
-def seconds(program: str) -> float:
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_is_available(shell: str, interpreter: Interpreter) -> None:
+    assert "fsdp-tune" in interpreter.run(_FSDP_TUNE_COMPLETE=f"source_{shell}").out
+
+
+def cpu_seconds(program: str) -> float:
+    """Return the least CPU time of a few starts of an interpreter: a busy machine adds to it and takes nothing away."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     times: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
+    for _ in range(4):
+        before = os.times()
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return min(times)
 
 
 def test_start_up_costs_at_most_twice_its_libraries() -> None:
     help_program = "import sys; sys.argv = ['fsdp-tune', '--help']; from fsdp_tune.cli.app import main; main()"
-    assert seconds(help_program) <= 2 * seconds(REFERENCE_IMPORTS)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion_is_available(shell: str) -> None:
-    environment = {**os.environ, "_FSDP_TUNE_COMPLETE": f"source_{shell}"}
-    program = "import sys; sys.argv = ['fsdp-tune']; from fsdp_tune.cli.app import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
-    assert "fsdp-tune" in done.stdout
+    assert cpu_seconds(help_program) <= 2 * cpu_seconds(REFERENCE_IMPORTS)

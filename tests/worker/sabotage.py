@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from tests.parity.runs import run_worker
 
 
-def run_sabotaged(path: str, name: str) -> dict[str, Any]:
-    with SABOTAGE[name]():
+def run_sabotaged(path: str, names: Sequence[str]) -> dict[str, Any]:
+    """On a rank: the worker, with several settings changed at once."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(SABOTAGE[name]())
         return run_worker(path)
 
 

@@ -36,7 +36,7 @@ def test_run_that_does_not_improve_ends_with_line_checkpoint_and_reason(bench: B
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("patience", [None, 2])
+@pytest.mark.parametrize("patience", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_run_that_evaluates_at_its_last_step_is_not_ended_early(bench: Bench, patience: int | None) -> None:
     run = run_of(bench, max_steps=4, early_stopping=patience and {"patience": patience, "threshold": 1e6})
     assert [line["step"] for line in runs.lines(run) if "eval_loss" in line] == [2, 4]

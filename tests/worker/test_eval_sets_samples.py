@@ -43,6 +43,7 @@ def run_of(bench: Bench, model: dict[str, Any], sample: dict[str, Any] | None, *
 
 
 @on_devices
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_adapters_with_dropout_continue_bitwise(bench: Bench) -> None:
     base = str(bench.model("llama", 384))
@@ -86,15 +87,14 @@ def test_training_continues_bitwise_as_without_samples(bench: Bench, model: dict
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
     assert [step for step, _ in samples(sampled)] == [2, 3]
     assert all(len(texts) == 3 for _, texts in samples(sampled))
+    if not sections:
+        expect_texts_of_the_trained_weights(sampled, model)
 
 
-@on_devices
-@pytest.mark.ranks
-def test_texts_are_those_of_the_trained_weights(bench: Bench) -> None:
-    run = run_of(bench, LLAMA, SAMPLE)
+def expect_texts_of_the_trained_weights(run: RunDir, config: dict[str, Any]) -> None:
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
     encoder = load_encoder(recipe)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     model.load_state_dict(checkpoint_tensors(run.checkpoint(3)), strict=False)
     assert encoder.chat_template is not None
     chat = encoder.render(CHAT, encoder.chat_template, tools=None, generation_prompt=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +31,6 @@ from fsdp_tune.worker.rank import Rank, flight_recorder_variables, share_time_li
 from fsdp_tune.worker.readback.report import excessive_growth
 from fsdp_tune.worker.step_checks import AsyncScalar
 from fsdp_tune.worker.step_observer import LoggedStep
-from tests.conftest import REPOSITORY
 from tests.model.families import FAMILIES
 from tests.ranks import Ranks
 from tests.worker.accelerator import BACKENDS, devices, late_cuda
@@ -84,22 +81,18 @@ def start(device_type: str, folder: str, rank: Rank, recipe: Recipe) -> dict[str
             dist.destroy_process_group()
 
 
-STARTS = """
-import json, sys
-from tests.worker.accelerator import BACKENDS
-from tests.worker.test_rank_accelerators import Rank, recipe_on, start
-found = {}
-for kind in BACKENDS:
-    found[kind] = start(kind, f"{sys.argv[1]}/{kind}", Rank(0, 0, 1), recipe_on(kind))
-print(json.dumps(found))
-"""
+def _start_on_each(folder: str) -> dict[str, dict[str, Any]]:
+    dist.destroy_process_group()
+    try:
+        return {kind: start(kind, f"{folder}/{kind}", Rank(0, 0, 1), recipe_on(kind)) for kind in BACKENDS}
+    finally:
+        dist.init_process_group("gloo", f"file://{folder}/after", rank=0, world_size=1)
 
 
-def test_rank_starts_on_every_kind_of_accelerator(tmp_path: Path) -> None:
+@pytest.mark.ranks
+def test_rank_starts_on_every_kind_of_accelerator(on_ranks: Ranks, tmp_path: Path) -> None:
     """In a process of its own, since `npu` cannot be taken back."""
-    done = subprocess.run([sys.executable, "-c", STARTS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    [found] = on_ranks.run(1, _start_on_each, str(tmp_path))
     assert found.keys() == BACKENDS.keys()
     for kind, backend in BACKENDS.items():
         assert found[kind]["device_set"] == [0]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
+import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,19 +100,24 @@ def test_outcome_is_written_with_nonfinite_loss(loss: float, tmp_path: Path) -> 
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
 
 
-def test_rank_inherits_ignored_signals() -> None:
-    import signal
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+RECIPE: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        StopRequest().install()
-        assert [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+@pytest.fixture
+def _restored_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_restored_handlers")
+def test_rank_inherits_ignored_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    StopRequest().install()
+    assert [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
 
 
 def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +135,11 @@ def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monk
     assert (len(refused), run.rank_outcome(1).is_file()) == (2, True)
 
 
+@pytest.mark.usefixtures("_restored_handlers")
 def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own failure then."""
-    import os
-    import signal
-
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
     original = Outcome.write
 
     def interrupted(*arguments: Any) -> None:
@@ -144,25 +151,16 @@ def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Outcome, "write", interrupted)
     monkeypatch.setattr(worker_main, "_train", fail)
-    recipe: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
-    try:
-        worker_main.run_rank(run, recipe, Rank(0, 0, 1), lambda _: None, 0.0)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
 
 
+@pytest.mark.usefixtures("_restored_handlers")
 def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine was counted as lost, and is back."""
-    import signal
-
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    recipe: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
 
     def train(*_: Any) -> None:
         Heartbeat(0, 1, 7, "finished", 1.0, 2.0, 0.0, launch="life-2", began_at=time.time() + 60).write(run.rank_heartbeat(0))
@@ -171,75 +169,71 @@ def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(tmp_path:
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "life-1")
     monkeypatch.setattr(worker_main, "_train", train)
-    try:
-        worker_main.run_rank(run, recipe, Rank(0, 0, 1), lambda _: None, 0.0)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
     found = read_outcome(run, 0)
     assert found is not None
     assert (found.launch, found.reason) == ("life-2", ExitReason.FINISHED)
     assert read_heartbeat(run, 0, "life-2") is not None
 
 
-FAILING_RANK = """
-import multiprocessing, sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker import main
-from fsdp_tune.worker.rank import Rank
-from fsdp_tune.worker.rank import ignore_stop_signals
+def forked(program: Callable[..., object], path: Path, log: Path) -> int | None:
+    """Call `program(path)` in a process whose output goes to `log`; returns its exit code. It ends as an interpreter does."""
 
-def read(ready):
-    ignore_stop_signals(0)
-    ready.set()
-    time.sleep(3600)
+    def run() -> None:
+        with open(log, "w") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        program(path)
 
-def fail(*_):
-    ready = multiprocessing.Event()
-    multiprocessing.Process(target=read, args=(ready,), daemon=True).start()
-    ready.wait()
-    raise ValueError("a bug")
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    return code
 
-main._train = fail
-recipe = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
-sys.exit(main.run_rank(RunDir(Path(sys.argv[1])), recipe, Rank(0, 0, 1), print, 0.0).exit_code)
-"""
+
+def fail_while_a_loader_reads(path: Path) -> None:
+    def read(ready: Any) -> None:
+        rank.ignore_stop_signals(0)
+        ready.set()
+        time.sleep(3600)
+
+    def fail(*_: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        context.Process(target=read, args=(ready,), daemon=True).start()
+        ready.wait()
+        raise ValueError("a bug")
+
+    worker_main._train = fail
+    sys.exit(worker_main.run_rank(RunDir(path), RECIPE, Rank(0, 0, 1), print, 0.0).exit_code)
 
 
 def test_failed_rank_with_full_log_writes_outcome_and_exits(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    with open("/dev/full", "w") as log:
-        done = subprocess.run([sys.executable, "-c", FAILING_RANK, str(run.path)], stderr=log, timeout=60, check=False)
+    assert forked(fail_while_a_loader_reads, run.path, Path("/dev/full")) == 1
     outcome = json.loads(run.rank_outcome(0).read_text())
-    assert (done.returncode, Problem.from_dict(outcome["problem"]).message) == (1, "ValueError: a bug")
+    assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
 
 
-RANK_WITHOUT_OUTCOME = """
-import sys, types
-from fsdp_tune.core.errors import Problem
-from fsdp_tune.run.launch_files import Outcome
-from fsdp_tune.core.errors import ExitReason
-from fsdp_tune.worker import __main__ as entry, main, rank
+def end_without_an_outcome(path: Path) -> None:
+    from fsdp_tune.worker import __main__ as entry
 
-main.read_recipe = lambda run: types.SimpleNamespace()
-main.run_rank = lambda *_: Outcome(1, ExitReason.FAILED, Problem("write-failed", "metrics.jsonl: Read-only file system"))
-rank.read_rank = lambda *_: rank.Rank(1, 0, 2)
-rank.set_environment = lambda *_: None
-sys.exit(entry.main([sys.argv[1]]))
-"""
+    worker_main.read_recipe = lambda run: SimpleNamespace()
+    outcome = Outcome(1, ExitReason.FAILED, Problem("write-failed", "metrics.jsonl: Read-only file system"))
+    worker_main.run_rank = lambda *_: outcome
+    rank.read_rank = lambda *_: Rank(1, 0, 2)
+    rank.set_environment = lambda *_: None
+    sys.exit(entry.main([str(path)]))
 
 
 def test_unwritable_outcome_is_reported_in_launcher_log(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    (tmp_path / "recipe.json").write_text("{}")
-    program = [sys.executable, "-c", RANK_WITHOUT_OUTCOME, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "error: rank 1: metrics.jsonl: Read-only file system\n"), done.stderr
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe_json.write_text("{}")
+    log = tmp_path / "launcher.log"
+    assert forked(end_without_an_outcome, run.path, log) == 1, log.read_text()
+    assert log.read_text() == "error: rank 1: metrics.jsonl: Read-only file system\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.parity.compare import deviation
 from tests.parity.store import VOCABULARY
+from tests.worker.short_runs import COMPARED, trained
 
 _LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
 ERNIE = {**_LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 0}
@@ -139,15 +139,13 @@ def run_with_hub_kernel(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_hub_kernel_in_place_of_flash_attention_keeps_packed_examples_apart(bench: Bench) -> None:
-    case = Case(packed=True)
-    changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"attn_implementation": "flash_attention_2"}})
-    run = bench.written_run(changes, packed=True)
-    runs.train(bench.on_ranks, run, case.ranks, functools.partial(run_with_hub_kernel))
+    changes = runs.merged(COMPARED, {"model": {"attn_implementation": "flash_attention_2"}})
+    run = trained(bench, Case(packed=True), changes, run_with_hub_kernel)
     document = json.loads(run.readback_json.read_text())
     assert document["attention"] == FLASH_STAND_IN
     assert "instead of flash_attention_2" in document["kernels"]["model.attn_implementation"]["reason"]
     assert document["packing_deviation"] <= 1e-5
-    found = deviation(run, bench.reference("llama", packed=True))
+    found = deviation(run, bench.reference("llama", packed=True, steps=6))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 

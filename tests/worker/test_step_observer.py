@@ -12,7 +12,7 @@ from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 from tests.parity import runs
 from tests.parity.bench import Bench
-from tests.parity.cases import Case
+from tests.worker.short_runs import trained
 
 
 def test_observer_adds_nothing_by_itself() -> None:
@@ -40,7 +40,7 @@ def run_with_an_observer(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_fields_of_an_observer_are_in_every_training_line(bench: Bench) -> None:
-    lines = [line for line in runs.lines(bench.fresh_run(Case(), run_with_an_observer)) if "loss" in line]
+    lines = [line for line in runs.lines(trained(bench, worker=run_with_an_observer)) if "loss" in line]
     assert lines
     for line in lines:
         assert (line["observed_step"], line["observed_tokens"]) == (line["step"], line["tokens"]), "after the sums of the ranks"

@@ -27,7 +27,7 @@ Step = list[tuple[int, str]]
 """(row, place) of every row that the ranks read in a step, sorted."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def ended_loader_processes() -> Iterator[None]:
     """Loader processes ignore SIGTERM, and the interpreter would wait for those of an unfinished iterator for ever."""
     yield

@@ -17,7 +17,7 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 
 BAD_STEP = 3
-STEPS = 6
+STEPS = 4
 CASES = [
     Case("gpt2-dropout"),
     Case("gpt2-dropout", strategy="SHARD_GRAD_OP"),

@@ -6,9 +6,8 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import fsdp_tune
 from fsdp_tune.check.comparison import tool_side
@@ -28,96 +25,20 @@ from fsdp_tune.check.comparison.observe import Side
 from fsdp_tune.check.comparison.stages import RANDOM, Observation, StageFacts, open_words, stages_until
 from fsdp_tune.cli.compare import comparison_page, verdict_of
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer
-from fsdp_tune.recipe.schema.recipe import Recipe
-
-TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+from tests.check.comparison.tool_files import (
+    TEMPLATE,
+    compared,
+    files,
+    first,
+    here,
+    keys,
+    one_thread,
+    recipe_of,
+    unshuffled,
+    written,
 )
-LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "dtype": "float32"}
-TRL: dict[str, Any] = {
-    "model_name_or_path": "base",
-    "datasets": [{"path": "json", "data_files": "chat.jsonl"}],
-    "assistant_only_loss": True,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-3,
-    "max_steps": 30,
-    "max_length": 256,
-    "bf16": False,
-}
 
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model's directory with a tokenizer, and rows."""
-    folder = tmp_path_factory.mktemp("tool")
-    alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|stop|>"]})
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder / "base")
-    config = LLAMA | {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "architectures": ["LlamaForCausalLM"]}
-    (folder / "base" / "config.json").write_text(json.dumps(config))
-    turns = [
-        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
-        for n in range(24)
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns)))
-    pairs = [{"prompt": turn[0]["content"] + " ", "completion": turn[1]["content"]} for turn in turns]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    stanford = [{"instruction": turn[0]["content"], "input": "x" * (n % 3), "output": turn[1]["content"]} for n, turn in enumerate(turns)]
-    (folder / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stanford))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def one_thread(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(files)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def here(child: Any, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
-    """In place of the process that computes recipes."""
-    request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, "inputs": inputs, **child.settings}
-    return Side(request).observe()
-
-
-def written(files: Path, name: str, options: Mapping[str, Any] = TRL, **changes: Any) -> str:
-    values = {key: value for key, value in {**options, **changes}.items() if value is not None}
-    (files / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    return f"{name}.yaml"
-
-
-def recipe_of(files: Path, options: Mapping[str, Any] = TRL, **changes: Any) -> str:
-    fsdp_tune.import_recipe(written(files, "plain", options, **changes), output="recipe.yaml", num_gpus=1, force=True)
-    return "recipe.yaml"
-
-
-def unshuffled(files: Path) -> str:
-    """Return the recipe whose rows keep the order of their file."""
-    text = (files / recipe_of(files)).read_text()
-    (files / "sorted.yaml").write_text(text.replace("data:\n", "data:\n  shuffle: false\n"))
-    return "sorted.yaml"
-
-
-def first(found: CompareAnswer) -> str | None:
-    return found.first.stage if found.first is not None else None
-
-
-def keys(found: CompareAnswer) -> list[str]:
-    return [key.key for key in found.cause.keys] if found.cause is not None else []
-
+__all__ = ["files", "one_thread"]
 
 # ---- With a stand-in
 
@@ -153,10 +74,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
         return Observation(stages, found.names, found.texts, {**found.versions, "trl": "1.0"}, found.left_out, None, ignored)
 
     monkeypatch.setattr(ToolChild, "_computed", computed)
-
-
-def compared(a: str, b: str, **options: Any) -> CompareAnswer:
-    return fsdp_tune.compare(a, b, CompareOptions(python=Path(sys.executable), num_gpus=1, **options))
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -196,7 +113,7 @@ def test_option_that_a_recipe_lacks_is_found_by_leaving_it_out_of_the_tool(files
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_option_that_no_recipe_has_is_found_in_either_of_two_configurations(files: Path, *, second: bool) -> None:
     sides = (written(files, "one", average_tokens_across_devices=False), written(files, "other", weight_decay=0.1))
     found = compared(*(reversed(sides) if second else sides))

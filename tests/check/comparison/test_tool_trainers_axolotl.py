@@ -20,11 +20,10 @@ from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, p
 from fsdp_tune.check.comparison.stages import Observation, stages_until
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.processes import JsonChild, default_cache_directory
-from tests.check.comparison import test_tool_side as shared
-from tests.check.comparison.test_tool_side import compared, first, keys
+from tests.check.comparison import tool_files
+from tests.check.comparison.tool_files import compared, files, first, here, keys, one_thread
 
-files = shared.files
-one_thread = shared.one_thread
+__all__ = ["files", "one_thread"]
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "base",
@@ -42,8 +41,8 @@ AXOLOTL: dict[str, Any] = {
 }
 FSDP = {"fsdp_version": 2, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "reshard_after_forward": True}}
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-written = partial(shared.written, options=AXOLOTL)
-recipe_of = partial(shared.recipe_of, options=AXOLOTL)
+written = partial(tool_files.written, options=AXOLOTL)
+recipe_of = partial(tool_files.recipe_of, options=AXOLOTL)
 
 
 # ---- The environment, with a stand-in for pip
@@ -240,7 +239,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JsonChild]:
 
 @pytest.fixture
 def axolotl(monkeypatch: pytest.MonkeyPatch, process: JsonChild) -> None:
-    monkeypatch.setattr(ObservingChild, "computed", shared.here)
+    monkeypatch.setattr(ObservingChild, "computed", here)
 
     def computed(child: Any, values: Mapping[str, Any], until: str) -> Observation:
         request = {"tool": "axolotl", "values": values, "until": list(stages_until(until)), **child._inputs}

@@ -51,20 +51,17 @@ def random_freeze(seed: int, layers: int) -> list[str]:
     return patterns or ["model.norm.*"]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_dropped_layers_equal_their_representatives(seed: int) -> None:
-    layers = 24
-    found, signatures = chosen(deep(layers, model={"freeze": random_freeze(seed, layers)}))
-    if found is None:
-        return
-    stretch = signatures[found.first : found.first + found.period]
-    assert all(signatures[index] == stretch[(index - found.first) % found.period] for index in found.dropped)
-    assert found.dropped.stop + 2 * found.period <= layers, "two stretches stay behind the dropped layers"
-
-
-def test_random_freezes_still_drop_layers() -> None:
-    found = [chosen(deep(24, model={"freeze": random_freeze(seed, 24)}))[0] for seed in range(20)]
-    assert sum(each is not None for each in found) > 10
+def test_dropped_layers_equal_their_representatives() -> None:
+    layers, dropping = 24, 0
+    for seed in range(20):
+        found, signatures = chosen(deep(layers, model={"freeze": random_freeze(seed, layers)}))
+        if found is None:
+            continue
+        dropping += 1
+        stretch = signatures[found.first : found.first + found.period]
+        assert all(signatures[index] == stretch[(index - found.first) % found.period] for index in found.dropped), seed
+        assert found.dropped.stop + 2 * found.period <= layers, f"{seed}: two stretches stay behind the dropped layers"
+    assert dropping > 10
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def same_peaks(shallow: Trace, exact: Trace) -> None:
     ids=["one unit", "MLPs are units", "state that the optimizer creates at once"],
 )
 def test_memory_that_no_single_layer_allocates_is_planned_for_all_layers(sections: dict[str, Any]) -> None:
-    recipe = deep(9, **sections)
+    recipe = deep(7, **sections)
     planned, exact = (peak_memory(full_depth(trace_of(recipe, exact=exact))) for exact in (False, True))
     assert planned.components == exact.components
 
@@ -174,8 +171,15 @@ def test_flash_attention_is_planned_without_its_package() -> None:
     assert peak_memory(flash).peak_allocated_bytes - peak_memory(plain).peak_allocated_bytes <= 2 * 64 * 8, "position ids"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # mistral: windows, for which sdpa needs a mask
-@pytest.mark.parametrize("written", ["auto", "torch_varlen"])
+@pytest.mark.parametrize(
+    ("written", "family"),  # mistral: windows, for which sdpa needs a mask
+    [
+        ("auto", "llama"),
+        ("torch_varlen", "mistral"),
+        pytest.param("auto", "mistral", marks=pytest.mark.slow),
+        pytest.param("torch_varlen", "llama", marks=pytest.mark.slow),
+    ],
+)
 def test_variable_length_attention_is_planned_without_a_gpu(written: str, family: str) -> None:
     data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
     recipe = deep(2, family=family, data=data, model={"attn_implementation": written})

@@ -13,7 +13,7 @@ from fsdp_tune.model.optim.adamw import parts_of
 from fsdp_tune.planner.trace_format import PHASES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.parity import runs
-from tests.parity.bench import Bench
+from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
 from tests.planner.trace.tracing import alive, before, trace_of
 
@@ -73,8 +73,8 @@ def run_watched(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
-def test_trace_memory_equals_live_worker(name: str, bench: Bench) -> None:
-    case = CASES[name]
+def test_trace_memory_equals_live_worker(name: str) -> None:
+    case, bench = CASES[name], shared_bench()
     changes = runs.merged(
         case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}}
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,7 @@ from tests.cuda.devices import on_devices, on_devices_fast
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.worker.short_runs import STEPS, new_run, short_run, trained
 
 
 def complete(run: RunDir, step: int, *, kind: str = CHECKPOINT_KIND) -> Path:
@@ -90,24 +93,25 @@ def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
 @on_devices
 @pytest.mark.ranks
 def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
-    run = bench.run(Case())
-    for step in (runs.SAVED_STEP, runs.STEPS):
-        manifest = read_manifest(run.checkpoint(step))
-        assert manifest is not None
-        assert sorted(manifest.files) == list_files(run.checkpoint(step))
-        assert damage(run.checkpoint(step), manifest, digests=True) == []
-        assert (manifest.facts["step"], manifest.facts["world_size"], manifest.facts["mesh"]) == (step, 2, [2])
+    run = short_run(bench)
+    checkpoint = run.checkpoint(STEPS)
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    assert sorted(manifest.files) == list_files(checkpoint)
+    assert damage(checkpoint, manifest, digests=True) == []
+    assert (manifest.facts["step"], manifest.facts["world_size"], manifest.facts["mesh"]) == (STEPS, 2, [2])
     assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
 
 
+EVERY_SECOND = {"max_steps": 6, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "warmup_steps": 0}
+BEST_IS_FIRST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+
+
 @on_devices
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) -> None:
-    best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    every_second = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
-    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | every_second})
-    run = bench.written_run(recipe)
-    runs.train(bench.on_ranks, run, 2)
+    run = trained(bench, Case(), {"training": EVERY_SECOND | BEST_IS_FIRST})
     assert steps(run) == [6, 2]
 
 
@@ -115,16 +119,12 @@ def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) 
 @pytest.mark.ranks
 def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_another(bench: Bench) -> None:
     """`save_strategy: best` leaves the last step to the end of the run."""
-    best_is_first = {"metric_for_best_model": "loss", "greater_is_better": True, "save_strategy": "best"}
-    short = {"load_best_model_at_end": True, "max_steps": 4, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
-    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | short})
-    run = bench.written_run(recipe)
-    runs.train(bench.on_ranks, run, 2)
+    changes = EVERY_SECOND | BEST_IS_FIRST | {"save_strategy": "best"}
+    run = trained(bench, Case(), {"training": changes | {"max_steps": 4}})
     assert steps(run) == [4, 2]
     last, best = (runs.saved_parameters(run, step) for step in (4, 2))
     assert not any(torch.equal(last[name], best[name]) for name in last)
-    recipe["training"] |= {"max_steps": 6}
-    longer = bench.written_run(recipe)
+    longer = new_run(bench, Case(), {"training": changes})
     runs.resume_from(longer, run, 2)
     runs.resume_from(longer, run, 4)
     runs.train(bench.on_ranks, longer, 2)
@@ -134,8 +134,7 @@ def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_anot
 @on_devices
 @pytest.mark.ranks
 def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
-    short = {"metric_for_best_model": "loss", "max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
-    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"training": short}))
+    run = new_run(bench, Case(), {"training": EVERY_SECOND | {"metric_for_best_model": "loss", "save_total_limit": 1}})
     outcomes = bench.on_ranks.run(2, run_recording_rotations, str(run.path))
     assert outcomes[0] == [[2], [4], [6]]
 
@@ -157,35 +156,41 @@ def run_recording_rotations(path: str) -> list[list[int]]:
 
 @on_devices_fast
 @pytest.mark.ranks
-def test_background_save_has_the_state_of_its_step(bench: Bench) -> None:
-    """Steps go on while a save is written: it must be that of a run which waits."""
-    case = Case()
-    waiting = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), {"checkpoint": {"async": False}}))
-    runs.train(bench.on_ranks, waiting, 2, run_without_slow_disk)
-    background = bench.written_run(case.recipe(str(bench.model("llama"))))
-    runs.train(bench.on_ranks, background, 2, run_with_slow_disk)
-    for step in (runs.SAVED_STEP, 2 * runs.SAVED_STEP):
-        one, other = (runs.saved_parameters(run, step) for run in (waiting, background))
+def test_background_save_has_the_state_of_its_step_and_is_resumed_from(bench: Bench) -> None:
+    """Steps continue while a save is written: it must be that of a run which waits, also to the run that resumes from it."""
+    case, short = Case("gpt2-dropout"), {"training": {"max_steps": 6, "save_steps": 2}}
+    waiting = trained(bench, case, short | {"checkpoint": {"async": False}})
+    background = trained(bench, case, short, run_with_slow_disk)
+    resumed = new_run(bench, case, short)
+    runs.resume_from(resumed, background, 4)
+    runs.train(bench.on_ranks, resumed, 2)
+    for run, step in ((background, 2), (background, 4), (resumed, 6)):
+        one, other = (runs.saved_parameters(each, step) for each in (waiting, run))
         assert all(torch.equal(one[name], other[name]) for name in one), step
-    assert read_manifest(background.checkpoint(runs.SAVED_STEP)) is not None
-
-
-def run_without_slow_disk(path: str) -> dict[str, Any]:
-    return runs.run_worker(path)
+    curves = [[(line["step"], line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)] for run in (waiting, resumed)]
+    assert curves[0] == curves[1]
 
 
 def run_with_slow_disk(path: str) -> dict[str, Any]:
-    import time
-
+    """The worker, whose saves take longer than the next step."""
     from fsdp_tune.worker.checkpoint.save import Checkpointer
+    from fsdp_tune.worker.trainer import FsdpTrainer
 
-    original = Checkpointer._fill_stage
+    fill_stage, training_step = Checkpointer._fill_stage, FsdpTrainer.training_step
+    trained_again = threading.Event()
 
     def slow(self: Any, *arguments: Any) -> Any:
-        time.sleep(0.5)  # several steps of this model
-        return original(self, *arguments)
+        trained_again.clear()
+        trained_again.wait(0.5)  # the last save has no step after it
+        time.sleep(0.05)
+        return fill_stage(self, *arguments)
 
-    with patch.object(Checkpointer, "_fill_stage", slow):
+    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+        loss = training_step(self, *arguments, **options)
+        trained_again.set()
+        return loss
+
+    with patch.object(Checkpointer, "_fill_stage", slow), patch.object(FsdpTrainer, "training_step", noted):
         return runs.run_worker(path)
 
 
@@ -215,25 +220,31 @@ def saves(run: RunDir) -> dict[int, str]:
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("operation", ["open", "write"])
-def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(rank: int, operation: str, bench: Bench) -> None:
-    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
+@pytest.mark.parametrize(
+    ("operation", "rank"),
+    [("open", 0), ("write", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("open", 1), ("write", 0)))],
+)
+def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(operation: str, rank: int, bench: Bench) -> None:
     worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
-    runs.train(bench.on_ranks, run, 2, worker)
-    assert saves(run) == {10: "checkpoint_failed", 20: "checkpoint_saved", 22: "checkpoint_saved"}
-    assert steps(run) == [22, 20]
+    run = trained(bench, Case(), {"training": {"max_steps": 5, "save_steps": 2}}, worker)
+    assert saves(run) == {2: "checkpoint_failed", 4: "checkpoint_saved", 5: "checkpoint_saved"}
+    assert steps(run) == [5, 4]
     assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")], "no half-written stage stays"
     [line] = [line for line in runs.lines(run) if line.get("event") == "checkpoint_failed"]
     assert "No space left" in line["message"]
 
 
+def broken_run(bench: Bench, changes: dict[str, Any], last: int) -> tuple[RunDir, list[dict[str, Any]]]:
+    """A run whose rank 1 cannot write, up to its write number `last`, and every rank's outcome."""
+    run = new_run(bench, Case(), changes)
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=last)
+    return run, bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+
+
 @on_devices
 @pytest.mark.ranks
 def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
-    run = bench.written_run(Case().recipe(str(bench.model("llama"))))
-    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=10**9)
-    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+    run, outcomes = broken_run(bench, {"training": {"save_steps": 2}}, last=10**9)
     assert {outcome["exit_code"] for outcome in outcomes} == {1}
     problem = outcomes[0]["problem"]
     assert problem["message"].startswith("rank 1 could not write its part of pytorch_model_fsdp_0: No space left on device; ")
@@ -244,32 +255,25 @@ def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
 @on_devices
 @pytest.mark.ranks
 def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
-    changes = {"checkpoint": {"save_failure": "stop", "async": False}}
-    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), changes))
-    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
-    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
-    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 10), (1, 10)]
+    _, outcomes = broken_run(bench, {"training": {"save_steps": 1}, "checkpoint": {"save_failure": "stop", "async": False}}, last=1)
+    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
 
 
 @on_devices
 @pytest.mark.ranks
 def test_probe_writes_a_complete_checkpoint_and_removes_it(bench: Bench) -> None:
-    run = bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}))
-    runs.train(bench.on_ranks, run, 2)
+    run = trained(bench, Case(), {"checkpoint": {"probe": True}})
     probed = [line for line in runs.lines(run) if line.get("event") == "checkpoint_probed"]
     assert [line["step"] for line in probed] == [1]
-    assert steps(run) == [22, 20, 10]
-    one, other = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, bench.run(Case())))
+    assert steps(run) == [STEPS]
+    one, other = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, short_run(bench)))
     assert one == other, "a probe changes no number"
 
 
 @on_devices
 @pytest.mark.ranks
 def test_probe_that_fails_ends_the_run_after_one_step(bench: Bench) -> None:
-    changes = runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}})
-    run = bench.written_run(changes)
-    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
-    outcomes = bench.on_ranks.run(2, functools.partial(worker, str(run.path)))
+    _, outcomes = broken_run(bench, {"checkpoint": {"probe": True}}, last=1)
     assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
     assert "No space left" in json.dumps(outcomes[0]["problem"])
 

@@ -21,10 +21,9 @@ from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.manifest import digest_file
 from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, HashingStream, RestrictedReader, write_safetensors, write_torch
 from tests.cuda.devices import require
-from tests.parity import runs
 from tests.parity.bench import Bench
-from tests.parity.cases import Case
 from tests.ranks import shared_ranks
+from tests.worker.short_runs import STEPS, short_run
 
 
 class RunsCode:
@@ -77,7 +76,7 @@ def test_entry_that_replaces_a_tensor_by_a_pickle_is_refused_unread(tmp_path: Pa
 
 @pytest.mark.ranks
 def test_metadata_of_a_real_checkpoint_is_read(bench: Bench) -> None:
-    checkpoint = bench.run(Case()).checkpoint(runs.STEPS)
+    checkpoint = short_run(bench).checkpoint(STEPS)
     for folder, prefix in (("pytorch_model_fsdp_0", "model."), ("optimizer_0", "optimizer.state.")):
         names = RestrictedReader(checkpoint / folder).read_metadata().state_dict_metadata
         assert names

@@ -94,21 +94,26 @@ def silent_seconds(run: RunDir) -> float:
     return float(content(run)["silent_seconds"])
 
 
-@pytest.mark.parametrize("phase", ["starting", "importing", "loading the model", "probing a save", "saving", "failed"])
+def test_phases_of_a_step_are_those_of_its_parts() -> None:
+    parts = {"reading back", "training", "forward", "backward", "optimizer step", "evaluating"}
+    assert parts == heartbeats.STEP_PHASES
+
+
+@pytest.mark.parametrize("phase", ["loading the model", "saving"])
 def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
     ticking.beat(phase, 1)
-    until(lambda: silent_seconds(run) > 0.5)
+    until(lambda: silent_seconds(run) > 0.3)
     writer = threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),))
     writer.start()
-    until(lambda: silent_seconds(run) < 0.3)
+    until(lambda: silent_seconds(run) < 0.2)
     writer.join()
 
 
-@pytest.mark.parametrize("phase", sorted(heartbeats.STEP_PHASES))
+@pytest.mark.parametrize("phase", ["training", "backward"])
 def test_background_save_does_not_hide_a_hanging_step(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
     ticking.beat(phase, 1)
     threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),)).start()
-    until(lambda: silent_seconds(run) > 0.5)
+    until(lambda: silent_seconds(run) > 0.3)
 
 
 def test_bytes_of_the_heartbeat_are_not_progress(

@@ -17,6 +17,7 @@ from fsdp_tune.worker.step_observer import LoggedStep
 from tests.cuda.devices import on_devices
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.worker.short_runs import short_run
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -82,7 +83,7 @@ def test_only_logged_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_devices
 @pytest.mark.ranks
 def test_lines_of_a_sharded_mixture_have_the_tokens_of_all_ranks(bench: Bench) -> None:
-    run = bench.run(Case("mixtral", recomputation="full", accumulation=2, packed=True))
+    run = short_run(bench, Case("mixtral", recomputation="full", accumulation=2, packed=True))
     lines = [line for line in read_metrics(run) if "loss" in line]
     before = 0
     for line in lines:

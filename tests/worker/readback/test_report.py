@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.recipe import resolve as resolving
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import on_devices
 from tests.model.recipes import recipe_of
-from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.parity.compare import deviation
 from tests.worker.sabotage import SABOTAGE, run_sabotaged
+from tests.worker.short_runs import COMPARED, new_run, short_run
 
 # By hand, from the papers' definitions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277): wrapper, mesh of four ranks,
 # placements, freed after the forward.
@@ -28,10 +32,17 @@ MEANING: dict[str, tuple[str, list[int], list[str], bool | None]] = {
     "HYBRID_SHARD_ZERO2": ("fsdp2", [2, 2], ["Replicate()", "Shard(dim=0)"], False),
     "NO_SHARD": ("ddp", [], [], None),
 }
+FAST = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def meaning_of(document: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(document[key] for key in ("wrapper", "mesh", "placements", "reshard_after_forward"))
+
+
+def document_of(run: RunDir) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(run.readback_json.read_text())
+    assert document["differences"] == []
+    return document
 
 
 @pytest.mark.parametrize("strategy", MEANING)
@@ -42,63 +53,60 @@ def test_expected_state_matches_strategy(strategy: str) -> None:
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", MEANING)
+@pytest.mark.parametrize("strategy", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in MEANING if name not in FAST)])
 def test_live_state_matches_strategy(strategy: str, bench: Bench) -> None:
-    document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
-    assert meaning_of(document) == MEANING[strategy]
-    assert document["differences"] == []
+    ranks = 4 if strategy.startswith("HYBRID") else 2
+    document = document_of(short_run(bench, Case(strategy=strategy, ranks=ranks)))
+    wrapper, mesh, placements, reshards = MEANING[strategy]
+    assert meaning_of(document) == (wrapper, [ranks] if mesh == [4] else mesh, placements, reshards)
     units = [tuple(unit["modules"]) for unit in document["units"]]
     assert len(units) == len(set(units)), "norm and head are one unit, told once"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
+@pytest.mark.parametrize(
+    ("strategy", "reshards"), [("HYBRID_SHARD", True), pytest.param("HYBRID_SHARD_ZERO2", False, marks=pytest.mark.slow)]
+)
 def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str, reshards: bool, bench: Bench) -> None:
-    case = Case(version=1, strategy=strategy, ranks=4)
-    run = bench.run(case)
-    assert meaning_of(json.loads(run.readback_json.read_text())) == ("fsdp1", [2, 2], ["Replicate()", "Shard(dim=0)"], reshards)
-    found = deviation(run, bench.reference(case.architecture))
+    run = short_run(bench, Case(version=1, strategy=strategy, ranks=4), COMPARED)
+    assert meaning_of(document_of(run)) == ("fsdp1", [2, 2], ["Replicate()", "Shard(dim=0)"], reshards)
+    found = deviation(run, bench.reference("llama", steps=6))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 
 @on_devices
 @pytest.mark.ranks
 def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
-    document = json.loads(bench.run(Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))).readback_json.read_text())
+    document = document_of(short_run(bench, Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))))
     units = document["prefetching_units"]
     assert (document["forward_prefetch"], document["backward_prefetch"]) == (units - 1, units - 1)
 
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [3, *(pytest.param(frozen, marks=pytest.mark.slow) for frozen in (1, 2))])
 def test_prefetch_of_the_backward_is_capped_at_units_with_a_backward(frozen: int, bench: Bench) -> None:
     """The embedding and the first layers are frozen: what is gathered ahead in the backward ends at the first trained unit."""
     changes = {"model": {"freeze": ["model.embed_tokens.*", *(f"model.layers.{layer}.*" for layer in range(frozen - 1))]}}
-    case = Case(fsdp=(("backward_prefetch", 9),))
-    run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), changes))
-    runs.train(bench.on_ranks, run, case.ranks)
-    document = json.loads(run.readback_json.read_text())
-    assert document["differences"] == []
+    document = document_of(short_run(bench, Case(fsdp=(("backward_prefetch", 9),)), changes))
     assert document["prefetching_units_of_backward"] < document["prefetching_units"] or frozen == 1
 
 
 @on_devices
 @pytest.mark.ranks
 def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: Bench) -> None:
-    case = Case(version=1, precision="bf16")
-    changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"freeze": ["*.mlp.*"]}})
-    run = bench.written_run(changes)
-    runs.train(bench.on_ranks, run, case.ranks)
-    assert json.loads(run.readback_json.read_text())["frozen_dtypes"] == ["float32"]
+    document = document_of(short_run(bench, Case(version=1, precision="bf16"), {"model": {"freeze": ["*.mlp.*"]}}))
+    assert document["frozen_dtypes"] == ["float32"]
+    assert (document["plugin"]["fsdp_version"], document["plugin"]["cpu_offload"]) == (1, False)
+    assert document["offload_params"] is False
 
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize(("version", "offload"), [(2, False), (2, True), (1, False)])  # FSDP1 offloads from a GPU alone
-def test_readback_reports_the_plugins_actual_fields(version: int, offload: bool, bench: Bench) -> None:
-    document = json.loads(bench.run(Case(version=version, offload=offload)).readback_json.read_text())
-    assert document["plugin"]["fsdp_version"] == version
+@pytest.mark.parametrize("offload", [False, True])
+def test_readback_reports_the_plugins_actual_fields(offload: bool, bench: Bench) -> None:
+    document = document_of(short_run(bench, Case(offload=offload)))
+    assert document["plugin"]["fsdp_version"] == 2
     assert document["plugin"]["cpu_offload"] is offload
     assert document["offload_params"] is offload
 
@@ -123,31 +131,54 @@ def test_dtypes_follow_from_precision_and_storage(mixed: str, stored: str, compu
     assert found == [storage, compute, "float32", storage]
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # what is sabotaged → (fields of the case, further keys of the recipe, what the message must name)
-    "units are not resharded": ({}, {}, "reshard_after_forward: the recipe means True, the run has False"),
-    "sums in bf16": ({}, {}, "reduce_dtype: the recipe means 'float32', the run has 'bfloat16'"),
-    "computes in bf16": ({}, {}, "compute_dtype: the recipe means 'float32', the run has 'bfloat16'"),
-    "output in bf16": ({"precision": "bf16"}, {}, "output_dtype"),
-    "sums in bf16 on one rank": ({}, {}, "reduce_dtype differs between ranks: rank 0 has 'float32', rank 1 has 'bfloat16'"),
-    "not offloaded": ({"offload": True}, {}, "offload_params: the recipe means True, the run has False"),
-    "offloaded": ({}, {}, "offload_params: the recipe means False, the run has True"),
-    "one mesh instead of two copies": ({"ranks": 4, "strategy": "HYBRID_SHARD"}, {}, "placements"),
-    "no units": ({}, {}, "reshard_after_forward: the recipe means True, the run has None"),
-    "one layer is no unit": ({}, {}, "model.layers.0"),
-    "no recomputation": ({"recomputation": "full"}, {}, "activation_checkpointing: the recipe means 'full', the run has 'none'"),
-    "every layer recomputed instead of every second": (
-        {"recomputation": "full", "fsdp": (("activation_checkpointing_every", 2),)},
-        {},
-        "recomputed_layers",
+@dataclass(frozen=True)
+class Sabotaged:
+    """A run in which several settings are wrong, each of which changes other fields of the read-back."""
+
+    messages: dict[str, str]
+    """What is sabotaged, and what the message must name."""
+    case: Case = field(default_factory=Case)
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the recipe."""
+
+
+CASES = {
+    "units and dtypes": Sabotaged(
+        {
+            "units are not resharded": "reshard_after_forward: the recipe means True, the run has False",
+            "sums in bf16": "reduce_dtype: the recipe means 'float32', the run has 'bfloat16'",
+            "computes in bf16": "compute_dtype: the recipe means 'float32', the run has 'bfloat16'",
+            "offloaded": "offload_params: the recipe means False, the run has True",
+            "no recomputation": "activation_checkpointing: the recipe means 'full', the run has 'none'",
+            "no prefetch": "forward_prefetch",
+            "another attention kernel": "attention",
+            "stored in bf16": "parameter_dtype: the recipe means 'float32', the run has 'bfloat16'",
+            "nothing is frozen": "frozen",
+        },
+        Case(recomputation="full", fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2))),
+        {"model": {"attn_implementation": "eager", "freeze": ["model.embed_tokens.*"]}},
     ),
-    "no prefetch": ({"fsdp": (("forward_prefetch", 2), ("backward_prefetch", 2))}, {}, "forward_prefetch"),
-    "another attention kernel": ({}, {"model": {"attn_implementation": "eager"}}, "attention"),
-    "stored in bf16": ({}, {}, "parameter_dtype: the recipe means 'float32', the run has 'bfloat16'"),
-    "nothing is frozen": ({}, {"model": {"freeze": ["model.embed_tokens.*"]}}, "frozen"),
-    "plain DDP": ({"fsdp": (("cpu_ram_efficient_loading", False),)}, {}, "wrapper: the recipe means 'fsdp2', the run has 'ddp'"),
-    "another order of the rows on one rank": ({}, {}, "data_order_digest differs between ranks"),
-    "optimizer state in bf16": ({}, {}, "optimizer_state_dtype: the recipe means 'float32', the run has 'bfloat16'"),
+    "output and layers": Sabotaged(
+        {
+            "output in bf16": "output_dtype",
+            "not offloaded": "offload_params: the recipe means True, the run has False",
+            "one layer is no unit": "model.layers.0",
+            "every layer recomputed instead of every second": "recomputed_layers",
+        },
+        Case(precision="bf16", offload=True, recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
+    ),
+    "one rank, no units": Sabotaged(
+        {
+            "no units": "reshard_after_forward: the recipe means True, the run has None",
+            "sums in bf16 on one rank": "reduce_dtype differs between ranks: rank 0 has 'float32', rank 1 has 'bfloat16'",
+            "another order of the rows on one rank": "data_order_digest differs between ranks",
+        }
+    ),
+    "mesh": Sabotaged({"one mesh instead of two copies": "placements"}, Case(ranks=4, strategy="HYBRID_SHARD")),
+    "wrapper": Sabotaged(
+        {"plain DDP": "wrapper: the recipe means 'fsdp2', the run has 'ddp'"}, Case(fsdp=(("cpu_ram_efficient_loading", False),))
+    ),
+    "optimizer": Sabotaged({"optimizer state in bf16": "optimizer_state_dtype: the recipe means 'float32', the run has 'bfloat16'"}),
 }
 
 
@@ -155,24 +186,44 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_run_with_wrong_live_state_is_stopped(name: str, bench: Bench) -> None:
-    fields, keys, message = CASES[name]
-    case = Case(**fields)
-    run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), keys))
-    outcomes = bench.on_ranks.run(case.ranks, functools.partial(run_sabotaged, str(run.path), name))
+    sabotaged = CASES[name]
+    run = new_run(bench, sabotaged.case, sabotaged.keys)
+    worker = functools.partial(run_sabotaged, str(run.path), list(sabotaged.messages))
+    outcomes = bench.on_ranks.run(sabotaged.case.ranks, worker)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     document = json.loads(run.readback_json.read_text())
-    found = " ".join([*document["differences"], *(outcome["problem"]["message"] for outcome in outcomes)])
-    assert message in found
-    steps = 1 if name == "optimizer state in bf16" else 0
+    found = [*document["differences"], *(outcome["problem"]["message"] for outcome in outcomes)]
+    assert {what: message for what, message in sabotaged.messages.items() if message not in " ".join(found)} == {}
+    steps = 1 if name == "optimizer" else 0
     assert all(outcome["step"] <= steps for outcome in outcomes)
     assert not list(run.path.glob("checkpoint-*"))
 
 
 def test_every_sabotage_is_tested() -> None:
-    assert CASES.keys() == SABOTAGE.keys()
+    assert {what for case in CASES.values() for what in case.messages} == SABOTAGE.keys()
 
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "dim"),
+    [
+        ((3, 8, 5), {}, 1),
+        ((3, 8, 5), {"training": {"optim_args": "state_dtype=bf16"}}, 1),
+        ((3, 8, 5), {"training": {"optim": "adamw_torch_8bit"}}, 0),
+        ((3, 8, 5), {"fsdp": {"reshard_after_forward": 2}}, 0),
+        ((4, 8, 5), {}, 0),
+        ((3, 7, 5), {}, 0),
+        ((3, 8), {}, 0),
+    ],
+    ids=["3 experts", "state in bf16", "state in blocks", "resharded to fewer", "4 experts", "odd rows", "no stack"],
+)
+def test_stack_of_experts_is_sharded_inside_if_only_that_divides(shape: tuple[int, ...], sections: dict[str, Any], dim: int) -> None:
+    assert shard_dim(recipe_of(ranks=4, **sections), torch.Size(shape), 2) == dim
+
+
+slow = pytest.mark.slow
 
 
 @on_devices
@@ -180,18 +231,19 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 @pytest.mark.parametrize(
     ("case", "is_inside"),
     [
-        (Case("mixtral", ranks=4, training=(("optim_args", "state_dtype=bf16"),)), True),
-        (Case("mixtral", strategy="HYBRID_SHARD", ranks=4), True),
-        (Case("mixtral", training=(("optim", "adamw_torch_8bit"),)), False),
-        (Case("mixtral", ranks=4, fsdp=(("reshard_after_forward", 2),)), False),
-        (Case("mixtral", strategy="NO_SHARD"), False),
+        (Case("mixtral"), True),
+        pytest.param(Case("mixtral", ranks=4, training=(("optim_args", "state_dtype=bf16"),)), True, marks=slow),
+        pytest.param(Case("mixtral", strategy="HYBRID_SHARD", ranks=4), True, marks=slow),
+        pytest.param(Case("mixtral", training=(("optim", "adamw_torch_8bit"),)), False, marks=slow),
+        pytest.param(Case("mixtral", ranks=4, fsdp=(("reshard_after_forward", 2),)), False, marks=slow),
+        pytest.param(Case("mixtral", strategy="NO_SHARD"), False, marks=slow),
         (Case("llama"), False),
     ],
     ids=lambda value: str(value),
 )
 def test_experts_that_ranks_do_not_divide_are_sharded_inside(case: Case, is_inside: bool, bench: Bench) -> None:
     """Three experts on two and four ranks: each rank has the same number of rows of every expert."""
-    document = json.loads(bench.run(case).readback_json.read_text())
+    document = document_of(short_run(bench, case))
     found = document.get("sharded_inside", [])
     assert len(found) == (6 if is_inside else 0)
     assert all(name.endswith(EXPERTS) for name in found)

@@ -6,8 +6,9 @@ import functools
 import json
 import subprocess
 import sys
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.worker.short_runs import STEPS, new_run, short_run
 
 # ------------------------------------------------------------------------------------------------------------ comparisons
 
@@ -255,118 +257,136 @@ def other_dropout_masks_when_recomputing() -> AbstractContextManager[Any]:
 
 FIRST_UPDATE = 2
 """The learning rate of step 1 is 0: it warms up."""
-FREEZE = {"model": {"freeze": ["model.embed_tokens.*"]}}
 HYBRID = Case(ranks=4, strategy="HYBRID_SHARD")
-PLANTS: dict[str, tuple[Any, Case, dict[str, Any], int, str]] = {
-    # planted → (patch, case, further keys, step of the message, what the message must name)
-    "same dropout streams": (same_dropout_streams, Case(), {}, 1, "the CPU generators of ranks 0 and 1 are in the same state"),
-    "another seed for weights": (
-        another_seed_for_weights,
-        Case(fsdp=(("cpu_ram_efficient_loading", False),)),
-        {},
-        1,
-        "initial weights were drawn from different seeds: 0, 1",
+
+
+@dataclass(frozen=True)
+class Planted:
+    bugs: tuple[Callable[[], AbstractContextManager[Any]], ...]
+    messages: tuple[str, ...]
+    """What the read-back must name."""
+    step: int = 1
+    """Of the message; 0 where the run stops before it trains."""
+    case: Case = field(default_factory=Case)
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the recipe."""
+    is_fast: bool = False
+
+
+PLANTS = {
+    "streams and optimizer": Planted(
+        (same_dropout_streams, stale_parameter_on_one_rank),
+        (
+            "the CPU generators of ranks 0 and 1 are in the same state",
+            "rank 1: the optimizer does not hold `model.layers.0.self_attn.q_proj.weight`",
+        ),
+        is_fast=True,
     ),
-    "stale parameter": (
-        stale_parameter_on_one_rank,
-        Case(),
-        {},
-        1,
-        "rank 1: the optimizer does not hold `model.layers.0.self_attn.q_proj.weight`",
+    "overwritten product": Planted(
+        (rotary_kernel_that_overwrites_its_inputs,),
+        ("rank 0: `model.layers.0`: `mm` is ",),
+        case=Case(recomputation="selective"),
+        is_fast=True,
     ),
-    "rows of another rank": (rows_of_another_rank, Case(), {}, 1, "times, by ranks 0 and 1"),
-    "gathered units": (gathered_units_at_step_begin, Case(), {}, 1, "ranks 0 and 1: `model.layers.0` gathered"),
-    "not updated": (
-        parameter_not_updated_on_one_rank,
-        Case(),
-        {},
-        FIRST_UPDATE,
-        "rank 1: `model.layers.0.self_attn.q_proj.weight` has a gradient, and the optimizer did not change it",
+    "another seed for weights": Planted(
+        (another_seed_for_weights,),
+        ("initial weights were drawn from different seeds: 0, 1",),
+        case=Case(fsdp=(("cpu_ram_efficient_loading", False),)),
     ),
-    "frozen parameter": (frozen_parameter_that_moves, Case(), FREEZE, FIRST_UPDATE, "`model.embed_tokens.weight` is frozen, and changed"),
-    "diverging replicas, DDP": (
-        replicas_that_diverge,
-        Case(strategy="NO_SHARD"),
-        {},
-        FIRST_UPDATE,
-        "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",
+    "rows of another rank": Planted((rows_of_another_rank,), ("times, by ranks 0 and 1",)),
+    "gathered units": Planted((gathered_units_at_step_begin,), ("ranks 0 and 1: `model.layers.0` gathered",)),
+    "not updated": Planted(
+        (parameter_not_updated_on_one_rank,),
+        (
+            "rank 1: `model.layers.0.self_attn.q_proj.weight` has a gradient, and the optimizer did not change it",
+            "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",
+        ),
+        step=FIRST_UPDATE,
+        case=Case(strategy="NO_SHARD"),
+        is_fast=True,
     ),
-    "diverging replicas, HSDP": (
-        replicas_that_diverge,
-        HYBRID,
-        {},
-        FIRST_UPDATE,
-        "`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which must be equal",
+    "frozen parameter": Planted(
+        (frozen_parameter_that_moves,),
+        ("`model.embed_tokens.weight` is frozen, and changed",),
+        step=FIRST_UPDATE,
+        keys={"model": {"freeze": ["model.embed_tokens.*"]}},
     ),
-    "gradients added in bf16": (
-        gradients_added_in_bf16,
-        Case(stored="bf16", accumulation=4),
-        {},
-        FIRST_UPDATE,
-        "gradients of micro-batches were added in torch.bfloat16",
+    "diverging replicas, DDP": Planted(
+        (replicas_that_diverge,),
+        ("`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",),
+        step=FIRST_UPDATE,
+        case=Case(strategy="NO_SHARD"),
     ),
-    "overwritten product": (
-        rotary_kernel_that_overwrites_its_inputs,
-        Case(recomputation="selective"),
-        {},
-        1,
-        "rank 0: `model.layers.0`: `mm` is ",
+    "diverging replicas, HSDP": Planted(
+        (replicas_that_diverge,),
+        ("`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which must be equal",),
+        step=FIRST_UPDATE,
+        case=HYBRID,
     ),
-    "other dropout masks": (
-        other_dropout_masks_when_recomputing,
-        Case("gpt2-dropout", recomputation="full"),
-        {},
-        1,
-        "rank 0: `transformer.h.0`: `",
+    "gradients added in bf16": Planted(
+        (gradients_added_in_bf16,),
+        ("gradients of micro-batches were added in torch.bfloat16",),
+        step=FIRST_UPDATE,
+        case=Case(stored="bf16", accumulation=4),
     ),
-    "time limits of mesh groups": (
-        mesh_groups_with_torchs_limit,
-        HYBRID,
-        {},
-        0,
-        "process groups have different time limits: 120 s, 1800 s",
+    "other dropout masks": Planted(
+        (other_dropout_masks_when_recomputing,),
+        ("rank 0: `transformer.h.0`: `",),
+        case=Case("gpt2-dropout", recomputation="full"),
+        is_fast=True,
+    ),
+    "time limits of mesh groups": Planted(
+        (mesh_groups_with_torchs_limit,),
+        ("process groups have different time limits: 120 s, 1800 s",),
+        step=0,
+        case=HYBRID,
+        is_fast=True,
     ),
 }
 
 
 def run_planted(path: str, name: str) -> dict[str, Any]:
-    with PLANTS[name][0]():
+    with ExitStack() as stack:
+        for bug in PLANTS[name].bugs:
+            stack.enter_context(bug())
         return runs.run_worker(path)
-
-
-FAST = (
-    *("same dropout streams", "stale parameter", "not updated", "diverging replicas, DDP", "time limits of mesh groups"),
-    *("overwritten product", "other dropout masks"),
-)
 
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if one.is_fast else pytest.mark.slow) for name, one in PLANTS.items()])
 def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
-    _, case, keys, step, message = PLANTS[name]
-    recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), keys | {"training": {"witness": "first"}})
-    run = bench.written_run(recipe)
-    outcomes = bench.on_ranks.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
+    planted = PLANTS[name]
+    run = new_run(bench, planted.case, planted.keys)
+    outcomes = bench.on_ranks.run(planted.case.ranks, functools.partial(run_planted, str(run.path)), name)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     problem = outcomes[0]["problem"]
-    assert message in problem["message"]
+    assert any(message in problem["message"] for message in planted.messages)
     document = json.loads(run.readback_json.read_text())
-    if step:
+    if planted.step:
         assert problem["code"] == "invariant-broken"
-        assert problem["message"].startswith(f"step {step}: ")
-        assert any(message in sentence for sentence in document["witness"]["differences"])
+        assert problem["message"].startswith(f"step {planted.step}: ")
+        found = document["witness"]["differences"]
+        assert [message for message in planted.messages if not any(message in sentence for sentence in found)] == []
 
 
 # --------------------------------------------------------------------------------------------------------------- healthy
 
 
+def resumed(bench: Bench, donor: Case) -> RunDir:
+    """One step on two ranks after the checkpoint of a short run."""
+    run = new_run(bench, changes={"training": {"max_steps": STEPS + 1}})
+    runs.resume_from(run, short_run(bench, donor), STEPS)
+    runs.train(bench.on_ranks, run, 2)
+    return run
+
+
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("resumed", ["no", "same", "other"])
-def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(resumed: str, bench: Bench) -> None:
-    document = json.loads(bench.run(Case(resumed=resumed)).readback_json.read_text())
-    generators = document["witness"]["generators"]
+@pytest.mark.parametrize("donor", [None, Case(), HYBRID], ids=["fresh", "resumed", "resumed from other ranks"])
+def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(donor: Case | None, bench: Bench) -> None:
+    run = short_run(bench) if donor is None else resumed(bench, donor)
+    generators = json.loads(run.readback_json.read_text())["witness"]["generators"]
     assert [set(rank) for rank in generators] == [{"CPU"} if bench.device == "cpu" else {"CPU", "cuda"}] * 2
     assert all(one != other for one, other in zip(*(rank.values() for rank in generators), strict=True))
 
@@ -374,11 +394,7 @@ def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(resumed: str,
 @on_devices
 @pytest.mark.ranks
 def test_first_update_is_compared_once_after_warmup(bench: Bench) -> None:
-    case = Case("gpt2")
-    keys = {"training": {"witness": "first", "max_steps": 4, "eval_strategy": "no"}}
-    run = bench.written_run(runs.merged(case.recipe(str(bench.model("gpt2"))), keys))
-    runs.train(bench.on_ranks, run, case.ranks)
-    assert [line["step"] for line in runs.lines(run) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
+    assert [line["step"] for line in runs.lines(short_run(bench)) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
 
 
 @pytest.mark.slow
@@ -403,6 +419,7 @@ def test_witness_costs_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> N
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "meshes"), [("FULL_SHARD", 0), ("HYBRID_SHARD", 2)])
 def test_every_process_group_has_the_same_time_limit(strategy: str, meshes: int, bench: Bench) -> None:
-    document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
+    ranks = 4 if meshes else 2
+    document = json.loads(short_run(bench, Case(strategy=strategy, ranks=ranks)).readback_json.read_text())
     assert len(document["collective_limits_seconds"]) == 1
     assert document["process_groups"] >= 1 + meshes

@@ -1,18 +1,72 @@
-"""The card at the end of a run."""
+"""What `train` prints of its data, kernels and decisions before the first step, and the card at its end."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from fsdp_tune.cli.train_view import card, show_card, spans_of
-from fsdp_tune.cli.verbs import command
+from fsdp_tune.cli import prepare
+from fsdp_tune.cli.train_view import card, data_lines, kernels_line, show_card, show_decided, spans_of
+from fsdp_tune.cli.verbs import Screen, command
+from fsdp_tune.data.report import DataReport
 from fsdp_tune.launch.command.resume import commands_after, commands_of_finished
+from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.run.directory import RunDir
+from tests.cli.forked import lines_on_a_terminal
+from tests.model.recipes import model_facts
 from tests.planner.recipes import resolved
+
+KERNELS = model_facts(
+    kernels={
+        "model.attn_implementation": {"value": "sdpa", "reason": "flash-attn is not installed"},
+        "kernels.loss": {"value": "chunked", "reason": "the logits are larger than one slice"},
+        "kernels.liger": {"value": "false", "reason": "Liger is for GPUs"},
+        "kernels.compile": {"value": "true", "reason": "the recipe requests it"},
+        "kernels.mlp_slice_tokens": {"value": "null", "reason": "the recipe does not set it"},
+    }
+)
+
+
+def test_kernels_line_names_the_chosen_kernels() -> None:
+    assert kernels_line(KERNELS) == "kernels: attention sdpa, loss chunked, compile"
+
+
+def test_every_resolved_value_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decided(Screen(json_output=False), Resolution(resolved(), {"fsdp.reshard_after_forward": "FULL_SHARD"}, ()), KERNELS)
+    shown = capsys.readouterr().out
+    assert re.search(r"kernels.liger +false +Liger is for GPUs", shown)
+    assert re.search(r"fsdp.reshard_after_forward +true +FULL_SHARD", shown)
+
+
+def test_data_lines_start_with_the_training_set() -> None:
+    account = {"rows": 9, "tokens": 100, "supervised_tokens": 25, "truncated": 2}
+    account |= {"dropped_too_long": {"rows": 1}, "dropped_nothing_left": {"rows": 0}}
+    lines = data_lines(DataReport.model_validate({"sets": {"held_out": account, "train": account}}), reused=True)
+    assert lines[0] == "data train: 9 rows, 100 tokens, 25 trained (25%), 2 truncated, 1 dropped (from the cache)"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_account_of_prepared_data_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_lines", lambda _: [])
+    spread = {"min": 2, "median": 300, "max": 4096}
+    account: dict[str, Any] = {"rows": 889, "examples": 889, "tokens": 6686123, "supervised_tokens": 2492, "fill": 0.235}
+    account |= {"supervised_tokens_per_example": spread, "tokens_per_example": spread}
+    report = DataReport.model_validate({"sets": {"train": account, "held_out": account}})
+
+    def program() -> None:
+        with command(False) as screen:
+            prepare.show_data(screen, SimpleNamespace(report=report, reused=False, path="/c"))  # type: ignore[arg-type]
+
+    lines = lines_on_a_terminal(program, columns)
+    assert max(map(len, lines)) <= columns
+    assert sum("6,686,123" in line for line in lines) == 2
+    assert sum(" ".join(line.split()).endswith("23.5 %") for line in lines) == 2
 
 
 def run_with(folder: Path, lines: list[dict[str, object]]) -> RunDir:
@@ -23,26 +77,10 @@ def run_with(folder: Path, lines: list[dict[str, object]]) -> RunDir:
 
 LINES: list[dict[str, object]] = [
     {"event": "train_started", "step": 0, "total_steps": 30},
-    {
-        "step": 10,
-        "loss": 3.0,
-        "tokens": 1000,
-        "step_seconds": 2.0,
-        "peak_reserved_gib": 12.0,
-        "peak_allocated_gib": 8.0,
-        "peak_host_gib": 3.0,
-    },
+    {"step": 10, "loss": 3.0, "tokens": 1000, "step_seconds": 2.0, "peak_reserved_gib": 12.0, "peak_host_gib": 3.0},
     {"step": 10, "eval_loss": 3.5},
-    {
-        "step": 20,
-        "loss": 1.5,
-        "tokens": 2000,
-        "step_seconds": 1.0,
-        "peak_reserved_gib": 13.0,
-        "peak_allocated_gib": 9.0,
-        "peak_host_gib": 3.0,
-    },
-    {"step": 30, "loss": "nan", "tokens": 3000, "step_seconds": 1.0, "peak_reserved_gib": 12.5, "peak_allocated_gib": 9.0},
+    {"step": 20, "loss": 1.5, "tokens": 2000, "step_seconds": 1.0, "peak_reserved_gib": 13.0, "peak_host_gib": 3.0},
+    {"step": 30, "loss": "nan", "tokens": 3000, "step_seconds": 1.0, "peak_reserved_gib": 12.5},
     {"step": 30, "eval_loss": 2.5},
 ]
 
@@ -79,14 +117,11 @@ def test_card_shows_the_last_samples(tmp_path: Path) -> None:
 
 def test_card_shows_sizes_of_checkpoints_and_merged_model(tmp_path: Path) -> None:
     run = run_with(tmp_path, [])
+    assert dict(card(run, {}, [], 1.0))["size on disk"].endswith("(no checkpoint)")
     for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(size))
     assert card(run, {}, [], 1.0)[1:] == [("size on disk", "2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)")]
-
-
-def test_card_of_run_without_checkpoints_omits_their_size(tmp_path: Path) -> None:
-    assert dict(card(run_with(tmp_path, []), {}, [], 1.0))["size on disk"].endswith("(no checkpoint)")
 
 
 def test_card_of_deleted_run_directory_has_no_sizes(tmp_path: Path) -> None:
