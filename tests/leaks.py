@@ -8,6 +8,7 @@ after a test that started a process or bound a socket.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -75,6 +76,7 @@ def _remember() -> None:
 def _left(find: Callable[[], dict[int, str]]) -> dict[int, str]:
     deadline = time.monotonic() + GRACE_SECONDS
     while (found := find()) and time.monotonic() < deadline:
+        gc.collect()  # an error that the test caught may have kept the iterator that ends its processes when it is collected
         time.sleep(0.05)
     return found
 

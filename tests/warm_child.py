@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> None:
     action = sys.argv[1]
     if action == "report":
-        facts = {"arguments": sys.argv[1:], "folder": os.getcwd(), "variable": os.environ.get("OF_A_TEST"), "read": sys.stdin.read()}
+        facts = {"arguments": sys.argv[1:], "folder": str(Path.cwd()), "variable": os.environ.get("OF_A_TEST"), "read": sys.stdin.read()}
         print(json.dumps(facts | {"is_leader": os.getsid(0) == os.getpid(), "is_real": "transformers" not in sys.modules}))
     elif action == "exit":
         sys.exit(int(sys.argv[2]))

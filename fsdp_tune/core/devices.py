@@ -7,6 +7,7 @@ a count and a name. `torch_facts` queries torch in a child process, for `env`, a
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import json
 import os
@@ -386,13 +387,16 @@ def versions() -> dict[str, str | None]:
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Return the installed version of each of these packages, or None."""
-    found: dict[str, str | None] = {}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: _installed_version(name) for name in packages}
+
+
+@functools.cache
+def _installed_version(package: str) -> str | None:
+    """Kept, because reading the metadata takes 6 ms and each recipe that is read compares the version of transformers."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def host() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tests.evidence import Results
 # What trains imports torch and transformers, which collection does without.
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.architectures import case

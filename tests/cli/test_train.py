@@ -188,6 +188,7 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.cold
 @pytest.mark.ranks
 @on_devices
 def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path, device: str) -> None:

@@ -39,6 +39,7 @@ def train(folder: Path, gpus: int, steps: int, **options: Any) -> tuple[RunDir, 
     return RunDir(folder / "run"), [report for report in reports if report["rank"] is not None and report["operations"] > 1000]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_run_on_a_gpu_trains_and_merges(tmp_path: Path) -> None:
     require("cuda")

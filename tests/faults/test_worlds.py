@@ -46,7 +46,7 @@ def test_machine_waits_until_checkpoint_files_are_visible(
 
 
 @on_devices
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
     """Moments included, on the same and on another number of ranks."""
     on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST, True)

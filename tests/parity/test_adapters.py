@@ -90,7 +90,8 @@ def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", with_first_shortened(IN_BF16))
+@pytest.mark.slow  # half precision: test_matrix.py; adapters: above
+@pytest.mark.parametrize("case", IN_BF16, ids=str)
 def test_adapters_in_bf16_are_as_close_to_fp32_as_one_device(case: Case, bench: Bench, record_property) -> None:
     assert_as_near_as_bf16(case, bench, record_property, "LoRA in bf16 against PEFT on one device in fp32")
 

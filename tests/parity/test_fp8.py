@@ -39,7 +39,7 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
 @pytest.mark.parametrize(
     ("case", "times"),
     [
-        (SHORT_ROWWISE, 20),
+        slow(SHORT_ROWWISE, 20),
         (SHORT_TENSORWISE, 30),
         slow(ROWWISE, 20),
         slow(TENSORWISE, 30),
@@ -97,7 +97,7 @@ def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [SHORT_TENSORWISE, slow(TENSORWISE), slow(ROWWISE)], ids=str)
+@pytest.mark.parametrize("case", [slow(SHORT_TENSORWISE), slow(TENSORWISE), slow(ROWWISE)], ids=str)
 def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Bench) -> None:
     assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
 

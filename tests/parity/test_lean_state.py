@@ -38,7 +38,7 @@ def slow(case: Case) -> object:
 @pytest.mark.parametrize(
     "case",
     [
-        short(BF16_STATE),
+        slow(short(BF16_STATE)),
         slow(BF16_STATE),
         slow(replace(BF16_STATE, architecture="gpt2", strategy="NO_SHARD")),
         slow(replace(BF16_STATE, architecture="mixtral", ranks=4, strategy="HYBRID_SHARD")),

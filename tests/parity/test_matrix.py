@@ -155,6 +155,7 @@ def test_dropout_draws_the_same_masks(change: dict, bench: Bench, record_propert
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_same_recipe_twice_is_bitwise_equal(bench: Bench) -> None:
     case = replace(DROPOUT, accumulation=2, steps=SHORT)
     first, again = bench.run(case), bench.fresh_run(case)
@@ -168,7 +169,9 @@ in_few_steps = pytest.mark.parametrize("steps", [SHORT, pytest.param(STEPS, mark
 
 @pytest.mark.ranks
 @in_few_steps
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"], ids=["two matrices", "one that is tied"])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param("llama", marks=pytest.mark.slow, id="two matrices"), pytest.param("gpt2", id="one that is tied")]
+)
 def test_resized_embedding_trains_like_a_native_one(architecture: str, steps: int, bench: Bench, record_property) -> None:
     small = bench.model(architecture, vocabulary=VOCABULARY - 6)
     grown = made_once(f"{bench.files.name}/models/{architecture}-grown", lambda path: resized(small, path, VOCABULARY, seed=42))
@@ -192,6 +195,7 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @in_few_steps
 def test_scaled_positions_follow_one_device(steps: int, bench: Bench, record_property) -> None:
     """The reference reads the scaling from its config.json, in which transformers' fields were written by this test."""

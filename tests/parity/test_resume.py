@@ -94,7 +94,7 @@ def test_resume_on_the_other_device_continues_losses(case: Case, ranks: int, ben
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: int, bench: Bench) -> None:
     """FSDP1 stores a frozen unit in fp32, FSDP2 in bf16: both compute with the same values."""
     steps, saved_step = 4, 2

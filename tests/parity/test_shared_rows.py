@@ -59,8 +59,7 @@ SHARED = [
     Case("mixtral-balanced", ranks=4, sequence=2, accumulation=2),
 ]
 FAST = [
-    replace(_BASE, packed=True, recomputation="full", kernels=_IN_SLICES, steps=SHORT),
-    replace(_BASE, ranks=4, accumulation=2, packed=True, steps=SHORT),
+    replace(_BASE, ranks=4, accumulation=2, packed=True, recomputation="full", kernels=_IN_SLICES, steps=SHORT),
 ]
 SECTION = "ranks that share rows"
 

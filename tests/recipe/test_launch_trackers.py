@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from fsdp_tune.core import devices
 from fsdp_tune.recipe.rules.launch import TRACKERS, missing
 
 AVAILABLE = {
@@ -86,13 +87,8 @@ def test_trackers_are_available_as_their_callbacks_say(
 
 @pytest.mark.parametrize(("version", "is_usable"), [("3.43.1", False), ("3.43.2", True), ("3.100.0", True), (None, False)])
 def test_comet_needs_the_version_of_its_callback(monkeypatch: pytest.MonkeyPatch, version: str | None, is_usable: bool) -> None:
-    def version_of(_package: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError
-        return version
-
     install(monkeypatch, ALL, {}, frozenset())
-    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.setattr(devices, "_installed_version", lambda package: version)
     found = missing("comet_ml", {})
     assert (found is None) == is_usable
     assert found is None or "comet-ml>=3.43.2" in found.hint

@@ -86,7 +86,7 @@ def synchronisations(bench: Bench, accumulation: int, plant: Sequence[str] = (),
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_device_synchronisations_do_not_grow_with_accumulation(bench: Bench, packed: bool) -> None:
     once, four_times = (synchronisations(bench, accumulation, packed=packed) for accumulation in (1, 4))
     assert once == four_times

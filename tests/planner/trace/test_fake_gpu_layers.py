@@ -100,7 +100,9 @@ def same_peaks(shallow: Trace, exact: Trace) -> None:
     "sections",
     [
         {"fsdp": {"auto_wrap_policy": "NO_WRAP"}},
-        {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}},
+        pytest.param(
+            {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}}, marks=pytest.mark.slow
+        ),
         pytest.param({"training": {"optim": "adagrad"}}, marks=pytest.mark.slow),
     ],
     ids=["one unit", "MLPs are units", "state that the optimizer creates at once"],

@@ -32,7 +32,7 @@ CASES = {
     "llama, bf16 state": Case(training=(("optim_args", "state_dtype=bf16"),)),
     "mixtral": Case("mixtral"),
 }
-FAST = [list(CASES)[1], "llama, 8-bit state"]
+FAST = [list(CASES)[1]]
 
 
 def _local(tensor: Any) -> Any:

@@ -199,7 +199,8 @@ def test_micro_batch_between_is_traced_where_it_differs_from_the_last(strategy: 
     assert traced_micro_batches(recipe) == traced
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_few_layers_represent_all_under_ddp(accumulation: int) -> None:
     """Everything that is sent, bucket by bucket, and the peaks."""
     training = {"gradient_accumulation_steps": accumulation}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fsdp_tune.planner.predict.depth import full_depth
@@ -25,6 +26,7 @@ def copies(trace: Trace) -> int:
     return [trace.op_names[name] for name in forward["name"]].count("copy_to_device")
 
 
+@pytest.mark.slow
 def test_falcon_is_planned_with_the_copies_of_its_two_indices_a_layer() -> None:
     model = {"from_config": FAMILIES["falcon"] | {"num_hidden_layers": 7}}
     recipe = recipe_of(model, precision={"mixed_precision": "bf16"}, data={"train": [{"path": "x"}], "max_length": TOKENS})
