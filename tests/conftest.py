@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests import ranks, session, warm
+from tests.cuda import build
 from tests.cuda.devices import require
 from tests.leaks import leaves_nothing
 from tests.times import UNKNOWN_SECONDS, Times, read_costs
@@ -46,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(config))
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+        build.start()  # all tests will run, and otherwise both processes would wait for it
 
 
 @pytest.hookimpl(trylast=True)

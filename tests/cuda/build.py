@@ -27,6 +27,18 @@ class Built:
     """Folder of `libnvidia-ml.so.1`."""
 
 
+_compiling: subprocess.Popen[bytes] | None = None
+
+
+def start() -> None:
+    """Begin to compile in the background, if it has to be done; `built` waits for it."""
+    command = [sys.executable, "-m", "tests.cuda.build"]
+    global _compiling
+    _compiling = subprocess.Popen(
+        command, cwd=NATIVE.parents[2], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
 def why_not() -> str | None:
     """Return why the device cannot be emulated here; None if it can."""
     import torch
@@ -79,3 +91,8 @@ def _compile(folder: Path, device: Path) -> None:
     subprocess.run([compiler, "-shared", compiled, *libraries, "-o", linked], check=True)
     linked.replace(device)
     compiled.unlink()
+
+
+if __name__ == "__main__":
+    if why_not() is None:
+        built()
