@@ -300,8 +300,12 @@ def _fork(place: Path, rank: int, world_size: int, action: Callable[[], Any], pa
 
 
 def _be_rank(place: Path, rank: int, world_size: int, action: Callable[[], Any], device: str) -> None:
+    import torch
     import torch.distributed as dist
 
+    # A fork has to replace torch's pool of threads, and the threads that autograd starts for several devices would do it at the same time:
+    # "Invalid thread pool!" (caffe2::pthreadpool).
+    torch.set_num_threads(1)
     log = os.open(place / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -379,8 +383,12 @@ def _stop(child: int) -> int:
 
 def _end(place: Path, rank: int, code: int, stuck: bool) -> End:
     value, text, log = (place / f"{name}-{rank}" for name in ("value", "text", "log"))
-    printed = text.read_text() if text.exists() else log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    printed = text.read_text() if text.exists() else _ends_of(log.read_text(errors="replace")) if log.exists() else ""
     return End(code, pickle.loads(value.read_bytes()) if value.exists() else None, printed, stuck)
+
+
+def _ends_of(text: str) -> str:
+    return text if len(text) < 8000 else f"{text[:4000]}\n…\n{text[-4000:]}"
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def tables(files: Mapping[str, Cost]) -> str:
     by_cost = sorted(files.items(), key=lambda item: -item[1].cpu)[:20]
     by_folder = sorted(folders.items(), key=lambda item: (item[0] == "all", -item[1].cpu))
     parts = [
-        "Seconds of the fast tests, of both processes together; CPU includes ranks and commands that a test waited for.\n",
+        "Seconds of the fast tests, of all processes together; CPU includes ranks and commands that a test waited for.\n",
         table(header, [_row(f"`{name}`" if name != "all" else name, cost) for name, cost in by_folder]),
         "The twenty files with most CPU seconds:\n",
         table(header, [_row(f"`{name.removeprefix('tests/')}`", cost) for name, cost in by_cost]),

@@ -322,6 +322,8 @@ def _reset_python(command: Command) -> None:
     atexit._clear()
     util._finalizer_registry.clear()
     random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # as in `tests.ranks`: a fork has to replace the pool of threads
     os.environ.clear()
     os.environ.update(command.environment)
     if command.is_bound:
