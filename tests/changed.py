@@ -28,7 +28,7 @@ OTHER_FILES = {
     "configs/": "tests/recipe/test_loader_catalogue.py",
     "pyproject.toml": "tests/structure/test_packaging.py",
 }
-"""First letters of a path that is no module → its tests."""
+"""Start of a path outside the package and the tests → its tests."""
 
 
 def changed_files(commit: str) -> list[str]:
@@ -42,7 +42,7 @@ def chosen(changed: Iterable[str], graph: grimp.ImportGraph) -> Iterator[tuple[s
     """Yield (file or test, why), most telling first; some more than once."""
     modules = {module_of(path) for path in changed} & graph.modules
     yield from ((path, "changed") for path in changed if is_test(path) and (ROOT / path).exists())
-    yield from ((test, "tests what is no module") for path in changed for start, test in OTHER_FILES.items() if path.startswith(start))
+    yield from ((test, "tests this file") for path in changed for start, test in OTHER_FILES.items() if path.startswith(start))
     helpers = {module for module in modules if module.startswith("tests.")}
     yield from ((path, "uses a changed helper") for path in tests_that_import(helpers, graph))
     package = modules - helpers

@@ -237,7 +237,7 @@ def _serve(listening: socket.socket, device: str) -> None:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listening.close()
-                _die_with(server)
+                warm.die_with(server)
                 kind, descriptors, _, _ = socket.recv_fds(accepted, 1, 300)
                 connection = Connection(accepted.detach())
                 _serve_client(connection, device) if kind == b"R" else warm.serve_command(connection, descriptors)
@@ -252,12 +252,6 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _die_with(parent: int) -> None:
-    from fsdp_tune.core.parent_death import die_with_parent
-
-    die_with_parent(parent)
 
 
 def _serve_client(connection: Connection, device: str) -> None:
@@ -290,7 +284,7 @@ def _fork(place: Path, rank: int, world_size: int, action: Callable[[], Any], pa
         return child
     code = 1
     try:
-        _die_with(parent)
+        warm.die_with(parent)
         _be_rank(place, rank, world_size, action, device)
         code = 0
     except BaseException:  # noqa: BLE001  whatever it was, the test gets the traceback
@@ -395,5 +389,5 @@ if __name__ == "__main__":
     from tests import ranks  # the module that others import: `Leaves` must be one class
 
     if os.fork():
-        os._exit(0)  # the server is no child of the test that happened to need it first
+        os._exit(0)  # the server must not be a child of the test that happened to need it first
     ranks._serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -220,7 +220,7 @@ def serve_command(connection: Connection, descriptors: list[int]) -> None:
     own = os.getpid()
     child = os.fork()
     if child == 0:
-        _die_with(own)
+        die_with(own)
         os.close(connection.fileno())
         become(command, descriptors)
     for descriptor in descriptors:
@@ -236,7 +236,8 @@ def serve_command(connection: Connection, descriptors: list[int]) -> None:
         connection.send(_orphans())
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Be killed when the process that forked this one ends."""
     from fsdp_tune.core.parent_death import die_with_parent
 
     die_with_parent(parent)
@@ -329,7 +330,7 @@ def _reset_python(command: Command) -> None:
     if command.is_bound:
         from fsdp_tune.core.parent_death import LAUNCHER_PID
 
-        _die_with(os.getppid())
+        die_with(os.getppid())
         os.environ[LAUNCHER_PID] = str(os.getpid())
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         is_errors = name == "stderr"
