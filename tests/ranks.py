@@ -109,7 +109,7 @@ class Ranks:
             send(self._connection, (world_size, pickle.dumps((function, arguments)), limit_seconds))
             assert self._connection.poll(limit_seconds + GRACE_SECONDS + 60), "the server of ranks does not answer"
             ends, cpu_seconds = receive(self._connection)
-            times.elsewhere.append(cpu_seconds)
+            times.add_elsewhere(cpu_seconds)
         except (EOFError, OSError) as error:
             log = session.folder() / f"ranks-{self.device}.log"
             raise AssertionError(f"the server of ranks has ended\n{log.read_text(errors='replace')[-6000:]}") from error

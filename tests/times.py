@@ -33,14 +33,19 @@ UNKNOWN_SECONDS = 3.0
 SUITES = "parity, faults, fuzz, memory, models, exports, chaos"
 
 
-elsewhere: list[float] = []
-"""CPU seconds of processes that worked for this one and are not its children."""
+_elsewhere = 0.0
+
+
+def add_elsewhere(seconds: float) -> None:
+    """Count CPU seconds of processes that worked for this one and are not its children."""
+    global _elsewhere
+    _elsewhere += seconds
 
 
 def cpu_seconds() -> float:
     """Of this process, of the children that it has waited for, and what was spent elsewhere for it."""
     spent = os.times()
-    return spent.user + spent.system + spent.children_user + spent.children_system + sum(elsewhere)
+    return spent.user + spent.system + spent.children_user + spent.children_system + _elsewhere
 
 
 @dataclass

@@ -191,7 +191,7 @@ def _take_status(process: Any) -> None:
         process.returncode, cpu_seconds = process._warm.recv()
     except EOFError:  # the server was killed, and its forks with it
         process.returncode, cpu_seconds = -signal.SIGKILL, 0.0
-    times.elsewhere.append(cpu_seconds)
+    times.add_elsewhere(cpu_seconds)
 
 
 def left_processes() -> list[str]:
