@@ -263,6 +263,7 @@ class Screen(Terminal, Observer):
         from fsdp_tune.cli.train_view import StepView
 
         self.end_phase()
+        self.stop_waiting()
         bar = (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps")
         self._steps = StepView(self, bar)
         with bar:

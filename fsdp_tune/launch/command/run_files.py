@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from fsdp_tune.core.atomic import DISK, needs_filling, staged_directory, stages_inside, undo_fill, write_file
+from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.secrets import mask_text
@@ -116,7 +117,9 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     files.data.write(run.data_json)
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
     facts = files.plan.to_json() | ({"first_machine": dict(files.first_machine)} if files.first_machine is not None else {})
-    LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts).write(run.launch_json)
+    boot, boot_seconds = seconds_since_boot()
+    record = LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds)
+    record.write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     start = files.start
