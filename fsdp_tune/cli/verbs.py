@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -287,6 +287,7 @@ def command(json_output: bool) -> Iterator[Screen]:
     screen = Screen(json_output=json_output)
     try:
         with stop_signals_raise():
+            _refuse_bytes_that_are_no_text()
             yield screen
     except typer.Exit:
         screen.close()
@@ -306,6 +307,24 @@ def command(json_output: bool) -> Iterator[Screen]:
         raise typer.Exit(ExitCode.FAILED) from None
     else:
         screen.close()
+
+
+def _refuse_bytes_that_are_no_text() -> None:
+    """Refuse arguments and a working directory that are not UTF-8: recipes, manifests and cards could not name them."""
+    hint = "rename the file or directory, or use another one"
+    for word in sys.argv[1:]:
+        if not _is_text(word):
+            raise usage_error("usage", f"the argument `{printable(word)}` is not UTF-8", hint=hint)
+    with suppress(OSError):
+        if not _is_text(folder := str(Path.cwd())):
+            raise usage_error("usage", f"the current directory `{printable(folder)}` is not UTF-8", hint=hint)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return bool(word.encode()) or True
+    except UnicodeEncodeError:
+        return False
 
 
 _REMEDIES = {

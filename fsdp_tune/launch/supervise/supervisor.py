@@ -298,7 +298,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _forward(self) -> None:
-        """Send the first signal to the launcher, whose agent passes it to the ranks. Also called by the handler: the loop may be waiting."""
+        """Send the first signal to the launcher, whose agent passes it to the ranks. The handler calls it too: the loop may wait."""
         if self._launcher is not None and self._signals and not self._is_forwarded:
             self._is_forwarded = True
             self._launcher.send_signal(self._signals[0][0])
