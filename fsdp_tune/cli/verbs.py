@@ -24,6 +24,7 @@ import typer
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
+from fsdp_tune.core.limits import is_panic, limit_problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.units import MIB, shown
 from fsdp_tune.jobs.observer import Observer, PlanStage
@@ -299,11 +300,12 @@ def command(json_output: bool) -> Iterator[Screen]:
         screen.close([Problem("interrupted", "interrupted")])
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except OSError as error:
-        screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
+        screen.close([limit_problem(error) or _file_system_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
-    except Exception as error:  # noqa: BLE001  the boundary: any other exception is a bug of this package, and is reported as one
-        log, found = _log_traceback(screen.log_directory), as_os_error(error)
-        screen.close([_file_system_problem(found, log) if isinstance(found, OSError) else _bug_problem(error, log)])
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        screen.close([limit_problem(error) or _unexpected_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
     else:
         screen.close()
@@ -332,7 +334,6 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
     errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
 }
 
 
@@ -347,7 +348,11 @@ def _file_system_problem(error: OSError, log: str) -> Problem:
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
 
 
-def _bug_problem(error: Exception, log: str) -> Problem:
+def _unexpected_problem(error: BaseException, log: str) -> Problem:
+    """Return the problem of an exception that nothing has caught: a file that a Rust library could not use, or a bug of this package."""
+    found = as_os_error(error)
+    if isinstance(found, OSError):
+        return _file_system_problem(found, log)
     return Problem(
         "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
     )
