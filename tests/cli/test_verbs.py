@@ -94,6 +94,13 @@ def test_arguments_and_directories_that_are_not_utf_8_are_refused_at_the_door(tm
         assert "caf\\udce9" in error["message"]
 
 
+def test_word_of_thousands_of_characters_is_not_echoed(cli: Cli) -> None:
+    for arguments in (["9" * 5000], ["merge-checkpoint", "x", "--step", "9" * 5000], ["report", "--no-such-" + "9" * 5000]):
+        done = cli(*arguments)
+        assert done.returncode == 2
+        assert len(done.stderr) < 300
+
+
 def test_bare_call_prints_help_on_stdout(cli: Cli) -> None:
     done = cli()
     assert (done.returncode, done.stderr) == (0, "")
