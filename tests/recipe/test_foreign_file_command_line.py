@@ -28,9 +28,10 @@ def parsed(script: str) -> tuple[dict[str, Any], str | None]:
             {"launcher": {"nproc_per_node": 2, "standalone": True}, "x": 1},
             "TRL",
         ),
-        ("A=1 B='two words' trl sft --x $A --y ${C}", {"environment": {"B": "two words"}, "x": 1, "y": "${C}"}, "TRL"),
-        ("export N=4\ntrl sft --x $(expr 32 / $N) | tee log", {"x": 8}, "TRL"),
+        ("A=1 B='two words' trl sft --x $A --y ${C}", {"environment": {"A": 1, "B": "two words"}, "x": "$A", "y": "${C}"}, "TRL"),
+        ("export N=4\ntrl sft --x $(expr 32 / $N) | tee log", {"environment": {"N": 4}, "x": 8}, "TRL"),
         ("# words\nset -e\npip install --upgrade trl\ntrl sft \\\n  --x 'a # b'  # not part of it\n", {"x": "a # b"}, "TRL"),
+        ("export A=01 B=1e-5 C=false\ntrl sft --x 1", {"environment": {"A": "01", "B": "1e-5", "C": "false"}, "x": 1}, "TRL"),
         ("swift export --model a\nswift sft --model b", {"model": "b"}, "ms-swift"),
     ],
 )

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
+from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
 from fsdp_tune.recipe.read.foreign.flat_options import is_mixed, pack_texts
 from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
@@ -13,9 +14,9 @@ from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rules,
     is_on,
-    settle_all,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.open_keys import is_asked, leave_open
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -30,6 +31,7 @@ from fsdp_tune.recipe.read.tools import (
     TRL,
     UNSLOTH,
 )
+from fsdp_tune.recipe.schema.keys import dotted
 
 MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
@@ -111,10 +113,6 @@ _OF_FULL_TRAINING: dict[str, dict[str, Any]] = {
 }
 """Without adapters: beside these, frozen weights are stored and computed in bf16 there as here."""
 _LOADS_AS_STORED = frozenset({AUTOMODEL, SWIFT, EXAMPLES, UNSLOTH})  # as transformers 5 does
-_NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
-"""Tools for which null is what a key that is left out is. A length is a number in them."""
-_NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
-_NULL = "null is not the default, and there is no such value here: write one or leave the key out"
 _OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
 
 
@@ -235,35 +233,23 @@ def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
     return dict(found)
 
 
-def _ask_for_nulls(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> None:
-    """Take out the defaults of keys that the file gives as null, which is another thing than leaving a key out, and ask for them.
-
-    A key is that of a default if the default's own value, written there, would give it.
-    """
-    for row in ledger.rows:
-        if row.value is not None or row.fate is not Fate.DROPPED or any(isinstance(part, int) for part in row.path):
-            continue
-        for key in [key for key in defaults if key == "data.max_length" or ledger.tool not in _NULL_IS_DEFAULT]:
-            target = tuple(key.split("."))
-            tree: Any = defaults[key]
-            for part in reversed(row.path):
-                tree = {part: tree}
-            tried = Ledger(tree, {}, ledger.tool, ledger.templates)
-            settle_all(tried, (), rules)
-            if target not in tried.settings or ledger.get(*target) is not None or ledger.is_answered(target):
-                continue
-            del defaults[key]
-            row.fate, row.targets, row.reason = Fate.QUESTION, (target,), _NO_LIMIT if key == "data.max_length" else _NULL
+def _set_adapter_of_llama_factory(ledger: Ledger, defaults: dict[str, Any]) -> None:
+    """The scale is twice the rank."""
+    rank = ledger.decided(("lora", "r"), ledger.get("lora", "r"))
+    if is_asked(ledger, ("lora", "r")) and not ledger.has_answer(("lora", "r")):
+        if ledger.get("lora", "lora_alpha") is None:
+            ledger.decide(("lora", "lora_alpha"), "it is twice the rank there, which is not known")
+    else:
+        defaults["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else defaults["lora.r"])
+    if is_on(ledger.value("resize_vocab") or False):
+        defaults["lora.modules_to_save"] = ["embed_tokens", "lm_head"]
 
 
 def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     is_adapted = has_adapter(ledger)
     found = _defaults_of_tool(ledger) | (_ADAPTER_DEFAULTS if is_adapted else _OF_FULL_TRAINING).get(ledger.tool, {})
     if is_adapted and ledger.tool == LLAMA_FACTORY:
-        rank = ledger.decided(("lora", "r"), ledger.get("lora", "r"))
-        found["lora.lora_alpha"] = 2.0 * (rank if isinstance(rank, int) and rank else found["lora.r"])
-        if is_on(ledger.value("resize_vocab") or False):
-            found["lora.modules_to_save"] = ["embed_tokens", "lm_head"]
+        _set_adapter_of_llama_factory(ledger, found)
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
         words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
         ledger.decide(("lora", "target_modules"), words)
@@ -284,7 +270,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
         pack_texts(ledger)
     if ledger.tool == AXOLOTL:
         axolotl.settle_defaults(ledger, found, is_loaded_in_half=not is_adapted and not is_upcast)
-    _ask_for_nulls(ledger, rules, found)
+    leave_open(ledger, rules, found)
     for key, value in found.items():
         owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
         ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
@@ -346,7 +332,12 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
         ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
     if ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None:  # the file's accumulation would fix the number of ranks
         ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
-    if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL) or not _is_number(micro) or not _is_number(accumulation):
+    if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL):
+        return
+    if unknown := [f"`{dotted(target)}`" for target in (MICRO, ACCUMULATION) if is_asked(ledger, target) and not ledger.has_answer(target)]:
+        ledger.decide(GLOBAL, f"micro-batch × accumulation × ranks, of which {enumerated(unknown, 'and')} is not known")
+        return
+    if not _is_number(micro) or not _is_number(accumulation):
         return
     if ledger.tool == SWIFT and ledger.get(*ACCUMULATION) is None:
         accumulation = _accumulation_of_swift(ledger, micro, ranks)

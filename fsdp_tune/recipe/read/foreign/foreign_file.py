@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,20 +19,22 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
 from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
+from fsdp_tune.recipe.read.foreign.shell_script import ShellScript, Statement, Unexpanded
 from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
 """Keys under which the options of the launcher and the variables are in the account."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_SUBSTITUTION = re.compile(r"\$\([^()\n']*\)")
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
+_PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
+"""Text that a tool, or the shell, replaces before it is a value."""
 _SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
 _TRAINING = ("sft", "pt", "train")
 COMMAND = "command"
 """Key under which the account has ms-swift's word for the method, where it is not `sft`."""
 _OTHER_TRAINING = ("dpo", "kto", "grpo", "ppo", "rloo", "reward", "rlhf", "orpo", "online_dpo", "gkd", "run_mlm", "run_plm", "megatron")
 _LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"})
-_OPERATORS = frozenset({"|", "&&", "||", ";", "&", ">", ">>", "2>", "2>&1", "<"})
 _PROGRAMS = {
     "trl": TRL,
     "axolotl": AXOLOTL,
@@ -55,8 +56,11 @@ _SWITCHES = frozenset({"multi_gpu", "standalone", "use_fsdp", "use_deepspeed", "
 @dataclass(frozen=True, slots=True)
 class ForeignCommand:
     words: list[str]
+    """The variables that it inherits, as assignments, and its words. Those that are not known are `Unexpanded`."""
     comments: list[str]
     """Lines of comment in the file before the command."""
+    unread: list[str]
+    """Words that may be any options, one sentence each."""
 
 
 def command_in(text: str) -> ForeignCommand | None:
@@ -64,35 +68,50 @@ def command_in(text: str) -> ForeignCommand | None:
 
     Raises: usage error for several.
     """
-    comments: list[str] = []
-    variables: list[str] = []
-    found: list[list[str]] = []
-    joined = re.sub(r"\\[ \t]*\n", " ", text)
-    for line in _SUBSTITUTION.sub(lambda match: f"'{match[0]}'", joined).splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#") and not found:
-            comments += [stripped.lstrip("#").strip()] if not stripped.startswith(("#!", "#SBATCH")) and stripped.strip("# ") else []
-            continue
-        try:
-            words = shlex.split(_without_comment(stripped))
-        except ValueError:
-            continue
-        if words[:1] == ["export"]:
-            variables += [word for word in words[1:] if _VARIABLE.fullmatch(word)]
-        elif words and all(_VARIABLE.fullmatch(word) for word in words):
-            variables += words
-        elif words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words):
-            found.append(list(itertools.takewhile(lambda word: word not in _OPERATORS, words)))
-    trainings = [words for words in found if _is_training(words)]
-    chosen = trainings or found
+    script = ShellScript(text)
+    found = [(statement, script.words(statement)) for statement in script.statements if not statement.is_assignment]
+    found = [
+        (statement, words)
+        for statement, words in found
+        if words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words)
+    ]
+    chosen = [each for each in found if _is_training(each[1])] or found
     if len(chosen) > 1:
-        names = " and ".join(f"`{' '.join(_without_variables(words)[:2])} …`" for words in chosen[:2])
+        names = " and ".join(f"`{' '.join(_without_variables(words)[:2])} …`" for _, words in chosen[:2])
         message = f"the file starts {len(chosen)} programs with options: {names}"
         raise usage_error("unknown-foreign-file", message, hint="leave one of them in the file")
     if not chosen:
         return None
-    _check_method(chosen[0])
-    return ForeignCommand(_expanded([*variables, *chosen[0]]), comments)
+    statement, words = chosen[0]
+    words, unread = _without_loose_words(words)
+    _check_method(words)
+    inherited = {name: script.value(name, statement) for name in script.exported}
+    own = {match[1] for word in words if (match := _VARIABLE.fullmatch(word))}
+    variables = [_joined(f"{name}=", value) for name, value in inherited.items() if name not in own]
+    return ForeignCommand([*variables, *words], _comments_before(script, statement), unread)
+
+
+def _joined(before: str, value: str) -> str:
+    """Return a word with text before it, `Unexpanded` if the word is."""
+    return Unexpanded(before + value, value.why) if isinstance(value, Unexpanded) else before + value
+
+
+def _without_loose_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Remove words that are not known and are the value of no option: each may be any options. Return a sentence for each, too."""
+    kept: list[str] = []
+    unread: list[str] = []
+    for word in words:
+        is_value = bool(kept) and kept[-1].startswith("-") and "=" not in kept[-1]
+        if not isinstance(word, Unexpanded) or not kept or is_value or _ASSIGNS.match(word) or word.startswith("-"):
+            kept.append(word)
+        else:
+            unread.append(f"`{word}` of the command may be options: {word.why}; write what they set")
+    return kept, unread
+
+
+def _comments_before(script: ShellScript, statement: Statement) -> list[str]:
+    lines = [(line, f"#{text}") for line, text in script.comments if line < statement.line]
+    return [text.lstrip("#").strip() for _, text in lines if not text.startswith(("#!", "#SBATCH")) and text.strip("# ")]
 
 
 def _check_method(words: list[str]) -> None:
@@ -125,17 +144,6 @@ def _verb(words: Sequence[str]) -> str | None:
     return None
 
 
-def _without_comment(line: str) -> str:
-    """Remove a comment, which begins with a `#` at the beginning of a word, outside of quotes."""
-    quote = ""
-    for index, character in enumerate(line):
-        if character in "'\"" and quote in ("", character):
-            quote = "" if quote else character
-        elif character == "#" and not quote and (index == 0 or line[index - 1].isspace()):
-            return line[:index]
-    return line
-
-
 def _is_program(words: list[str]) -> bool:
     first = next(iter(_without_variables(words)), "")
     return first not in _SHELL and re.fullmatch(r"[\w./~${}-]*[\w}]", first) is not None
@@ -152,33 +160,6 @@ def _is_training(words: list[str]) -> bool:
     return tool is not None and (any(word in others for word in words) or any(word.endswith(".py") for word in words))
 
 
-def _expanded(words: list[str]) -> list[str]:
-    """Replace variables of the shell that the script itself sets; those that the command does not use stay variables of its environment."""
-    known = {match[1]: match[2] for word in words if (match := _VARIABLE.fullmatch(word))}
-    used: set[str] = set()
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        used.add(name)
-        return known.get(name, match[0])
-
-    expanded = [_evaluated(re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, word)) for word in words]
-    return [word for word in expanded if not ((match := _VARIABLE.fullmatch(word)) and match[1] in used)]
-
-
-def _evaluated(word: str) -> str:
-    """Return `$(expr 32 / 4)` as its number."""
-    match = re.fullmatch(r"\$\(expr (\d+(?: [/*] \d+)+)\)", word.replace("\\", ""))
-    if match is None:
-        return word
-    value, *rest = match[1].split(" ")
-    for operator, other in zip(rest[::2], rest[1::2], strict=True):
-        if operator == "/" and int(other) == 0:
-            return word
-        value = str(int(value) // int(other) if operator == "/" else int(value) * int(other))
-    return value
-
-
 def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
     """Return the options of the program, and the tool if the program's name identifies it.
 
@@ -187,7 +168,9 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
     values: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     while words and (match := _VARIABLE.fullmatch(words[0])) and not words[0].startswith("-"):
-        environment[match[1]] = _scalar(match[2])
+        value = _part_of(words[0], match[2])
+        # The text is what a program gets; the number of ranks is read as a number here.
+        environment[match[1]] = value if isinstance(value, Unexpanded) or str(value) == match[2] else match[2]
         words = words[1:]
     start, tool = _program(words)
     if launcher := _options(words[1:start], is_launcher=True):
@@ -229,7 +212,7 @@ def _options(words: list[str], *, is_launcher: bool) -> dict[str, Any]:
             name = raw.replace("-", "_")
             if name in values:
                 raise usage_error("duplicate-key", f"`--{raw}` is given twice", hint="keep one of them")
-            values[name] = _scalar(value) if sign else True
+            values[name] = _part_of(word, value) if sign else True
             if sign or (is_launcher and name in _SWITCHES):
                 name = None
         elif name is None:
@@ -237,7 +220,7 @@ def _options(words: list[str], *, is_launcher: bool) -> dict[str, Any]:
                 values["config"] = word
             elif not is_launcher and "=" in word:
                 raw, _, value = word.partition("=")
-                values[raw] = _scalar(value)
+                values[raw] = _part_of(word, value)
         elif values[name] is True:
             values[name] = _scalar(word)
             name = None if is_launcher else name
@@ -251,8 +234,15 @@ def _is_number(word: str) -> bool:
     return re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", word) is not None
 
 
+def _part_of(word: str, text: str) -> Any:
+    """Return the value in the part of a word after its `=`."""
+    return Unexpanded(text, word.why) if isinstance(word, Unexpanded) else _scalar(text)
+
+
 def _scalar(text: str) -> Any:
     """Return a value as the shell's text is read by argparse: numbers, booleans, JSON, else text."""
+    if isinstance(text, Unexpanded):
+        return text
     try:
         return parse_plain(text)[0]
     except ScalarError:
@@ -272,8 +262,8 @@ class ForeignFile:
     """Lines of comment before a key."""
     beside: Mapping[KeyPath, str] = field(default_factory=dict[KeyPath, str])
     """The comment on the line of a key."""
-    computed: Sequence[KeyPath] = ()
-    """Keys of a script whose value only running it would give."""
+    computed: Mapping[KeyPath, str] = field(default_factory=dict[KeyPath, str])
+    """Keys whose value only running the script would give, each with why."""
     unread: Sequence[str] = ()
     """Parts of a script that are not among the values, one sentence each."""
     named: Path | None = None
@@ -292,7 +282,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     command = None if path.suffix in (*_YAML, ".json") else command_in(text)
     if command is not None:
         values, named = parse_command(command.words)
-        found = ForeignFile(path, tool or named or "", values, above={(): command.comments})
+        found = ForeignFile(path, tool or named or "", values, above={(): command.comments}, unread=command.unread)
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
     else:
@@ -304,6 +294,29 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
+
+
+def take_unexpanded(values: dict[str, Any]) -> dict[KeyPath, str]:
+    """Return why each key has no known value whose text the shell or the tool replaces; `values` then have it as plain text."""
+    return dict(_unexpanded(values, ()))
+
+
+def _unexpanded(value: dict[str, Any] | list[Any], path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    pairs = cast("list[tuple[Any, Any]]", list(value.items() if isinstance(value, dict) else enumerate(value)))
+    is_leaf = isinstance(value, list) and not any(isinstance(item, dict | list) for _, item in pairs)
+    for name, inner in pairs:
+        place = path if is_leaf else (*path, name)
+        if isinstance(inner, Unexpanded):
+            yield place, f"{inner.why}: write its value"
+            value[name] = str.__str__(inner)
+        elif isinstance(inner, str) and _PLACEHOLDER.search(inner) and not _IS_TEXT.search(str(place[-1] if place else "")):
+            yield place, f"`{inner}` is replaced by the tool or its environment: write its value"
+        elif isinstance(inner, dict | list):
+            yield from _unexpanded(cast("dict[str, Any] | list[Any]", inner), place)
+
+
+_IS_TEXT = re.compile(r"template|prompt|system|jinja|regex|pattern")
+"""Keys whose text may have a `$` of its own."""
 
 
 def existing_file(directory: Path, name: str) -> Path | None:

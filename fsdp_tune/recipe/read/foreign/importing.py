@@ -29,9 +29,18 @@ from fsdp_tune.recipe.read.foreign import (
     torchtune,
 )
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
-from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER, ForeignFile, existing_file, read_foreign, read_mapping
+from fsdp_tune.recipe.read.foreign.foreign_file import (
+    ENVIRONMENT,
+    LAUNCHER,
+    ForeignFile,
+    existing_file,
+    read_foreign,
+    read_mapping,
+    take_unexpanded,
+)
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
+from fsdp_tune.recipe.read.foreign.open_keys import settle_computed
 from fsdp_tune.recipe.read.loader import DECIDE, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
@@ -263,16 +272,17 @@ def import_file(
     found = read_foreign(path, tool)
     if found.tool == TORCHTUNE:
         found.values = torchtune.resolve_references(found.values)
+    if found.tool != UNSLOTH:
+        found.computed = take_unexpanded(found.values)
     _refuse_other_training(found)
     said = read_overrides(overrides)
     if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
         where, hint = both.where, "give one of them"
         raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
     ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
-    python_script.settle_computed(ledger, found.computed)
+    rules = _rules(found, ignored)
+    settle_computed(ledger, found.computed, rules)
     _include(ledger, found)
-    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: section(_VARIABLES), "config": _named(found.named), **_NESTED}
-    rules |= dict.fromkeys(ignored, leave("the tool does not read it"))
     settle_all(ledger, (), rules)
     ask_each(ledger, ())
     complete(ledger, num_gpus, rules)
@@ -282,6 +292,12 @@ def import_file(
     ledger.close()
     decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
     return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
+
+
+def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
+    """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
+    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
 
 
 def options_of(path: FilePath) -> dict[str, Any]:
@@ -311,7 +327,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
     }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
-    for name, kind in wrong[:1]:
+    for name, kind in [each for each in wrong if (each[0],) not in found.computed][:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
         message = f"`{name}{given}` of {found.tool}: this release has no {kind}"
@@ -380,28 +396,25 @@ def _variable(ledger: Ledger, path: Path, value: object) -> None:
     ledger.write(path, {("launch", "env", str(path[-1])): str(value)}, Fate.KEPT)
 
 
-class _Variables(dict[str, Rule]):
-    """The rules of the environment: a variable without a rule is set for the ranks."""
+_VARIABLES: Rules = {
+    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), leave("set it where `fsdp-tune train` starts")),
+    "NPROC_PER_NODE": same("launch.num_processes"),
+    "NNODES": same("launch.num_machines"),
+    "NODE_RANK": leave("each machine runs the same command"),
+    "MASTER_ADDR": same("launch.main_process_ip"),
+    "MASTER_PORT": same("launch.main_process_port"),
+    "FORCE_TORCHRUN": leave("`fsdp-tune train` starts the ranks"),
+    "ACCELERATE_LOG_LEVEL": leave("each rank writes its own log file"),
+    "OMP_NUM_THREADS": same("launch.num_cpu_threads_per_process"),
+    "TOKENIZERS_PARALLELISM": leave("rows are tokenised by processes of `data.num_proc`"),
+}
 
-    def __contains__(self, name: object) -> bool:
-        return True
 
-    def __missing__(self, name: str) -> Rule:
-        return _variable
+def _environment(ledger: Ledger, path: Path, value: Any) -> None:
+    """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
+    settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
 
 
-_VARIABLES = _Variables(
-    {
-        **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), leave("set it where `fsdp-tune train` starts")),
-        "NPROC_PER_NODE": same("launch.num_processes"),
-        "NNODES": same("launch.num_machines"),
-        "NODE_RANK": leave("each machine runs the same command"),
-        "MASTER_ADDR": same("launch.main_process_ip"),
-        "MASTER_PORT": same("launch.main_process_port"),
-        "FORCE_TORCHRUN": leave("`fsdp-tune train` starts the ranks"),
-        "ACCELERATE_LOG_LEVEL": leave("each rank writes its own log file"),
-    }
-)
 _LAUNCHER: Rules = {
     **accelerate_config.LAUNCHER_RULES,
     "config_file": _file(accelerate_config.ACCELERATE_RULES, _not_found),

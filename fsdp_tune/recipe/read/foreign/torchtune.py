@@ -53,12 +53,14 @@ _MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `${key.inner}` by the value of that key, as OmegaConf does."""
+    """Replace `${key.inner}` by the value of that key, as OmegaConf does. One that the file does not have is kept as it is written."""
 
     def found(name: str) -> Any:
         value: Any = values
         for part in name.split("."):
-            value = cast("dict[str, Any]", value).get(part) if isinstance(value, dict) else None
+            if not isinstance(value, dict) or part not in value:
+                return f"${{{name}}}"
+            value = cast("dict[str, Any]", value)[part]
         return value
 
     def resolved(value: Any) -> Any:
