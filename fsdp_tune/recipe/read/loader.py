@@ -24,6 +24,7 @@ from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable
 from fsdp_tune.core.version import shipped
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
+from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
 from fsdp_tune.recipe.read.yaml_source import (
     ListNode,
@@ -123,6 +124,8 @@ def load_recipe(
     path = find_recipe(str(source))
     if path.suffix in SCRIPTS:
         raise _not_a_recipe("a Python script", path)
+    if path.suffix == ".toml":
+        raise _not_a_recipe("a TOML file", path)
     loaded = parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
     return replace(loaded, notices=tuple(sorted([*loaded.notices, *_open_decisions(loaded.text, path)], key=_order)))
 
@@ -196,9 +199,14 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
 
 def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
     """Raises: usage error for the configuration of another trainer, instead of one for each of its keys."""
-    tool = foreign_tool(cast("dict[str, Any]", plain_value(tree)))
+    values = cast("dict[str, Any]", plain_value(tree))
+    tool = foreign_tool(values)
     if tool is not None:
         raise _not_a_recipe(f"a configuration of {tool}", path)
+    names_model = isinstance(model := values.get("model"), dict) and "name_or_path" in model
+    if "recipe_version" not in values and not names_model and (tool := other_tool(values)) is not None:
+        message, hint = no_importer(tool, values)
+        raise usage_error("foreign-configuration", message, hint=hint, where=Where(str(path)))
 
 
 def _not_a_recipe(what: str, path: Path) -> FsdpTuneError:

@@ -103,6 +103,21 @@ _ALONE = {
     "dataset_mixer": TRL,
 }
 """Keys that tell a tool alone."""
+_REFUSED: dict[str, frozenset[str]] = {
+    tool: frozenset(names.split())
+    for tool, names in {
+        TRL: (
+            "use_lora use_qlora use_flash_attn exp_name with_tracking checkpointing_steps use_slow_tokenizer sequence_len num_epochs "
+            "micro_batch_size adapter train_type tuner_type lora_rank lora_target finetuning_type cutoff_len tokenizer_name"
+        ),
+        LLAMA_FACTORY: (
+            "use_lora use_qlora use_flash_attn exp_name with_tracking checkpointing_steps use_slow_tokenizer sequence_len num_epochs "
+            "micro_batch_size adapter train_type tuner_type use_peft lora_r lora_target_modules dataset_name"
+        ),
+        EXAMPLES: "use_lora use_qlora use_flash_attn exp_name with_tracking checkpointing_steps use_slow_tokenizer lora_rank cutoff_len",
+    }.items()
+}
+"""Keys with which a tool, whose parser refuses names that it does not know, does not start: a file that has one is not its file."""
 _LEAST = 2
 _OBJECTS = {"_component_", "_target_"}
 """Keys that name a Python object, whose arguments are the rest of its section."""
@@ -119,11 +134,13 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
     for name, tool in _ALONE.items():
         if name in values:
             return tool
-    hits = sorted(((len(names & values.keys()), tool) for tool, names in _TELLING.items()), reverse=True)
+    fits = {tool: names for tool, names in _TELLING.items() if not _REFUSED.get(tool, frozenset()) & values.keys()}
+    hits = sorted(((len(names & values.keys()), tool) for tool, names in fits.items()), reverse=True)
     (best, tool), (second, _) = hits[:2]
     if best >= _LEAST and best > second:
         return tool
-    return TRL if best <= 1 and "model_name_or_path" in values and values.keys() & {"dataset_name", "datasets"} else None
+    is_short = best <= 1 and "model_name_or_path" in values and values.keys() & {"dataset_name", "datasets"}
+    return TRL if is_short and TRL in fits else None
 
 
 def _is_soup(values: Mapping[str, Any]) -> bool:

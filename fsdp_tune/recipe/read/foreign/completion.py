@@ -134,31 +134,57 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
 # ---- Adapters
 
 
-def has_adapter(ledger: Ledger) -> bool:
-    """Return whether the file trains LoRA adapters: LLaMA-Factory and ms-swift do unless it says otherwise."""
+def adapter_switch(ledger: Ledger) -> bool | None:
+    """Return whether the file trains LoRA adapters; None if it has keys of adapters, and not the one that switches them on.
+
+    LLaMA-Factory and ms-swift train adapters unless their files say otherwise.
+    """
     values = ledger.values
     answers = {target: value for target, value in ledger.answers.items() if target[0] == "lora"}
     if ("lora",) in answers or any(value is not None for value in answers.values()):
         return any(value is not None for value in answers.values())
-    if ledger.tool == LLAMA_FACTORY:
-        return values.get("finetuning_type", "lora") == "lora"
-    if ledger.tool == SWIFT:
-        return next((values[name] for name in ("tuner_type", "train_type", "sft_type") if name in values), "lora") == "lora"
-    if ledger.tool == AXOLOTL:
-        return values.get("adapter") in ("lora", "qlora")
+    if any(row.fate is Fate.QUESTION and row.path[-1] in _SWITCHES.get(ledger.tool, ()) for row in ledger.rows):
+        return None
+    if ledger.tool in (LLAMA_FACTORY, SWIFT):
+        return next((values[name] for name in _SWITCHES[ledger.tool] if name in values), "lora") == "lora"
     if ledger.tool in _OWN_RULE:
         return _OWN_RULE[ledger.tool](values)
-    if ledger.tool in (TRL, EXAMPLES):
-        return is_on(values.get("use_peft", False))
-    return any(target[0] == "lora" for target in ledger.settings)
+    has_keys = any(target[0] == "lora" for target in ledger.settings)
+    if ledger.tool not in _SWITCHES:
+        return has_keys
+    given = next((values[name] for name in _SWITCHES[ledger.tool] if name in values), _MISSING)
+    if given is _MISSING:
+        return None if has_keys else False
+    return given in ("lora", "qlora") if ledger.tool == AXOLOTL else is_on(given)
+
+
+_SWITCHES = {
+    LLAMA_FACTORY: ("finetuning_type",),
+    SWIFT: ("tuner_type", "train_type", "sft_type"),
+    AXOLOTL: ("adapter",),
+    TRL: ("use_peft",),
+    EXAMPLES: ("use_peft",),
+}
+"""Keys that decide whether a tool trains adapters."""
+_MISSING = object()
+
+
+def has_adapter(ledger: Ledger) -> bool:
+    return adapter_switch(ledger) is True
 
 
 def _settle_adapter(ledger: Ledger) -> None:
-    if has_adapter(ledger):
+    switch = adapter_switch(ledger)
+    if switch:
         ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
         return
     for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
-        ledger.discard(target, "no effect: the file trains no adapter")
+        if switch is None:
+            name = _SWITCHES[ledger.tool][0]
+            words = f"{ledger.tool} trains an adapter if `{name}` says so, which is not known here"
+            ledger.withdraw(target, f"{words}: write it under `{target[0]}:` to train one, or leave it out")
+        else:
+            ledger.discard(target, "no effect: the file trains no adapter")
 
 
 def _settle_dtype(ledger: Ledger) -> None:
@@ -233,6 +259,18 @@ def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
     return dict(found)
 
 
+def _defaults_by_adapter(ledger: Ledger) -> dict[str, Any]:
+    """Return the defaults that depend on whether an adapter is trained. Where that is not known, they are to be decided."""
+    of_both = (_ADAPTER_DEFAULTS.get(ledger.tool, {}), _OF_FULL_TRAINING.get(ledger.tool, {}))
+    switch = adapter_switch(ledger)
+    if switch is not None:
+        return of_both[0 if switch else 1]
+    for target in (tuple(key.split(".")) for key in of_both[0] | of_both[1] if not key.startswith("lora.")):
+        if ledger.get(*target) is None:
+            ledger.decide(target, f"the default of {ledger.tool} depends on whether an adapter is trained")
+    return {}
+
+
 def _set_adapter_of_llama_factory(ledger: Ledger, defaults: dict[str, Any]) -> None:
     """The scale is twice the rank."""
     rank = ledger.decided(("lora", "r"), ledger.get("lora", "r"))
@@ -247,7 +285,8 @@ def _set_adapter_of_llama_factory(ledger: Ledger, defaults: dict[str, Any]) -> N
 
 def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     is_adapted = has_adapter(ledger)
-    found = _defaults_of_tool(ledger) | (_ADAPTER_DEFAULTS if is_adapted else _OF_FULL_TRAINING).get(ledger.tool, {})
+    found = _defaults_of_tool(ledger)
+    found |= _defaults_by_adapter(ledger)
     if is_adapted and ledger.tool == LLAMA_FACTORY:
         _set_adapter_of_llama_factory(ledger, found)
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:

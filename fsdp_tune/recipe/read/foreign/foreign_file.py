@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.recipe.read.foreign.ledger import Path as KeyPath
 from fsdp_tune.recipe.read.foreign.python_script import MOST_BYTES, read_script
 from fsdp_tune.recipe.read.foreign.shell_script import ShellScript, Statement, Unexpanded
+from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, OPTION_NAMES, SCRIPTS, SWIFT, TRL, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
@@ -188,7 +190,8 @@ def _program(words: list[str]) -> tuple[int, str | None]:
     position = 0
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if name in _PROGRAMS or word.endswith(".py") or word.startswith(_SWIFT_MODULE):
+        is_module = index > 0 and words[index - 1] == "-m"
+        if name in _PROGRAMS or word.endswith(".py") or is_module:
             # ms-swift has a `sft.py` too, in `swift/cli`.
             tool, position = SWIFT if "swift" in word else _PROGRAMS.get(name), index
             break
@@ -279,15 +282,20 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
         return ForeignFile(path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread)
     text = read_text(path)
-    command = None if path.suffix in (*_YAML, ".json") else command_in(text)
+    command = None if path.suffix in (*_YAML, ".json", ".toml") else command_in(text)
     if command is not None:
         values, named = parse_command(command.words)
         found = ForeignFile(path, tool or named or "", values, above={(): command.comments}, unread=command.unread)
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
+    elif path.suffix == ".toml":
+        found = ForeignFile(path, tool or "", _toml(text, path))
     else:
         found = _yaml(text, path, tool or "")
     _take_named_file(found)
+    if not found.tool and (other := other_tool(found.values)) is not None:
+        message, hint = no_importer(other, found.values)
+        raise usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
     found.tool = found.tool or tool_of(found.values) or ""
     if not found.tool:
         names = ", ".join(OPTION_NAMES)
@@ -354,6 +362,14 @@ def _json(text: str, path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = Where(str(path), error.lineno, error.colno)
         raise usage_error("yaml-syntax", f"the file is not JSON: {error.msg}", where=where) from error
+    return _mapping(values, path)
+
+
+def _toml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise usage_error("yaml-syntax", f"the file is not TOML: {error}", where=Where(str(path))) from error
     return _mapping(values, path)
 
 
