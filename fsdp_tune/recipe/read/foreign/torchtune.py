@@ -39,7 +39,11 @@ _DATASETS = {
 """Builders with a data set of their own (torchtune/datasets): its hub id."""
 _TRAINS_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """Builders that train the prompts too, unless `train_on_input` is false."""
-_BUILDERS = {"text_completion_dataset": "text", "chat_dataset": None, "instruct_dataset": "alpaca", "alpaca_dataset": None}
+_BUILDERS = {"text_completion_dataset": "text", "instruct_dataset": "alpaca"}
+_CHATS = {"chat_dataset": None, "slimorca_dataset": "sharegpt"}
+"""Builders of chats: the style of their rows, None if `conversation_style` has it."""
+_STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
+"""Styles of conversations: the format here, and its column."""
 _OPTIMIZERS = {
     "AdamW": "adamw_torch",
     "Adam": "adamw_torch",
@@ -158,8 +162,12 @@ def _dataset(place: Path) -> Rule:
 
 def _settle_set(ledger: Ledger, path: Path, place: Path) -> None:
     name = _component(ledger, path)
+    columns = ledger.value(*path, "column_map")
     if name in _DATASETS and ledger.value(*path, "source") is None:
         ledger.write((*path, COMPONENT), {(*place, "path"): _DATASETS[name]}, Fate.CONVERTED)
+    elif name == "instruct_dataset" and not columns:  # its rows have `input` and `output`, and become a chat of two messages
+        written = {(*place, "format"): "alpaca", (*place, "rename_columns", "input"): "instruction"}
+        ledger.write((*path, COMPONENT), written, Fate.CONVERTED)
     elif _BUILDERS.get(name):
         ledger.write((*path, COMPONENT), {(*place, "format"): _BUILDERS[name]}, Fate.CONVERTED)
     elif ledger.is_open((*path, COMPONENT)):
@@ -169,21 +177,61 @@ def _settle_set(ledger: Ledger, path: Path, place: Path) -> None:
     settle_all(ledger, path, {key: _at(place, key) for key in cast("dict[str, Any]", ledger.value(*path) or {})})
 
 
+def _style(ledger: Ledger, path: Path) -> str | None:
+    """Return the style of the conversations of a data set, given the path of one of its keys; None if it has no conversations."""
+    builder = _component(ledger, path[:-1])
+    given = ledger.value(*path[:-1], "conversation_style")
+    return str(given) if given is not None else _CHATS.get(builder, "sharegpt" if builder in _CHATS else None)
+
+
+def _trained(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
+    """Chats have several answers; prompts have one completion."""
+    answers = "completion" if _style(ledger, path) is None else "assistant"
+    ledger.write(path, {(*place, "loss_on"): "all" if is_on(value) else answers}, Fate.CONVERTED)
+
+
+def _column_map(ledger: Ledger, path: Path, place: Path, value: object) -> None:
+    """{content: column}, as each builder names its contents."""
+    style = _style(ledger, path)
+    names = {"instruction": "instruction", "output": "output", "input": "input"}
+    if style is not None:
+        names = {"conversations": _STYLES.get(style, ("", "conversations"))[1], "messages": "messages"}
+    elif _component(ledger, path[:-1]) == "instruct_dataset":
+        names = {"input": "instruction", "output": "output"}
+    for content, column in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
+        if content in names:
+            rename(ledger, (*path, content), place, str(column), names[content])
+        else:
+            ledger.ask((*path, content), "rename the column: `rename_columns: {OLD: NEW}`", place)
+    if ledger.is_open(path):
+        ledger.ask(path, "write the columns as `rename_columns: {OLD: NEW}`", place)
+
+
 def _at(place: Path, name: str) -> Rule:
     keys = {"source": "path", "split": "split", "name": "name", "data_files": "data_files", "data_dir": "data_dir", "subset": "name"}
 
     def rule(ledger: Ledger, path: Path, value: Any) -> None:
         is_training = place[1] == "train"
+        style = _style(ledger, path)
         if name in keys:
             ledger.write(path, {(*place, keys[name]): value}, Fate.KEPT if keys[name] == name else Fate.CONVERTED)
         elif name == "packed":
             ledger.write(path, {"data.packing" if is_training else "data.eval_packing": value}, Fate.CONVERTED)
         elif name == "train_on_input":
-            ledger.write(path, {(*place, "loss_on"): "all" if is_on(value) else "completion"}, Fate.CONVERTED)
-        elif name == "column" or (name == "conversation_column" and value):
-            rename(ledger, path, place, str(value), "text" if name == "column" else "conversations")
-        elif name == "conversation_style" and value in ("sharegpt", "openai"):
-            ledger.write(path, {(*place, "format"): "sharegpt" if value == "sharegpt" else "messages"}, Fate.CONVERTED)
+            _trained(ledger, path, place, value)
+        elif name == "column":
+            rename(ledger, path, place, str(value), "text")
+        elif name == "conversation_column" and style in _STYLES:
+            rename(ledger, path, place, str(value), _STYLES[style][1])
+        elif name == "conversation_style" and value in _STYLES:
+            ledger.write(path, {(*place, "format"): _STYLES[value][0]}, Fate.CONVERTED)
+        elif name in ("conversation_style", "conversation_column"):
+            words = "conversations are `format: sharegpt`, with `from` and `value`, or `messages`, with `role` and `content`"
+            ledger.ask(path, words, (*place, "format"))
+        elif name == "column_map":
+            _column_map(ledger, path, place, value)
+        elif name == "new_system_prompt":
+            ledger.ask(path, "add the system message to the rows", place)
         elif name == "max_rows":
             ledger.write(path, {(*place, "max_rows"): value}, Fate.KEPT)
         else:
