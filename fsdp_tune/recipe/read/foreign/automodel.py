@@ -231,6 +231,15 @@ def _columns(ledger: Ledger, path: Path, place: Path, value: object) -> None:
         ledger.ask(path, "rename the columns by `rename_columns`", place)
 
 
+def _truncation(ledger: Ledger, path: Path, place: Path, value: object) -> None:
+    if value in (True, "longest_first", "only_first") and place[1] == "train":
+        ledger.write(path, {"data.overlong": "truncate"}, Fate.CONVERTED)
+    elif place[1] == "train":
+        ledger.ask(path, "longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", ("data", "overlong"))
+    else:
+        ledger.drop(path, "rows of evaluations are cut at `data.max_length` too")
+
+
 def _length(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     if place[1] == "eval":
         ledger.drop(path, "rows of evaluations are cut at `data.max_length` too")
@@ -280,7 +289,7 @@ _SET: dict[str, SourceRule] = {
     "chat_template": _template,
     "tokenizer": _tokenizer,
     **dict.fromkeys(("padding", "pad_to_max_length", "unshifted", "align_to_bos"), _PADDING),
-    "truncation": leave_here("`data.overlong` says what becomes of long rows"),
+    "truncation": _truncation,
     **dict.fromkeys(("shuffle_seed", "shuffle_files"), leave_here("rows are shuffled in each epoch, by `training.data_seed`")),
 }
 

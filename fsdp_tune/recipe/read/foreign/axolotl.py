@@ -358,11 +358,9 @@ def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
     """
     paths = {target[:3] for target in ledger.settings if target[:2] in (TRAIN, ("data", "eval")) and target[3:] == ("path",)}
     texts = {place for place in paths if ledger.get(*place, "format") == "text"}
-    if not texts:
+    if not texts or ledger.value("pretraining_dataset") is not None or ledger.is_answered(_OVERLONG):
         return
-    if ledger.is_answered(_OVERLONG):
-        return
-    default = defaults.pop("data.overlong")
+    default = defaults.pop("data.overlong", "drop")
     given = ledger.settings.get(_OVERLONG)
     strategy = default if given is None else given.value
     if texts == paths or strategy == "truncate":

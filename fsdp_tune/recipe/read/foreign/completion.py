@@ -16,6 +16,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     is_on,
 )
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.long_rows import settle_long_rows
 from fsdp_tune.recipe.read.foreign.open_keys import is_asked, leave_open
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
@@ -47,7 +48,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.lr_scheduler_type": "cosine",
         "training.warmup_steps": 0.03,
         "data.max_length": 512,
-        "data.overlong": "drop",
     },
     TRL: {
         "training.per_device_train_batch_size": 8,
@@ -62,7 +62,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.adam_beta2": 0.95,
         "training.lr_scheduler_type": "cosine",
         "training.logging_steps": 5,
-        "data.overlong": "drop",
         "fsdp.activation_checkpointing": "full",
     },
     TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
@@ -307,6 +306,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
         del found["training.weight_decay"]
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)
+    settle_long_rows(ledger, found)
     if ledger.tool == AXOLOTL:
         axolotl.settle_defaults(ledger, found, is_loaded_in_half=not is_adapted and not is_upcast)
     leave_open(ledger, rules, found)

@@ -28,6 +28,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.long_rows import packing_strategy
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
@@ -348,14 +349,6 @@ def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
     ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
 
 
-def _packing(ledger: Ledger, path: Path, value: Any) -> None:
-    """`ffd` is an older name of `bfd` in TRL."""
-    if value == "ffd":
-        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
-    else:
-        settle_by_name(ledger, path, value)
-
-
 def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
     """Arguments of `from_pretrained`."""
     if isinstance(value, dict):
@@ -394,7 +387,7 @@ TRL_RULES: Rules = {
     "model_init_kwargs": _init_kwargs,
     "assistant_only_loss": _only("assistant"),
     "completion_only_loss": _only("completion"),
-    "packing_strategy": _packing,
+    "packing_strategy": packing_strategy,
     "padding_free": leave("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
     **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),

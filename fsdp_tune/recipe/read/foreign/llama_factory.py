@@ -192,12 +192,18 @@ def _ranking(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
         ledger.drop(path, "off")
 
 
+def _sample(ledger: Ledger, path: Path, place: Path, value: object) -> None:
+    words = f"{value} rows are drawn at random there, and those of a smaller set are repeated; `max_rows` takes the first ones"
+    ledger.ask(path, words, (*place, "max_rows"))
+
+
 _ENTRY: dict[str, SourceRule] = {
     **dict.fromkeys(("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"), _place),
     "formatting": _formatting,
     "columns": _columns,
     "tags": _tags,
     "ranking": _ranking,
+    "num_samples": _sample,
     "folder": lambda ledger, path, place, value: ledger.write(path, {(*place, "data_dir"): value}, Fate.CONVERTED),
     "load_from": leave_here("the place of the rows says so"),
 }

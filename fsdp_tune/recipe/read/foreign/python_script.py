@@ -32,6 +32,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     settle_source,
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.long_rows import packing_strategy
 from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, Names, called
 from fsdp_tune.recipe.read.tools import UNSLOTH
 
@@ -373,6 +374,7 @@ _ARGUMENTS: Rules = {
     "dataset_text_field": _text_field,
     **dict.fromkeys(("max_seq_length", "max_length"), _length),
     "packing": same("data.packing"),
+    "packing_strategy": packing_strategy,
     "padding_free": leave("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": leave("rows are tokenised once; see `data:`"),
     "embedding_learning_rate": question("write `training: {parameter_groups: [{match: […], learning_rate: …}]}`", "training"),
