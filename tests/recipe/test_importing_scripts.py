@@ -88,7 +88,7 @@ def test_pretraining_of_swift_trains_every_token_without_a_template(tmp_path: Pa
     assert {row(found, key)[0] for key in ("loss_scale", "use_chat_template", "template")} == {"dropped"}
     assert "data.chat_template" in dict(found.decisions)
     tuning = from_text(tmp_path, command.replace("swift pt", "swift sft").replace("pt.py", "sft.py"), "run.sh")
-    assert tuning.recipe.data.loss_on == "assistant"
+    assert tuning.recipe.data.loss_on == "auto", "the default of ms-swift, written out"
     assert "command" not in {each.key for each in tuning.rows}
 
 

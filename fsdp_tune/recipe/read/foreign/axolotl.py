@@ -252,8 +252,9 @@ def _schedule(ledger: Ledger, path: Path, value: Any) -> None:
 
 
 def _least_rate(ledger: Ledger, path: Path, value: Any) -> None:
-    if ledger.value("lr_scheduler") == "cosine":
-        ledger.write(path, {"training.lr_scheduler_kwargs": {"min_lr_rate": value}}, Fate.CONVERTED)
+    if ledger.value("lr_scheduler") in (None, "cosine"):  # its default
+        written = {"training.lr_scheduler_kwargs": {"min_lr_rate": value}, "training.lr_scheduler_type": "cosine_with_min_lr"}
+        ledger.write(path, written, Fate.CONVERTED)
     else:
         words = "it is `lr_scheduler_kwargs: {min_lr_rate: …}` of the schedule `cosine_with_min_lr`"
         ledger.ask(path, words, ("training", "lr_scheduler_type"))
@@ -402,6 +403,7 @@ def _merged(ledger: Ledger, path: Path, value: Any) -> None:
 
 _OVERLONG: Path = ("data", "overlong")
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
+_GROUPS = "parameters with a rate of their own: `training: {parameter_groups: [{match: [PATTERN], learning_rate: …}]}`"
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"
 _OTHER_KERNELS = "a kernel of axolotl; kernels are chosen in `kernels:` and by `model.attn_implementation`"
 
@@ -458,6 +460,7 @@ RULES: Rules = {
     "flex_attention": implies({"model.attn_implementation": "flex_attention"}),
     "eot_tokens": leave("the end of each trained turn is trained, as the chat template renders it"),
     "unfrozen_parameters": question(_PATTERNS, "model", "freeze"),
+    **_all(("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_embedding"), question(_GROUPS, "training")),
     "adam_eps": same("training.adam_epsilon"),
     "auto_resume_from_checkpoints": leave("it is `train --resume auto`"),
     "sequence_parallel_degree": same("parallelism.sp_size"),

@@ -32,7 +32,7 @@ from fsdp_tune.recipe.read.tools import (
     TRL,
     UNSLOTH,
 )
-from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
 
 MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
@@ -40,7 +40,7 @@ GLOBAL: Path = ("training", "global_batch_size")
 RANKS: Path = ("launch", "num_processes")
 MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"
 
-_TRAINER = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
+_TRAINER: dict[str, Any] = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
 """Defaults of TrainingArguments that a recipe does not share."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     AXOLOTL: {
@@ -53,8 +53,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.per_device_train_batch_size": 8,
         "data.max_length": 1024,
         "fsdp.activation_checkpointing": "full",
+        "training.report_to": [],
     },
-    LLAMA_FACTORY: {**_TRAINER, "fsdp.activation_checkpointing": "full"},
+    LLAMA_FACTORY: {**_TRAINER, "fsdp.activation_checkpointing": "full", "training.logging_steps": 500, "training.report_to": []},
     EXAMPLES: {**_TRAINER, "precision.mixed_precision": "no"},
     SWIFT: {
         "training.per_device_train_batch_size": 1,
@@ -148,7 +149,7 @@ def adapter_switch(ledger: Ledger) -> bool | None:
         return next((values[name] for name in _SWITCHES[ledger.tool] if name in values), "lora") == "lora"
     if ledger.tool in _OWN_RULE:
         return _OWN_RULE[ledger.tool](values)
-    has_keys = any(target[0] == "lora" for target in ledger.settings)
+    has_keys = any(target[0] == "lora" and each.value not in (False, 0, None, "none") for target, each in ledger.settings.items())
     if ledger.tool not in _SWITCHES:
         return has_keys
     given = next((values[name] for name in _SWITCHES[ledger.tool] if name in values), _MISSING)
@@ -309,10 +310,46 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     settle_long_rows(ledger, found)
     if ledger.tool == AXOLOTL:
         axolotl.settle_defaults(ledger, found, is_loaded_in_half=not is_adapted and not is_upcast)
+    found |= _defaults_of_other_keys(ledger)
     leave_open(ledger, rules, found)
+    _leave_out_defaults(ledger, found)
     for key, value in found.items():
         owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
         ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
+
+
+def _defaults_of_other_keys(ledger: Ledger) -> dict[str, Any]:
+    """Return the defaults that have an effect with another key alone: of mixtures, of streams and of quantised weights."""
+    found: dict[str, Any] = {}
+    if ledger.tool == SWIFT and any(target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings):
+        found["data.mixture.stopping_strategy"] = "first_exhausted"
+    if ledger.tool in _STREAM_BUFFERS and is_on(ledger.get("data", "streaming") or False):
+        found["data.shuffle_buffer_size"] = _STREAM_BUFFERS[ledger.tool]
+    is_quantised = ledger.settings.get(("quantization", "load"))
+    if ledger.tool in (SWIFT, LLAMA_FACTORY) and is_quantised is not None and is_quantised.weight is not Weight.DEFAULT:
+        found["quantization.scales"] = "bf16"
+    return found
+
+
+_STREAM_BUFFERS = {SWIFT: 1000, LLAMA_FACTORY: 16384}
+"""Rows in the buffer that shuffles a stream."""
+
+
+def _leave_out_defaults(ledger: Ledger, defaults: dict[str, Any]) -> None:
+    """Remove values that are the defaults of the tool, written out, unless a recipe has the same default.
+
+    A file that leaves such a key out gets `defaults` and the recipe's own: so does one that has it.
+    """
+    for target, setting in list(ledger.settings.items()):
+        is_written = setting.weight is Weight.DEFAULT and setting.rows and all(ledger.is_default(row.path) for row in setting.rows)
+        if not is_written or any(isinstance(part, int) for part in target):
+            continue
+        is_alone = target[0] in ("lora", "quantization") and not any(
+            other[0] == target[0] and (each.weight is not Weight.DEFAULT or not each.rows) for other, each in ledger.settings.items()
+        )
+        key = dotted(target)
+        if is_alone or (defaults[key] if key in defaults else default_at(target) if has_default(target) else None) != setting.value:
+            ledger.discard(target, f"the default of {ledger.tool}")
 
 
 def _decide_about_rows(ledger: Ledger) -> None:

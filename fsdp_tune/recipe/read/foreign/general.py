@@ -13,6 +13,7 @@ from typing import Any, cast
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened, leaves
+from fsdp_tune.recipe.read.foreign.tool_keys import tool_keys
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
@@ -174,6 +175,8 @@ def settle_key(ledger: Ledger, path: Path, rules: Rules) -> None:
             if not ledger.is_open(path):
                 raise
             ledger.ask(path, f"not the kind of value that {ledger.tool} has here")
+    if ledger.rows and ledger.rows[-1].path == path and ledger.rows[-1].fate is Fate.QUESTION and ledger.is_default(path):
+        ledger.rows[-1].fate, ledger.rows[-1].targets, ledger.rows[-1].reason = Fate.DROPPED, (), f"the default of {ledger.tool}"
 
 
 def settle_by_name(ledger: Ledger, path: Path, value: Any) -> None:
@@ -194,9 +197,14 @@ def settle_by_name(ledger: Ledger, path: Path, value: Any) -> None:
 
 
 def ask_each(ledger: Ledger, path: Path) -> None:
-    """Settle each open value below a path, which nothing knows, as a question."""
+    """Settle each open value below a path, which nothing knows, as a question; the default of the tool, written out, is none."""
     for leaf in [leaf for leaf in leaves(ledger.value(*path), path) if ledger.is_open(leaf)]:
-        ledger.ask(leaf, f"`{shown(str(leaf[-1]))}` of {ledger.tool} is not known here")
+        if ledger.is_default(leaf):
+            ledger.drop(leaf, f"the default of {ledger.tool}")
+        else:
+            is_of_tool = str(leaf[0]) in tool_keys(ledger.tool)
+            words = "has no counterpart: leave it out, or keep what it does" if is_of_tool else "is not known here"
+            ledger.ask(leaf, f"`{shown(str(leaf[-1]))}` of {ledger.tool} {words}")
 
 
 def _home_of(name: str) -> str | None:
@@ -210,27 +218,8 @@ def _home_of(name: str) -> str | None:
 
 
 _OF_THE_TOP = frozenset({"name", "output_dir"})
-_VAGUE = frozenset(
-    [
-        "loss",
-        "verify",
-        "probe",
-        "mirror",
-        "adapter",
-        "bias",
-        "base",
-        "freeze",
-        "tokens",
-        "env",
-        "version",
-        "format",
-        "roles",
-        "debug",
-        "async",
-        "metrics",
-        "callbacks",
-        "r",
-    ]
+_VAGUE = frozenset(("loss", "verify", "probe", "mirror", "adapter", "bias", "base", "freeze", "tokens", "env")) | frozenset(
+    ("version", "format", "roles", "debug", "async", "metrics", "callbacks", "r")
 )
 """Names that other tools give to something else."""
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
+from fsdp_tune.recipe.read.foreign.tool_keys import is_default_of
 from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
 
 Path = tuple[str | int, ...]
@@ -148,6 +149,10 @@ class Ledger:
                 return None
         return found
 
+    def is_default(self, path: Path) -> bool:
+        """Return whether the value of a key is what the tool does without the key."""
+        return len(path) == 1 and is_default_of(self.tool, str(path[0]), self.value(*path))
+
     def is_open(self, path: Path) -> bool:
         return any(each[: len(path)] == path for each in self._open)
 
@@ -171,8 +176,9 @@ class Ledger:
     ) -> None:
         """Settle a key by values of the recipe, by dotted key or path.
 
-        A value of equal weight that is there already and differs makes it a question.
+        A value of equal weight that is there already and differs makes it a question. The tool's default, written out, is a default.
         """
+        weight = Weight.DEFAULT if self.is_default(path) else weight
         if _is_secret(path, self.value(*path)):
             self.drop(path, "")
             return
