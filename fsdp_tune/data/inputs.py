@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, suggestion, template_of_source
-from fsdp_tune.data.read.row_files import BadRow, RowError
+from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.data.read.row_files import BadRow, RowError, kind_of
+from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
@@ -94,20 +97,61 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
 
 def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int) -> Input:
     source = find_source(entry, key, streaming=recipe.data.streaming and set_name == TRAIN)
-    columns = tuple(column for column in _first_columns(source) if _name_in_file(entry, column) not in recipe.data.ignore_columns)
-    settings = _settings(recipe, source, columns, encoder)
+    try:
+        first = _first_row(source)
+        columns = tuple(column for column in first if _name_in_file(entry, column) not in recipe.data.ignore_columns)
+        settings = _settings(recipe, source, first, columns, encoder)
+    except FsdpTuneError as error:
+        raise _with_shape(error, source) from error
+    _check_kinds(source, settings.format)
     overlong = recipe.data.overlong
     if overlong == "auto":
         overlong = "split" if settings.format == "text" else "truncate"
     return Input(source, settings, columns, set_name, overlong, first_file)
 
 
-def _first_columns(source: RowSource) -> tuple[str, ...]:
-    """Return the column names of the first readable row. Raises: usage error (exit 2) if no row is readable."""
+def _with_shape(error: FsdpTuneError, source: RowSource) -> FsdpTuneError:
+    """Return an error with the command that makes rows of the file, if it holds something else than rows."""
+    first = source.files[0] if source.files else None
+    hint = None if first is None else shape_hint(first.path, first.kind, _is_row, source.entry.split)
+    if hint is None or error.problems[0].code not in _OF_SHAPE:
+        return error
+    return FsdpTuneError(replace(error.problems[0], hint=hint))
+
+
+def _check_kinds(source: RowSource, format_: str) -> None:
+    """Check that files of a directory with another ending than the first, such as a manifest, hold rows too. Raises: usage error."""
+    others = {Path(file.path).suffix: file for file in reversed(source.files)}
+    if not source.files or len(others) == 1 or not Path(source.entry.path).is_dir():
+        return
+    suffix = Path(source.files[0].path).suffix
+    for file in (file for other, file in others.items() if other != suffix):
+        try:
+            row = next((row for row in read_rows(file.path, file.kind) if not isinstance(row, BadRow)), None)
+            fits = row is not None and all(column in _renamed(row[1], source.entry) for column in needed_columns(format_, row[1]))
+        except (FsdpTuneError, KeyError):
+            fits = False
+        if not fits:
+            message = f"it does not hold rows like those of {Path(source.files[0].path).name}"
+            hint = f"read only the files with rows: `path: {source.entry.path}/*{suffix}`"
+            raise usage_error("columns-differ", message, where=Where(str(file.path), key=source.key), hint=hint)
+
+
+_OF_SHAPE = frozenset({"no-format", "bad-row", "data-unreadable", "columns-differ", "no-such-column"})
+
+
+def _is_row(columns: Collection[str]) -> bool:
+    """Return whether columns fit a format, at least after renaming."""
+    renamed = set(_renames(tuple(columns), {}).values())
+    return bool(matching_formats(columns) or renamed - {"text"} or {"input", "preferred_output"} <= set(columns))
+
+
+def _first_row(source: RowSource) -> dict[str, Any]:
+    """Return the first readable row, with renamed columns. Raises: usage error (exit 2) if no row is readable."""
     bad: list[tuple[int, BadRow]] = []
     for file, row in source.read():
         if not isinstance(row, BadRow):
-            return tuple(select(row[1], source.entry, source.names[file]))
+            return select(row[1], source.entry, source.names[file])
         bad.append((file, row))
         if len(bad) == 1000:
             break
@@ -140,8 +184,16 @@ def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
     return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
 
 
-def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder: Encoder) -> FormatSettings:
-    format_ = _format(source.entry.format or recipe.data.format, source, columns)
+def _settings(recipe: Recipe, source: RowSource, first: dict[str, Any], columns: Sequence[str], encoder: Encoder) -> FormatSettings:
+    format_ = _format(source.entry.format or recipe.data.format, source, first, columns)
+    held: object = first[needed_columns(format_, columns)[0]]
+    is_nested = isinstance(held, dict) or (isinstance(held, list) and not any(isinstance(each, dict) for each in cast("list[Any]", held)))
+    if is_nested and format_ not in MARKED_FORMATS and source.files:
+        column = needed_columns(format_, columns)[0]
+        message = f"column `{_name_in_file(source.entry, column)}` holds {kind_of(cast('object', held))} instead of one value"
+        problem = usage_error("bad-row", message, where=Where(source.names[0], key=source.key))
+        if _with_shape(problem, source) is not problem:
+            raise problem
     return format_settings(recipe, source.entry, source.key, format_, encoder, columns)
 
 
@@ -189,7 +241,7 @@ def _name_in_file(entry: DataSource, column: str) -> str:
     return next((old for old, new in entry.rename_columns.items() if new == column), column)
 
 
-def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
+def _format(wanted: str, source: RowSource, first: dict[str, Any], columns: Sequence[str]) -> str:
     where = Where(key=source.key)
     if wanted != "auto":
         missing = [column for column in needed_columns(wanted, columns) if column not in columns]
@@ -209,15 +261,26 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
             "two-formats",
             f"`{source.entry.path}` looks like {' and like '.join(found)}: its columns are {', '.join(columns)}",
             where=where,
-            hint=f"name one: `--set data.format={found[0]}`; the columns of the other are then ignored",
+            hint=_choice(sorted(found, key=lambda name: name == "text")),
         )
     message = f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}"
-    raise usage_error("no-format", message, where=where, hint=_renaming_hint(columns))
+    only = columns[0] if len(columns) == 1 else ""
+    sign = next((sign for sign in ";|\t," if sign in only), None)
+    if sign is not None and source.files and source.files[0].kind in ("csv", "tsv"):
+        raise usage_error("no-format", message, where=where, hint=delimiter_hint(source.files[0].path, sign))
+    raise usage_error("no-format", message, where=where, hint=_renaming_hint(columns, first))
 
 
-def _renaming_hint(columns: Sequence[str]) -> str:
+def _choice(formats: Sequence[str]) -> str:
+    """Return the hint for rows that fit several formats; the first is that whose answers alone are trained."""
+    others = " and ".join(f"`{name}`" for name in formats[1:])
+    all_of_it = ", which trains every token" if formats[1:] == ["text"] else ""
+    return f"name one: `--set data.format={formats[0]}` (or {others}{all_of_it}); the columns of the other are then ignored"
+
+
+def _renaming_hint(columns: Sequence[str], first: dict[str, Any]) -> str:
     """Return a hint with the columns to rename, so that a file that fits no format fits one; those of preferences to the better answer."""
-    renames = _renames(columns)
+    renames = _renames(columns, first)
     if {"input", "preferred_output"}.issubset(columns):  # OpenAI's preferences: the question is below `input`
         program = "{prompt: .input.messages, completion: .preferred_output, tools: .input.tools}"
         return f"write the better answers as rows of their own: `jq -c '{program}' OLD.jsonl > NEW.jsonl`"
@@ -228,16 +291,24 @@ def _renaming_hint(columns: Sequence[str]) -> str:
         )
     shown = ", ".join(f"{old}: {new}" for old, new in renames.items() if old != new)
     hint = f"rename them, for example `rename_columns: {{{shown}}}`"
+    if renames.keys() >= {"query", "answers"}:
+        return f"{hint}: calls are then trained as their text; as `tool_calls` of `messages` they follow the chat template"
     if "messages" in renames.values():
         hint += " (or to `text`, if they are no lists of messages)"
     worse = [column for column in columns if column in WORSE_ANSWERS]
     return f"{hint}, and ignore the worse answers: `{ignoring_option(worse)}`" if worse else hint
 
 
-def _renames(columns: Sequence[str]) -> dict[str, str]:
-    """Return what to rename; {} if no known names are among the columns."""
+def _renames(columns: Sequence[str], first: dict[str, Any]) -> dict[str, str]:
+    """Return what to rename; {} if no known names are among the columns. `first` is the first row."""
+    if {"query", "answers"}.issubset(columns):  # xLAM: its `tools` are those of the row here too
+        return {"query": "instruction", "answers": "output"}
+    if {"system", "chat"}.issubset(columns):  # glaive: the functions are a text before the conversation
+        return {"system": "prompt", "chat": "completion"}
     pair = next((pair for pair in PAIRS if all(column in columns for column in pair)), None)
     system = next((column for column in ("system", "system_prompt") if column in columns), None)
+    if pair and isinstance(first.get(pair[0]), list):  # Nemotron: messages, and the answer to the last
+        return {pair[0]: "prompt", pair[1]: "completion"} | ({system: "system"} if system else {})
     if pair and system:  # prompts and completions are text, and have no system message
         return {pair[0]: "instruction", pair[1]: "output", system: "system"}
     if pair:

@@ -115,8 +115,14 @@ def test_hint_names_no_column_that_the_file_does_not_have(tmp_path: Path, row: d
     )
 
 
-@pytest.mark.parametrize("row", [{"prompt": [USER], "completion": "good"}, {"prompt": "a?", "completion": [GOOD]}])
-def test_prompt_and_completion_of_two_kinds_are_refused_with_the_remedy(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_completion_of_messages_as_text_is_an_answer(tmp_path: Path) -> None:
+    encoder = ByteEncoder(template=CHATML)
+    found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [USER], "completion": "good"}]), encoder=encoder)
+    assert "assistant\n[good<|im_end|>" in marked(rows_of(found)[0], encoder)
+
+
+def test_messages_after_a_text_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    row = {"prompt": "a?", "completion": [GOOD]}
     with pytest.raises(FsdpTuneError, match="`prompt` and `completion` must both be text, or both messages") as caught:
         prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]), encoder=ByteEncoder(template=CHATML))
     assert '[{"role": "assistant", "content": …}]' in (caught.value.problems[0].hint or "")

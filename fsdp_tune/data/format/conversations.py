@@ -55,7 +55,8 @@ MESSAGE_KEYS = {
     **dict.fromkeys(MARKS, MEANING),
 }
 """Keys of a message, and what they are read as where that is not their name."""
-PAIR_KEYS = {"human": "", "assistant": ""}
+PAIRS = (("human", "assistant"), ("input", "output"))
+"""Keys of a question and its answer in one object: of ms-swift, and of Capybara."""
 PART_KEYS = {"type": "", "text": "", "value": "", "content": "", **dict.fromkeys(MARKS, MEANING)}
 USE_KEYS = {"type": "", "id": "the id of a call", "name": "", "input": "the arguments of a call"}
 RESULT_KEYS = {"type": "", "tool_use_id": "the id of a call", "content": "the result of a call", **dict.fromkeys(MARKS, MEANING)}
@@ -107,10 +108,11 @@ class MessageReader:
         return isinstance(spoken, str) and (ROLES | dict(self.roles)).get(spoken) == FUNCTION_CALL
 
     def _turns_of(self, turn: Message, path: str) -> list[Message]:
-        """Return a turn without the keys that are not read; two for a question and its answer in one object, as ms-swift writes them."""
-        if "human" in turn and "assistant" in turn and not any(key in turn for key in ("role", "from")):
-            pair = self._closed(turn, PAIR_KEYS, path)
-            return [{"from": speaker, "value": pair.get(speaker)} for speaker in PAIR_KEYS]
+        """Return a turn without the keys that are not read; two for a question and its answer in one object."""
+        keys = next((keys for keys in PAIRS if all(key in turn for key in keys)), None)
+        if keys is not None and not any(key in turn for key in ("role", "from")):
+            pair = self._closed(turn, dict.fromkeys(keys, ""), path)
+            return [{"from": speaker, "value": pair.get(key)} for speaker, key in zip(PAIRS[0], keys, strict=True)]
         return list(self._with_results(self._closed(turn, MESSAGE_KEYS, path), path))
 
     def _with_results(self, turn: Message, path: str) -> Iterator[Message]:
