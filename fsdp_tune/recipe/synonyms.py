@@ -241,11 +241,10 @@ def _tracker(name: str) -> Converter:
 
 
 _FORMATS = {
-    "completion": "text",
+    **dict.fromkeys(("completion", "pretrain"), "text"),
     "chat_template": "messages",
     "sharegpt": "sharegpt",
     "alpaca": "alpaca",
-    "pretrain": "text",
     "input_output": "segments",
 }
 
@@ -418,8 +417,22 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "nodes"), ("launch.num_machines", None)),
         "master_addr": ("launch.main_process_ip", None),
         "master_port": ("launch.main_process_port", None),
-        **dict.fromkeys(("train_micro_batch_size_per_gpu", "per_gpu_train_batch_size"), (_MICRO_BATCH, None)),
-        **dict.fromkeys(("train_batch_size", "total_batch_size", "effective_batch_size"), ("training.global_batch_size", None)),
+        **dict.fromkeys(
+            ("num_train_steps", "max_train_steps", "total_training_steps", "total_steps", "train_steps", "num_steps"),
+            ("training.max_steps", None),
+        ),
+        **dict.fromkeys(("max_epochs", "total_epochs", "train_epochs", "max_train_epochs"), ("training.num_train_epochs", None)),
+        **dict.fromkeys(
+            (
+                *("train_micro_batch_size_per_gpu", "per_gpu_train_batch_size", "local_batch_size", "micro_batch_size_per_gpu"),
+                *("device_train_microbatch_size", "train_micro_batch_size"),
+            ),
+            (_MICRO_BATCH, None),
+        ),
+        **dict.fromkeys(
+            ("train_batch_size", "total_batch_size", "effective_batch_size", "global_train_batch_size"),
+            ("training.global_batch_size", None),
+        ),
         **dict.fromkeys(("lr", "max_lr", "peak_lr"), ("training.learning_rate", None)),
         **dict.fromkeys(("gradient_clipping", "grad_clip", "max_norm"), ("training.max_grad_norm", None)),
         **dict.fromkeys(

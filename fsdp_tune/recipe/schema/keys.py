@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import enumerated, printable
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
+from fsdp_tune.recipe.schema.near_names import agree
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
 from fsdp_tune.recipe.synonyms import synonym_hint
@@ -216,7 +217,8 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
 
 def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
     """Return the names that begin with this one (`rename`: `rename_columns`), else the closest, several if they are equally close:
-    `per_device_batch_size` resembles those of training and evaluation."""
+    `per_device_batch_size` resembles those of training and evaluation. Names of another unit or scope are no candidates."""
+    candidates = [one for one in candidates if agree(name, one)]
     longer = sorted(one for one in candidates if one.startswith(f"{name.lower()}_"))
     if 0 < len(longer) <= LONGER:
         return longer

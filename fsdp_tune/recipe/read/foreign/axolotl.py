@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, cast
 
 from fsdp_tune.core.units import enumerated
+from fsdp_tune.recipe.read.foreign.axolotl_prompts import prompt_program
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     UNSUPPORTED_SWITCH,
@@ -56,7 +58,15 @@ def _pretraining(ledger: Ledger, path: Path, value: Any) -> None:
 def _type(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
     """The name of a prompt strategy, or a mapping with the columns of one of the user's own."""
     if isinstance(value, dict):
-        settle_source(ledger, path, place, _SOURCE)
+        prompter = cast("dict[str, Any]", value)
+        program = prompt_program(prompter) if prompter.get("format") else None
+        if not prompter.get("format"):
+            settle_source(ledger, path, place, _SOURCE)
+        elif program is None:
+            ledger.ask(path, "write the prompts into the rows, as `prompt` and `completion`", (*place, "format"))
+        else:
+            words = f"write the prompts into the rows: `jq -c {shlex.quote(program)} ROWS.jsonl > NEW.jsonl`, and read `path: NEW.jsonl`"
+            ledger.ask(path, f'{words}; `data: {{separator: ""}}`', (*place, "format"))
         return
     advice = OF_A_SOURCE["type"].advice(value)
     kind, _, variant = str(value).partition(".")
