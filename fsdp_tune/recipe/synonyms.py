@@ -176,27 +176,16 @@ _PROMPTS = "data: {loss_on: completion}"
 _ALL_TEXT = "data: {loss_on: all}` (the prompt too) or `data: {loss_on: completion}"
 _NO_8_BIT = "{value} is not supported: 4 bits are `quantization: {{load: nf4}}`"
 _DTYPES = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "float32": "no",
-    "fp32": "no",
-    "true": "bf16",
-    "false": "no",
-    "no": "no",
+    **dict.fromkeys(("bfloat16", "bf16", "true"), "bf16"),
+    **dict.fromkeys(("float16", "fp16"), "fp16"),
+    **dict.fromkeys(("float32", "fp32", "false", "no"), "no"),
 }
 _ATTENTION = {
-    "fa2": "flash_attention_2",
+    **dict.fromkeys(("fa2", "flash_attention_2", "flash_attn", "true"), "flash_attention_2"),
+    **dict.fromkeys(("disabled", "eager"), "eager"),
+    **dict.fromkeys(("auto", "false"), None),
     "fa3": "flash_attention_3",
-    "flash_attention_2": "flash_attention_2",
-    "true": "flash_attention_2",
     "sdpa": "sdpa",
-    "disabled": "eager",
-    "eager": "eager",
-    "auto": None,
-    "false": None,
-    "flash_attn": "flash_attention_2",
 }
 _KERNEL = "write the kernel as `model: {{attn_implementation: …}}`: auto, sdpa, flash_attention_2, eager"
 _NOT_PISSA = "leave it out: adapters that change the base (PiSSA, OLoRA, CorDA) are not supported"
@@ -395,6 +384,13 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "quantize_base": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
         "checkpointer": ("model.name_or_path", None),
     },
+    "Accelerate": dict.fromkeys(
+        (
+            *("compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend"),
+            *("same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
+        ),
+        ("launch", None, _leave(": `fsdp-tune train` starts the ranks")),
+    ),
     None: {
         **dict.fromkeys(("lora_r", "lora_rank", "rank"), ("lora.r", None)),
         "lora_target_modules": ("lora.target_modules", None, _targets),

@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.read.other_tools import COUNTERPARTS, OTHER_TOOLS, other_tool
+from fsdp_tune.recipe.read.other_tools import COUNTERPARTS, other_tool
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from tests.recipe.foreign_files import FILES
@@ -72,8 +72,7 @@ def test_toml_file_given_as_a_recipe_is_to_be_imported(tmp_path: Path) -> None:
 def test_every_counterpart_is_a_key_of_a_recipe() -> None:
     keys = {key.name for key in all_keys()} | {f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None}
     assert {here for found in COUNTERPARTS.values() for here in found.values()} - keys == set()
-    assert tuple(COUNTERPARTS) == OTHER_TOOLS
-    assert {tool for tool, *_ in EXAMPLES} == set(OTHER_TOOLS)
+    assert {tool for tool, *_ in EXAMPLES} == set(COUNTERPARTS)
 
 
 def test_files_of_tools_with_an_importer_are_theirs() -> None:

@@ -158,6 +158,7 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
     "devices": [(4, {"launch": {"num_processes": 4}}), ([0, 1, 2], {"launch": {"num_processes": 3}})],
     "nproc_per_node": [(8, QUESTION)],
     "group_by_length": [(True, LEFT_OUT)],
+    **_each(tuple(name for name, synonym in SYNONYMS.items() if synonym.tool == "Accelerate"), [("x", LEFT_OUT)]),
     **_each(
         ("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"),
         [("a.jsonl", {"data": {"train": [{"path": "a.jsonl"}]}})],

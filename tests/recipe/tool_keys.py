@@ -63,11 +63,12 @@ def _default(value: ast.expr | None) -> Any:
     if isinstance(value, ast.Call):
         named = {keyword.arg: keyword.value for keyword in value.keywords}
         value = named.get("default", value.args[0] if value.args and ast.unparse(value.func) == "Field" else None)
+    found: object = None
     try:
         found = None if value is None else ast.literal_eval(value)
     except ValueError:
         return None
-    return found if isinstance(found, str | int | float | bool | list) else None
+    return found if isinstance(found, str | int | float | bool | list) else None  # pyright: ignore[reportUnknownVariableType]
 
 
 if __name__ == "__main__":

@@ -206,7 +206,6 @@ COUNTERPARTS: dict[str, dict[str, str]] = {
     },
 }
 """Keys with the same unit and scope in a recipe, by tool; under `data.train` and `data.eval` they are of an entry."""
-OTHER_TOOLS = tuple(_TELLING)
 
 
 def other_tool(values: Mapping[str, Any]) -> str | None:

@@ -29,6 +29,8 @@ LAUNCHER, ENVIRONMENT = "launcher", "environment"
 """Keys under which the options of the launcher and the variables are in the account."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
+_SETS = re.compile(r"\w+\.[\w.]+=")
+"""A key of Hydra, `trainer.total_epochs=3`."""
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""
 _SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
@@ -75,7 +77,7 @@ def command_in(text: str) -> ForeignCommand | None:
     found = [
         (statement, words)
         for statement, words in found
-        if words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS for word in words)
+        if words and _is_program(words) and any(word.startswith("--") or word in _PROGRAMS or _SETS.match(word) for word in words)
     ]
     chosen = [each for each in found if _is_training(each[1])] or found
     if len(chosen) > 1:
