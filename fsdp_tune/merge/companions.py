@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.merge.source import INDEX_NAME, Selection
@@ -109,9 +110,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     refuse_outside(path, folder)
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

@@ -25,6 +25,7 @@ import yaml
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, stage_lock, stages_inside, staging_path, undo_fill
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
@@ -280,7 +281,7 @@ def write_companions(
         config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
-        put(stage / name, path.read_bytes())
+        put(stage / name, read_regular(path))
 
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
@@ -410,7 +411,7 @@ def without_folders(value: Any) -> Any:
 def _data_values(run: RunDir) -> list[tuple[str, str]]:
     """Return size and digest of the training data; nothing if their account cannot be read."""
     try:
-        data = json.loads(run.data_json.read_bytes())
+        data = json.loads(read_regular(run.data_json))
         report = DataReport.model_validate(data["report"])
         if report.stream_sample_rows is not None:  # the account is of the first rows of each source
             return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]

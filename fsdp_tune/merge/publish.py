@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
@@ -205,7 +206,7 @@ def _listed(folder: Path) -> list[Path]:
     """Return the files that the record of the merge lists and that are there. Raises: usage error without a sound record."""
     record = folder / RECORD_NAME
     try:
-        document = json.loads(record.read_bytes())
+        document = json.loads(read_regular(record))
         files = document["files"] if "files" in document else _files_before_the_list(folder, document)
         paths = [_path_in(folder, str(name)) for name in files]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -256,7 +257,7 @@ def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
             copy = stage / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path.name in PROVENANCE:
-                document = without_folders(json.loads(path.read_bytes()))
+                document = without_folders(json.loads(read_regular(path)))
                 write_file(copy, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
             else:
                 copy.symlink_to(path.resolve())

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
@@ -251,7 +252,7 @@ def _of_verl(source: Path) -> Path | None:
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
     try:
-        record: Any = json.loads((output / "merge.json").read_bytes())
+        record: Any = json.loads(read_regular(output / "merge.json"))
         steps, reason = list(record["steps"]), str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
@@ -386,7 +387,7 @@ def _best_metric(run: RunDir) -> tuple[str, bool]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -464,7 +465,7 @@ def _require_base(run: RunDir) -> None:
 def _recipe(run: RunDir) -> Recipe | None:
     """Return the resolved recipe; None if another tool wrote the `checkpoint-N` directories."""
     try:
-        return Recipe.model_validate_json(run.recipe_json.read_bytes())
+        return Recipe.model_validate_json(read_regular(run.recipe_json))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.files import open_regular
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.records import Document
 
@@ -115,7 +116,7 @@ def digest_of_samples(paths: Iterable[Path]) -> str:
     for path in sorted(paths):
         size_bytes = path.stat().st_size
         found.update(f"{path.name} {size_bytes}\n".encode())
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             last = max(0, size_bytes - SAMPLE_BYTES)
             for at in sorted({last * index // (SAMPLES - 1) for index in range(SAMPLES)}):
                 file.seek(at)

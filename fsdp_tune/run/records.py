@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Document:
     def read(cls, path: Path) -> Self | None:
         """Return the document, or None if there is no file. Raises: usage error if the file is damaged or of a newer version."""
         try:
-            raw: dict[str, Any] = json.loads(path.read_bytes())
+            raw: dict[str, Any] = json.loads(read_regular(path))
             version = int(raw.pop("version", 1))
             if version > cls.VERSION:
                 message = f"was written by a newer fsdp-tune (version {version}; this one reads up to {cls.VERSION})"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.mirror.remote_run import (
     MISSING_NAME,
@@ -42,7 +43,7 @@ from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
-from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.metrics_file import METRICS_BYTES, append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
@@ -100,7 +101,7 @@ class SentFiles:
         self._lock = threading.Lock()
         self._sent: dict[str, tuple[str, str]] = {}
         with suppress(OSError, ValueError, TypeError):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in read_regular(path).decode().splitlines():
                 name, digest, stamp = json.loads(line)
                 self._sent[str(name)] = (str(digest), str(stamp))
 
@@ -395,7 +396,7 @@ def _run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:
     names = [*RUN_FILES, *(f"model/{name}" for name in list_files(run.model))]
     for name in names:
         with suppress(FileNotFoundError):
-            data = (run.path / name).read_bytes()
+            data = read_regular(run.path / name, most_bytes=METRICS_BYTES)
             if not (run.path / name).stat().st_mode & 0o077:
                 private.add(name)
             contents[name] = data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data

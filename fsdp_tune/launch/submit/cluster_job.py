@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.run.events import CheckpointSaved, number, read_event
 from fsdp_tune.run.manifest import digest
@@ -148,7 +149,7 @@ class JobStart(JsonAnswer):
 def read_attempts(output_dir: Path) -> list[JobStart]:
     """Return the starts of a run by an engine, oldest first; [] if it was never submitted."""
     try:
-        lines = json_objects(JobFiles(output_dir).attempts.read_bytes())
+        lines = json_objects(read_regular(JobFiles(output_dir).attempts))
     except OSError:
         return []
     found: dict[tuple[str, int], JobStart] = {}

@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, are_stacked_experts, is_embedding, is_head, tie_setting
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
@@ -131,9 +132,7 @@ def find_config(given: Path | None, places: Sequence[Path]) -> AdapterConfig | N
 
 def _read(path: Path) -> AdapterConfig:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterConfig(path, {}).wrong(str(error)) from error
     if not isinstance(values, dict):

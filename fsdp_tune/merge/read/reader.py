@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.files import open_descriptor
 from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
 from fsdp_tune.run.manifest import is_inside
@@ -181,7 +182,7 @@ class SourceFiles:
         try:
             if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
-            return _File(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return _File(open_descriptor(path))
         except FileNotFoundError as error:
             raise failed_error(
                 "merge-shard-missing",
