@@ -493,6 +493,6 @@ def test_status_estimates_time_left_and_compares_memory_with_the_plan(fresh: Run
     fresh.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fresh.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
     facts = run_status(fresh)
-    assert (facts.state, facts.seconds_left) == ("running", 120.0)
+    assert (facts.state, facts.seconds_left) == ("running", 59.0)  # of 60 steps of a second, the last line is old
     assert (facts.loss, facts.recent_losses) == (None, [9.0, 2.0, None])
     assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (40.0, 9.0, 10.0)
