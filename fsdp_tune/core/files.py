@@ -1,6 +1,6 @@
 """Open and read files that others may have replaced: regular files only, without blocking, and up to a limit of size.
 
-A FIFO in the place of a file blocks `open` until a writer appears, a device may never end, and a file of many gigabytes exhausts the memory.
+A FIFO in the place of a file blocks `open` until a writer appears, a device may never end, and a file of many gigabytes exhausts memory.
 Whatever reads the files of a run or of a checkpoint opens them here.
 """
 

@@ -64,7 +64,20 @@ def test_seconds_are_of_all_steps(tmp_path: Path) -> None:
 
 def test_labels_have_as_many_parents_as_they_need() -> None:
     assert labels_of([Path("/a/one"), Path("/a/two")]) == ["one", "two"]
-    assert labels_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a/x/run", "b/x/run"]
+    assert labels_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a", "b"]
+
+
+def test_labels_are_shortened_to_the_words_that_differ() -> None:
+    def labels(*names: str) -> list[str]:
+        return labels_of([Path("/runs", name) for name in names])
+
+    assert labels("llama-lr1e-5-long", "llama-lr2e-5-long") == ["lr1e-5", "lr2e-5"]
+    assert labels("run-1", "run-2") == ["run-1", "run-2"]  # a number alone names nothing
+    assert labels("base", "base-lora") == ["base", "base-lora"]
+    assert labels("seed_1_a", "seed_2_a", "seed_2_b") == ["1_a", "2_a", "2_b"]
+    assert labels("x-0.1", "x-0.2") == ["x-0.1", "x-0.2"]
+    assert labels("only-one") == ["only-one"]
+    assert labels("a-b", "a-b") == ["a-b", "a-b"]
 
 
 def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
