@@ -178,7 +178,9 @@ def _whole(value: object) -> int | None:
 
 def measured_lead(lines: Sequence[Mapping[str, Any]]) -> Lead | None:
     """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
-    saves = [event.seconds for line in lines if isinstance(event := read_event(line), CheckpointSaved)][-MEASURED_LINES:]
+    # Earlier versions wrote `seconds` without the stall.
+    saves = [max(event.seconds, event.stall_seconds) for line in lines if isinstance(event := read_event(line), CheckpointSaved)]
+    saves = saves[-MEASURED_LINES:]
     if not saves:
         return None
     step = max(_last([number(line.get("step_seconds")) for line in lines]), default=0.0)
