@@ -300,16 +300,28 @@ def report(
     show_report(screen, done)
 
 
+RANKING_DROPPED_FIRST = ("memory (GiB)", "state", "tokens/s/device", "done", "last evaluation loss", "loss")
+"""Columns of the ranking that a terminal gets only if they fit, the least important first; the keys that differ are kept longest."""
+
+
 def show_report(screen: Screen, done: RunReport) -> None:
-    rows = [
-        [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
-        for each in (run.summary() for run in done.runs)
-    ]
-    screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], rows)
-    if changed := done.differences.recipe:
-        screen.table(
-            "recipes", ["key", *(run.label for run in done.runs)], [[key, *(value or "" for value in row)] for key, row in changed.items()]
-        )
+    """Print the ranking of several runs, or the figures of one."""
+    from fsdp_tune.pages.ranking import ranking_of
+
+    if len(done.runs) > 1:
+        ranking = ranking_of(done.runs, done.differences.recipe)
+        columns = ["run", *(column.title for column in ranking.columns)]
+        rows = [[run.label, *(f"{cell.text}{' *' if cell.is_best else ''}" for cell in run.cells)] for run in ranking.runs]
+        keys = [column.title for column in reversed(ranking.columns) if column.full]
+        screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
+        marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
+        hidden = f"{ranking.hidden_keys} more keys of the recipes differ" if ranking.hidden_keys else ""
+        if notes := "; ".join(part for part in (marked, hidden) if part):
+            screen.message(notes)
+    else:
+        (each,) = (run.summary() for run in done.runs)
+        cells = [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
+        screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], [cells])
     if done.page is not None:
         screen.message(f"the page is {done.page}")
 

@@ -140,7 +140,10 @@ class Chart:
         return f"{shown} and {more:,} more" if more > 0 else shown
 
     def as_json(self, limit: int) -> dict[str, Any]:
-        """Return what the script draws: at most `limit` points a curve, steps as differences, values with six digits, null if not finite."""
+        """Return what the script draws: at most `limit` points a curve, steps as differences, values with six digits.
+
+        A value that is not finite is null.
+        """
         span = min(int(each.curve.steps[0]) for each in self.series), max(int(each.curve.steps[-1]) for each in self.series)
         curves = [(series, series.curve.thinned(limit, span)) for series in self.series]
         return {

@@ -21,8 +21,6 @@ Line = Mapping[str, Any]
 ABSENT, NOT_FINITE = math.inf, math.nan
 """In a column: the line has no such field, or null; it has NaN, infinity or a text. No value is infinite otherwise."""
 
-_WHOLE = 1 << 53
-
 
 class Curve:
     """A number over the steps of a run: `steps` [n] int64 increasing, `values` [n] float64; NaN is a value that is not finite."""
@@ -106,10 +104,9 @@ class Columns:
                 column = columns[name] = array("d")
             if len(column) < count:
                 column.extend([ABSENT] * (count - len(column)))
-            kind = type(value)
             if value is None:
                 column.append(ABSENT)
-            elif (kind is float and value - value == 0.0) or (kind is int and -_WHOLE < value < _WHOLE):
+            elif isinstance(value, float) and value - value == 0.0:  # the common case
                 column.append(value)
             else:
                 found = number(value)

@@ -201,7 +201,9 @@ class MetricsReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode, self._offset, self._end = 0, 0, b""
+        self._inode = 0
+        self._offset = 0
+        self._end = b""
 
     def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
         """Return the objects of the new complete lines. Raises: usage error `run-unreadable`, OSError."""
@@ -216,7 +218,7 @@ class MetricsReader:
             refuse_larger(self._path, status.st_size, METRICS_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
             if not is_same:
-                self._inode, self._offset, self._end = status.st_ino, 0, b""
+                self._inode, self._offset, self._end = int(status.st_ino), 0, b""
             stack.pop_all()
         return _objects(self._new_lines(file)), not is_same
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,23 +17,7 @@ from fsdp_tune.run.launch_files import Outcome, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_data
 from tests.cli.in_process import errors, invoke
 from tests.pages.written import training_line, written
-
-SECONDS = 10
-"""Limit of a command."""
-
-
-@contextmanager
-def limited(what: object) -> Iterator[None]:
-    def fail(*_: object) -> None:
-        pytest.fail(f"it waits: {what}")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+from tests.time_limit import limited
 
 
 def run_with_every_file(folder: Path) -> RunDir:
@@ -74,8 +57,9 @@ def replaced_by_a_fifo(path: Path) -> Iterator[None]:
         shutil.move(kept, path)
 
 
-def test_no_fifo_in_a_run_delays_a_command(tmp_path: Path) -> None:
+def test_no_fifo_in_a_run_delays_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file in turn. A file that a command needs is named with exit 2; one that it does not need changes nothing."""
+    monkeypatch.setattr("fsdp_tune.pages.report_page.report_page", lambda *_, **__: "")  # it reads nothing
     run = run_with_every_file(tmp_path / "runs" / "one")
     commands = (
         ("status", run.path),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,7 @@ import pytest
 from fsdp_tune.core import files
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.files import UnsuitableFileError, lines_of, open_regular, read_regular
-
-
-@pytest.fixture(autouse=True)
-def _limit() -> Iterator[None]:
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
+from tests.time_limit import limited
 
 
 def unsuitable(folder: Path) -> dict[str, Path]:
@@ -35,7 +27,7 @@ def unsuitable(folder: Path) -> dict[str, Path]:
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for kind, path in unsuitable(tmp_path).items():
         for read in (open_regular, read_regular, lambda each: list(lines_of(each))):
-            with pytest.raises(UnsuitableFileError) as caught:
+            with limited(kind), pytest.raises(UnsuitableFileError) as caught:
                 read(path)
             (problem,) = caught.value.problems
             assert (problem.where.source, problem.message) == (str(path), f"is {kind}, not a regular file")
