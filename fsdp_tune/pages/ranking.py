@@ -48,7 +48,7 @@ class RankedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class RunRanking:
     """Columns, and the runs sorted by `sorted_by`, the best first."""
 
     columns: Sequence[Column]
@@ -59,7 +59,7 @@ class Ranking:
     """Keys that differ and have no column."""
 
 
-def ranking_of(runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]) -> Ranking:
+def ranking_of(runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]) -> RunRanking:
     """Return the ranking by the best evaluation loss, or else by the last loss. Figures that no run has are left out."""
     keys = sorted(recipe_differences, key=lambda key: key.startswith(LAST_SECTIONS))[:KEYS]
     found = [run.summary() for run in runs]
@@ -88,7 +88,7 @@ def ranking_of(runs: Sequence[RunRecord], recipe_differences: Mapping[str, Seque
     ranked = [RankedRun(at, run.label, str(run.run.path), [own[at] for own in cells]) for at, run in enumerate(runs)]
     if sorted_by >= 0:
         ranked.sort(key=lambda run: _order(run.cells[sorted_by]))
-    return Ranking(columns, ranked, sorted_by, len(recipe_differences) - len(keys))
+    return RunRanking(columns, ranked, sorted_by, len(recipe_differences) - len(keys))
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:

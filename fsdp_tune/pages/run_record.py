@@ -28,7 +28,7 @@ from fsdp_tune.run.metrics_file import MetricsReader, read_metrics
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 
-class _Lines(list[dict[str, Any]]):
+class _SortedLines(list[dict[str, Any]]):
     """Lines as they are in the file, in the order of their steps."""
 
     @property
@@ -55,7 +55,7 @@ class RunLines:
 
 def sorted_lines(lines: Iterable[Line]) -> RunLines:
     """Return the lines by kind (`metrics_table.sort_lines`)."""
-    losses, evals, events = _Lines(), _Lines(), list[AnyEvent]()
+    losses, evals, events = _SortedLines(), _SortedLines(), list[AnyEvent]()
     sort_lines(lines, losses, evals, events)
     return RunLines(losses, evals, events)
 

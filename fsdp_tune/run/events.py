@@ -288,8 +288,7 @@ class WitnessCost(MetricsEvent):
 
 @event("checkpoint_saved", "routine")
 class CheckpointSaved(MetricsEvent):
-    """A checkpoint is complete; `seconds` is the wall time from its request to its completion, `stall_seconds` how long training stopped
-    for it."""
+    """A checkpoint is complete; `seconds` is the wall time since its request, `stall_seconds` how long training stopped for it."""
 
     seconds: float
     stall_seconds: float
