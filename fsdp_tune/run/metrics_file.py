@@ -210,7 +210,8 @@ class MetricsReader:
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
-            was_read, self._offset = self._offset > 0, 0
+            was_read = self._offset > 0
+            self._offset, self._end = 0, b""
             return iter(()), was_read
         status = os.fstat(file.fileno())
         with contextlib.ExitStack() as stack:
