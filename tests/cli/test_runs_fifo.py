@@ -93,7 +93,7 @@ def test_no_fifo_in_a_run_delays_a_command(tmp_path: Path, monkeypatch: pytest.M
 def test_device_is_named_with_a_remedy(tmp_path: Path) -> None:
     run = run_with_every_file(tmp_path / "one")
     run.metrics_jsonl.unlink()
-    run.metrics_jsonl.symlink_to("/dev/zero")
+    run.metrics_jsonl.symlink_to("/dev/null")
     for words in (("status", run.path), ("report", run.path, "--output", tmp_path / "page.html")):
         with limited(words):
             (error,) = errors(*words)

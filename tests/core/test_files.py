@@ -17,7 +17,7 @@ from tests.time_limit import limited
 def unsuitable(folder: Path) -> dict[str, Path]:
     """Paths that are no regular files, by the word of the message."""
     os.mkfifo(folder / "fifo")
-    (folder / "link").symlink_to("/dev/zero")
+    (folder / "link").symlink_to("/dev/null")
     (folder / "inside").mkdir()
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "s"))
