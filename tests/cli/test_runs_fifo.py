@@ -63,7 +63,6 @@ def test_no_fifo_in_a_run_delays_a_command(tmp_path: Path, monkeypatch: pytest.M
     run = run_with_every_file(tmp_path / "runs" / "one")
     commands = (
         ("status", run.path),
-        ("status", run.path.parent),
         ("report", run.path, "--output", tmp_path / "page.html"),
         ("merge-checkpoint", run.path, "--best"),
     )
