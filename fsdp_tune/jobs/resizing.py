@@ -177,7 +177,7 @@ class OwnRun:
             recipe=first.model_copy(update=own),
             reasons=record.reasons,
             plan=self.plan,
-            environment=Environment(versions(), host(), recorded_devices(), [each.as_dict() for each in self.extensions]),
+            environment=Environment(versions(), host(), recorded_devices(), [each.as_dict() for each in self.extensions], environment.base),
             data=replace(data, skipped=theirs.skipped),
             start=self._start(request, is_new=is_new),
             save_model=partial(_copy_files, received.model),

@@ -61,7 +61,7 @@ from fsdp_tune.recipe.rules.training import schedule_of_steps
 from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base
+from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base, weights_at_start
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
@@ -382,14 +382,14 @@ class _Job:
         return data.order(self.recipe, data.training_store()).total_steps(epochs)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
-        extensions = [each.as_dict() for each in self.extensions]
+        extensions, before = [each.as_dict() for each in self.extensions], None if start.is_new else self.plan.run.environment_json
         files = RunFiles(
             recipe_text=self.loaded.text,
             overrides=self.loaded.overrides,
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment=Environment(versions(), host(), recorded_devices(), extensions),
+            environment=Environment(versions(), host(), recorded_devices(), extensions, weights_at_start(before, self.recipe.model)),
             data=inputs.data,
             start=start,
             save_model=lambda directory: self._save_model(directory, inputs),

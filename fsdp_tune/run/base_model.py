@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.units import KIB
-from fsdp_tune.run.records import Document
+from fsdp_tune.recipe.schema.sections import Model
+from fsdp_tune.run.records import Document, Environment
 
 BASE_FILE, LAYOUT_FILE = "base.json", "base_layout.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,30 @@ def describe_base(name: str, revision: str | None) -> BaseModel:
     if not folder.is_dir():
         return BaseModel(name, _commit(name, revision) or revision)
     return BaseModel(str(folder.resolve()), digest=digest_of_weights(folder))
+
+
+def identify_weights(name: str | None, revision: str | None) -> str | None:
+    """Return what tells the weights of a model from others: `REPOSITORY@COMMIT`, or a digest of a local directory's weight files.
+
+    None if neither is known, and for a run, whose weights are in sharded checkpoints.
+    """
+    if name is None:
+        return None
+    folder = Path(name)
+    try:
+        if folder.is_dir():
+            has_weights = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
+            return digest_of_weights(folder) if has_weights else None
+        commit = _commit(name, revision)
+    except (OSError, ValueError):
+        return None
+    return None if commit is None else f"{name}@{commit}"
+
+
+def weights_at_start(environment_json: Path | None, model: Model) -> str | None:
+    """Return the weights that a run starts from: those that its environment.json records if it is resumed, else those of the model now."""
+    recorded = Environment.read(environment_json) if environment_json is not None else None
+    return recorded.base if recorded is not None and recorded.base is not None else identify_weights(model.name_or_path, model.revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +132,7 @@ def digest_of_weights(folder: Path) -> str:
 
     Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
     """
-    return digest_of_samples([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return digest_of_samples([file for pattern in WEIGHT_FILES for file in folder.glob(pattern)])
 
 
 def digest_of_samples(paths: Iterable[Path]) -> str:

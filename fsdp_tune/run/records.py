@@ -100,6 +100,8 @@ class Environment(Document):
     """`kind`, `name` and `memory_bytes` of each visible device."""
     extensions: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """Fields of `recipe.references.Extension`."""
+    base: str | None = None
+    """`run.base_model.identify_weights` of the model that the run starts from; None with random weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin
 
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
-from fsdp_tune.recipe.schema.kinds import NOTHING, OnResume
+from fsdp_tune.recipe.schema.kinds import RESULT, OnResume
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS
 from tests.fuzz.families import EXPERTS, FAMILIES, HAS_EAGER_ALONE, LAYERS, TAKES_FLASH
 from tests.model.flash import FLASH_STAND_IN
@@ -115,7 +115,7 @@ def reason_not_drawn(name: str) -> str | None:
 def keys() -> Iterator[str]:
     """Every key that affects data, memory, time or numbers: of the schema, and those that `training:` passes on."""
     names = [key.name for key in all_keys()] + [f"training.{name}" for name in PASSED_EFFECTS]
-    return (name for name in dict.fromkeys(names) if effect_of(name).affects != NOTHING)
+    return (name for name in dict.fromkeys(names) if effect_of(name).affects & ~RESULT)
 
 
 def values_of(name: str) -> tuple[Any, ...]:

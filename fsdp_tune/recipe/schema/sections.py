@@ -14,6 +14,7 @@ from fsdp_tune.recipe.schema.kinds import (
     NOTHING,
     NUMBERS,
     REFUSED,
+    RESULT,
     TIME,
     TRAJECTORY,
     AboveOne,
@@ -421,7 +422,7 @@ class Launch(Section):
     """Address of machine 0; null = the address from Slurm or Kubernetes."""
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
     """auto = a free port; 29500 for several machines, which must agree on one."""
-    env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
+    env: Annotated[dict[str, str], Effect(MEMORY | TIME | RESULT, FREE)] = {}
     """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
     shared_directory: Annotated[bool, Effect(NOTHING, FREE)] = True
     """Whether all machines see one `output_dir`; false = each has its own, with its ranks' part of every checkpoint."""
@@ -442,13 +443,13 @@ class Merge(Section):
 
     at_end: bool = True
     """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
-    dtype: Auto | MergedDtype = "auto"
+    dtype: Annotated[Auto | MergedDtype, Effect(RESULT, FREE)] = "auto"
     """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
     """Output of a LoRA run: merged weights, the adapter, or both."""
-    base: BaseWeights = "trained"
+    base: Annotated[BaseWeights, Effect(RESULT, FREE)] = "trained"
     """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
     verify: MergeCheck = "quick"
     """How the merged directory is checked."""

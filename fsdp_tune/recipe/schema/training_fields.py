@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.recipe import ParameterGroup, Training
 
 
@@ -120,19 +120,28 @@ PASSED_EFFECTS: dict[str, Effect] = {
         ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"), Effect(MEMORY | TIME | NUMBERS, TRAJECTORY)
     ),
     **dict.fromkeys(("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"), Effect(NUMBERS, TRAJECTORY)),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism"), Effect(MEMORY | TIME, FREE)),
+    "tf32": Effect(MEMORY | TIME | NUMBERS, FREE),  # 10 bits of the mantissa, in place of 23
     **dict.fromkeys(
-        ("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism", "tf32"), Effect(MEMORY | TIME, FREE)
+        (
+            *("eval_delay", "eval_on_start", "eval_steps", "save_strategy"),
+            *("greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
+        ),
+        Effect(RESULT, FREE),
     ),
     **dict.fromkeys(
         (
-            *("eval_delay", "eval_on_start", "eval_steps", "greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
             *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "logging_first_step"),
-            *("logging_strategy", "project", "save_strategy", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+            *("logging_strategy", "project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
         ),
         Effect(NOTHING, FREE),
     ),
 }
 """The effects of the fields that `training:` passes on; a field of a newer transformers affects everything until it has a row."""
+CHOOSING = tuple(
+    f"training.{name}" for name in ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_steps", "save_strategy")
+)
+"""Keys that affect the result only of a run in which evaluations choose a checkpoint or end the run (`chooses_by_evaluation`)."""
 _RANGES: dict[str, tuple[float, bool]] = {
     # name: (least value, whether that value itself is allowed)
     "num_train_epochs": (0, False),
@@ -219,6 +228,11 @@ def training_value(training: Training, name: str) -> Any:
     """Return the value of a passed field, as given or transformers' default (`max_steps`, `num_train_epochs` …)."""
     extra = training.model_extra or {}
     return extra[name] if name in extra else TRAINING_FIELDS.fields[name].default
+
+
+def chooses_by_evaluation(training: Training) -> bool:
+    """Return whether evaluations choose the delivered checkpoint, or end the run."""
+    return bool(training_value(training, "load_best_model_at_end")) or training.early_stopping is not None
 
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
