@@ -194,7 +194,8 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
         exchanges, special, refused = _exchanges(model, server, prompts, options.max_new_tokens, observer)
         found = _answer(a, server, exchanges, special, refused, model, options)
     stored = server.stored_type or ""
-    if found.verdict != "different" or options.tolerance is not None or stored.endswith("F32") or not is_near(exchanges):
+    is_off = any(stage.status == "different" for stage in found.stages if stage.name in ("logprobs", "same_tokens"))
+    if not is_off or options.tolerance is not None or stored.endswith("F32") or not is_near(exchanges):
         return found
     observer.phase("computing A in half precision")
     dtype = "fp16" if stored.endswith("F16") and not stored.endswith("BF16") else "bf16"

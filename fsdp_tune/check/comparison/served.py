@@ -16,6 +16,10 @@ from fsdp_tune.core.command import JsonAnswer
 
 TOLERANCE = 0.02
 """Mean difference of log-probabilities that counts as none: what half precision moves the tokens of a greedy answer by."""
+UNCERTAIN, LEAST_UNCERTAIN = -0.1, 4
+"""Log-probability below which half precision shows, and the fewest such tokens that show it."""
+IN_FP32, MOST_IN_FP32 = 1e-5, 1e-3
+"""Median difference in which two programs that compute in fp32 agree, and how far one token may be off then."""
 FAR = 0.5
 """Mean difference beyond which no dtype is the reason."""
 ROUNDED = 2.0
@@ -124,6 +128,11 @@ class _Differences:
     def known(self) -> npt.NDArray[np.float64]:
         return np.abs(self.values[~np.isnan(self.values)])
 
+    def _is_in_fp32(self) -> bool:
+        """Return whether most tokens are as near as in fp32: then a token that is not is no rounding."""
+        off = self.known[np.array(self.ours)[~np.isnan(self.values)] < UNCERTAIN]
+        return len(off) >= LEAST_UNCERTAIN and float(np.median(off)) < IN_FP32
+
     def parts(self) -> list[slice]:
         """Return the tokens of the prompt, which may be improbable, and those of the answer, which are mostly probable."""
         return [part for part in (slice(0, self.of_prompt), slice(self.of_prompt, None)) if len(self.values[part])]
@@ -137,7 +146,9 @@ class _Differences:
             off = np.nan_to_num(np.abs(self.values[part]))
             known = off[~np.isnan(self.values[part])]
             mean, one = tolerance, OF_ONE_TOKEN * tolerance
-            if self.rounding is not None:
+            if self._is_in_fp32():
+                one = min(one, MOST_IN_FP32)
+            elif self.rounding is not None:
                 mean, one = max(mean, ROUNDED * self.rounding[part].mean()), max(one, ROUNDED * self.rounding[part].max())
             if len(known) and (known.mean() > mean or known.max() > one):
                 return int(np.argmax(off > (one if known.max() > one else mean))) + (part.start or 0)
@@ -260,17 +271,6 @@ def _values(answer: ServedAnswer, score: ScoredTokens) -> list[float]:
     return [*(score.prompt if answer.prompt else ()), *score.logprobs]
 
 
-def _largest_rounding(each: Exchange) -> float:
-    """Return by how much a log-probability of the answer moves at most in the server's dtype; 0 if that was not computed."""
-    if each.score is None or each.half_score is None or not each.score.tokens:
-        return 0.0
-    off = (
-        np.abs(np.subtract(each.half_score.best_logprobs, each.score.best_logprobs)),
-        np.abs(np.subtract(each.half_score.logprobs, each.score.logprobs)),
-    )
-    return float(sum(part.max() for part in off))
-
-
 def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_out: list[str]) -> ComparedStage:
     is_same = name == "same_tokens"
     places: list[tuple[str, Found | None]] = []
@@ -373,8 +373,10 @@ def answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float
 
 
 def _answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float) -> tuple[Found | None, bool]:
-    """Return the first difference, and whether the answers part at a near tie."""
-    limit = max(tolerance, ROUNDED * _largest_rounding(each))
+    """Return the first difference, and whether the answers part at a near tie: as near as the log-probabilities of the answer differ."""
+    found = differences(each.answer, each.score)
+    is_known = found is not None and len(found.known) > 0
+    limit = max(IN_FP32, ROUNDED * float(found.known.max())) if found is not None and is_known else tolerance
     if each.score is not None and each.score.tokens:
         return _by_tokens(each.answer, each.score, {int(token): text for token, text in special.ends.items()}, limit)
     return _by_text(each, limit)
@@ -463,6 +465,9 @@ def _rounded(value: float) -> float:
 
 
 def score_request(ids: Sequence[int], answer: ServedAnswer) -> ScoreRequest:
-    """Return what the model is asked about an answer to the prompt `ids`."""
+    """Return what the model is asked about an answer to the prompt `ids`: its tokens, and at each position the server's most probable ones,
+    the token before and the token after, by which logits of another position are recognised."""
     tokens = [(each.id, each.text) for each in answer.tokens]
-    return ScoreRequest(list(ids), tokens, [[(one.id, one.text) for one in each.top] for each in answer.tokens], bool(answer.prompt))
+    around = list(zip([*tokens[:1], *tokens[:-1]], [*tokens[1:], *tokens[-1:]], strict=True))
+    tops = [[*((one.id, one.text) for one in each.top), *near] for each, near in zip(answer.tokens, around, strict=True)]
+    return ScoreRequest(list(ids), tokens, tops, bool(answer.prompt))

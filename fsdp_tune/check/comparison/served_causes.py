@@ -86,8 +86,8 @@ def _pairs(exchanges: Sequence[Exchange]) -> Iterator[Pair]:
 
 def _of_logprobs(pairs: Sequence[Pair], tolerance: float, stored_type: str | None) -> ServedCause:
     if (by := _shift(pairs, tolerance)) is not None:
-        text = f"the server's log-probabilities are shifted by one position: each is A's of the {'next' if by > 0 else 'previous'} token"
-        return ServedCause(text, "of a server that you write: logits at a position are those of the next token", is_shown=True)
+        text = f"the server's log-probabilities are shifted by one position: each is A's at the {'next' if by > 0 else 'previous'} one"
+        return ServedCause(text, "the logits of a position are those of the token after it", is_shown=True)
     if (scale := scale_of([(answer, score) for _, answer, score in pairs])) is not None:
         return ServedCause(
             f"the server's logits are {scale:g} times A's", "a temperature, a scale of the logits or a soft cap: see its settings"
@@ -109,16 +109,36 @@ def _of_logprobs(pairs: Sequence[Pair], tolerance: float, stored_type: str | Non
 
 
 def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
-    """Return by how many positions the server's log-probabilities are late, 1 or -1; None if a shift does not explain them."""
+    """Return by how many positions the server's log-probabilities are early, 1 or -1; None if a shift does not explain them.
+
+    Either the numbers stand next to other tokens, of the prompt or of the answer, or they are computed from the logits of another position.
+    """
+    lists = [found for _, answer, score in pairs if (found := differences(answer, score)) is not None]
+    parts = [(found.theirs[part], found.ours[part]) for found in lists for part in found.parts()]
+    parts = [(theirs, ours) for theirs, ours in parts if not _are_close(theirs, ours, tolerance)]
     for by in (1, -1):
-        off: list[float] = []
-        for _, answer, score in pairs:
-            theirs = [token.logprob for token in answer.tokens[: len(score.tokens)]]
-            shifted = list(zip(theirs, score.logprobs[1:], strict=False) if by > 0 else zip(theirs[1:], score.logprobs, strict=False))
-            off += [abs(x - y) for x, y in shifted if math.isfinite(x)]
-        if len(off) >= LEAST_TOKENS and np.mean(off) <= tolerance:
-            return by
+        numbers = [(theirs[:-1], ours[1:]) if by > 0 else (theirs[1:], ours[:-1]) for theirs, ours in parts]
+        logits = [
+            ([token.logprob for token in answer.tokens[: len(score.tokens)]][slice(0, -1) if by > 0 else slice(1, None)], _near(score, by))
+            for _, answer, score in pairs
+        ]
+        for found in (numbers, logits):
+            joined = [[value for each in found for value in each[side]] for side in (0, 1)]
+            if len(joined[0]) >= LEAST_TOKENS and _are_close(joined[0], joined[1], tolerance):
+                return by
     return None
+
+
+def _near(score: ScoredTokens, by: int) -> list[float]:
+    """Return A's log-probability of each token after the logits of the next position (`by` 1) or of the one before (-1)."""
+    rows = score.top[1:] if by > 0 else score.top[:-1]
+    return [math.nan if (value := row[-2 if by > 0 else -1]) is None else value for row in rows]
+
+
+def _are_close(theirs: Sequence[float], ours: Sequence[float], tolerance: float) -> bool:
+    off = np.abs(np.subtract(theirs, ours))
+    known = off[~np.isnan(off)]
+    return not len(known) or bool(known.mean() <= tolerance and known.max() <= OF_ONE_TOKEN * tolerance)
 
 
 def _tops(pairs: Sequence[Pair]) -> Iterator[tuple[set[int], set[int], list[tuple[int, float]]]]:
