@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_tune.check.comparison.causes import DifferentKey, is_of_data
+from fsdp_tune.check.comparison.causes import DifferentKey, is_of_data, rounds_otherwise
 from fsdp_tune.check.comparison.runs import (
     ROUNDING,
     ComparedLines,
@@ -56,7 +56,8 @@ def compare_runs(a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Seq
     if any(recipe.model.name_or_path is not None for recipe in recipes):
         found.before.append(_compare_bases(a, b))
     dtypes = sorted((recipe.compute_dtype for recipe in recipes), key=ROUNDING.__getitem__)
-    limits = [Limits(dtypes[-1], can_round=bool(found.environment or keys), given=given) for _ in range(2)]
+    can_round = bool(found.environment) or any(rounds_otherwise(key.key) for key in keys)
+    limits = [Limits(dtypes[-1], can_round=can_round, given=given) for _ in range(2)]
     found.tolerance = limits[0].first
     lines = compare_lines(one.lines.losses, other.lines.losses, limits[0], (_every(recipes[0]), _every(recipes[1])))
     evaluations = compare_evaluations(one.lines.evals, other.lines.evals, limits[1])

@@ -109,6 +109,11 @@ def is_of_data(name: str) -> bool:
     return bool(effect_of(_INDEX.sub("", name)).affects & Affects.DATA)
 
 
+def rounds_otherwise(name: str) -> bool:
+    """Return whether a key, by its name, chooses how the same numbers are computed: ranks, micro-batches, kernels."""
+    return bool(effect_of(_INDEX.sub("", name)).affects & (Affects.MEMORY | Affects.TIME))
+
+
 def changes_numbers(path: Path, *, chooses_by_evaluation: bool = True) -> bool:
     """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of the sides."""
     name = _INDEX.sub("", dotted(path))
