@@ -66,7 +66,10 @@ def names() -> list[tuple[str, str]]:
         *(("runs, one cause", pair.name) for pair in RUNS),
         *(("runs, equal", pair.name) for pair in EQUAL_RUNS),
         *(("runs, not comparable", pair.name) for pair in NOT_COMPARABLE),
-        *(("servers", planted_name(each[0])) for each in (*test_served.EQUAL, *test_served.PLANTED)),
+        *(
+            ("servers", planted_name(each[0]))
+            for each in (*test_served.EQUAL, *((each,) for each in test_served.HALF), *test_served.PLANTED)
+        ),
     ]
 
 
@@ -91,7 +94,7 @@ def answers() -> Iterator[tuple[str, str, str, CompareAnswer]]:
         yield "equal", "", "", compare_recipes(recipe, *overrides)
     for number, pair in enumerate((*RUNS, *EQUAL_RUNS, *NOT_COMPARABLE)):
         yield pair.expected, pair.stage or "", pair.cause, compare_run_pair(pair, Path(f"pair{number}"))
-    for planted, *_ in test_served.EQUAL:
+    for planted in (*(each[0] for each in test_served.EQUAL), *test_served.HALF):
         yield "equal", "", "", _served(planted)
     for planted, stage, cause, _ in test_served.PLANTED:
         yield "different", stage, cause, _served(planted)

@@ -22,6 +22,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.jobs.confusion import PAGE, names
 from tests.jobs.pairs import (
     ADAPTERS,
     EQUAL_RUNS,
@@ -104,6 +105,7 @@ def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
     assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
 
 
+@pytest.mark.slow  # tests/check/comparison/test_verdicts.py holds the law of each key
 @pytest.mark.parametrize(("recipe", "overrides"), UNSEEN, ids=[overrides[0] for _, overrides in UNSEEN])
 def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(recipe: str, overrides: tuple[str, ...]) -> None:
     found = compare_recipes(recipe, *overrides)
@@ -112,7 +114,17 @@ def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(recip
     assert any(each.startswith(key) for each in found.unsettled)
 
 
-@pytest.mark.parametrize(("recipe", "overrides"), [each[1:] for each in SPELLINGS], ids=[each[0] for each in SPELLINGS])
+FAST = {
+    "four ranks with half the micro-batch",
+    "the same rows with other white space",
+    "warm-up as a share of the steps",
+    "a copy of the model",
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"), [pytest.param(*each[1:], id=each[0], marks=[] if each[0] in FAST else pytest.mark.slow) for each in SPELLINGS]
+)
 def test_other_spelling_of_the_same_training_is_equal(recipe: str, overrides: tuple[str, ...]) -> None:
     found = compare_recipes(recipe, *overrides)
     assert (found.verdict, found.first, found.unsettled) == ("equal", None, [])
@@ -127,6 +139,13 @@ def test_pair_of_runs_gets_its_verdict_with_evidence(pair: RunPair, tmp_path: Pa
     assert found.cause is None or pair.cause in found.cause.text
     if found.equal:
         assert any("of A and" in line for line in found.compared)
+
+
+def test_page_lists_every_pair_and_no_wrong_answer() -> None:
+    text = PAGE.read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.endswith((" right |", " WRONG |"))]
+    assert rows == [name for _, name in names()], "python -m tests.jobs.confusion"
+    assert "WRONG" not in text
 
 
 def test_place_of_an_update_is_that_of_the_first_step() -> None:

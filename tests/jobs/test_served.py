@@ -144,12 +144,15 @@ def test_planted_difference_is_found_with_its_cause(planted: Planted, stage: str
     assert found.cause.hint
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("vLLM", "bfloat16"), ("llama.cpp", "float16")])
-def test_server_in_half_precision_is_equal_within_what_the_model_itself_moves(kind: str, dtype: str) -> None:
+HALF = [Planted("vLLM", echoes=True, dtype="bfloat16"), Planted("llama.cpp", dtype="float16")]
+
+
+@pytest.mark.parametrize("planted", HALF, ids=lambda planted: planted.dtype)
+def test_server_in_half_precision_is_equal_within_what_the_model_itself_moves(planted: Planted) -> None:
     """Prompt tokens are improbable, so that half precision moves them more than those of a greedy answer."""
-    found, _ = compared(Planted(kind, echoes=kind == "vLLM", dtype=dtype))
+    found, _ = compared(planted)
     assert (found.verdict, found.cause) == ("equal", None)
-    noisy, _ = compared(Planted(kind, echoes=kind == "vLLM", dtype=dtype), weights="other")
+    noisy, _ = compared(planted, weights="other")
     assert noisy.verdict == "different"
 
 
