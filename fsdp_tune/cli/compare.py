@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 WIDTH, WIDEST = 80, 110
 LONGEST_VALUE = 200
+NAMED_STAGES = 3
+"""Stages that were not compared, as the verdict names them; more are counted."""
 OWN_KINDS = ("recipe", "run", "model", "server")
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 CLASSES = {"equal": "yes", "different": "no", "not_compared": "tight"}
@@ -115,7 +117,7 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
         screen.message("not compared:")
     for line in found.not_compared:
         _print(screen, "  – " if signs is SIGNS else "  - ", line)
-    screen.message(f"{verdict_of(found)} (tolerance {found.tolerance:g})")
+    _print(screen, "", f"{verdict_of(found)} (tolerance {found.tolerance:g})")
 
 
 def _with_overrides(side: SideAnswer) -> str:
@@ -133,9 +135,9 @@ def verdict_of(found: CompareAnswer) -> str:
         parts.append(f"none differs, but keys that may change rows or results do: {', '.join(found.unsettled)}")
     if found.failed:
         parts.append("a tool failed")
-    if missing or len(found.not_compared) > len(missing):
-        more = f"{len(found.not_compared):,} things are listed above" if found.not_compared else ""
-        parts.append(f"not compared: {'; '.join([*missing, more] if more else missing)}")
+    if found.not_compared:
+        named = f"{', '.join(missing)}, and " if 0 < len(missing) <= NAMED_STAGES else ""
+        parts.append(f"not compared: {named}what is listed above ({len(found.not_compared):,})")
     return f"{head}: {'; '.join(parts)}"
 
 
