@@ -42,8 +42,8 @@ HEAD = """# Comparisons with known answers
 What `fsdp-tune compare` says of pairs with one planted cause, of pairs that are equal but for their spelling, and of servers. Written by
 `python -m tests.jobs.confusion`; tests hold each row ([Comparing](../guide/compare.md)).
 
-Before 2026-11-28 `compare` was right about 44 of the pairs with a planted cause, called 12 of them equal, and 11 of the equal ones different; runs without a common
-step were equal too.
+Before 2026-11-28 `compare` was right about 44 of the pairs with a planted cause, called 12 of them equal, and 11 of the equal ones
+different; runs without a common step were equal too.
 """
 
 
