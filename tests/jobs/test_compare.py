@@ -131,7 +131,23 @@ def test_other_spelling_of_the_same_training_is_equal(recipe: str, overrides: tu
     assert found.keys
 
 
-@pytest.mark.parametrize("pair", [*RUNS, *EQUAL_RUNS, *NOT_COMPARABLE], ids=lambda pair: pair.name)
+FAST |= {
+    "a rate that is 0.05 % off",
+    "an evaluation at one step",
+    "other weights of the base at one path",
+    "logging every two steps",
+    "no lines",
+}
+"""The others are slow: `tests/check/comparison/test_runs.py` holds the limit of each field."""
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair.name, marks=[] if pair.name in FAST else pytest.mark.slow)
+        for pair in (*RUNS, *EQUAL_RUNS, *NOT_COMPARABLE)
+    ],
+)
 def test_pair_of_runs_gets_its_verdict_with_evidence(pair: RunPair, tmp_path: Path) -> None:
     found = compare_run_pair(pair, tmp_path)
     assert (found.verdict, found.equal) == (pair.expected, pair.expected == "equal")
