@@ -22,6 +22,7 @@ from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk,
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
+from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.run.base_model import BaseLayout
@@ -111,7 +112,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
                 facts = Facts(selection, settings, companions, layout, written, copy.left_out, contents.left_out, adapter, origin)
                 write_record(stage, target.name, facts)
-    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
+    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *compared, *loaded]
     notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
@@ -156,6 +157,7 @@ class Copy:
     settings: MergeSettings
     adapter: Adapter | None
     has_base: bool
+    notices: tuple[Notice, ...] = ()
 
     @property
     def needs_parameter_list(self) -> bool:
@@ -179,10 +181,11 @@ def _plan(
     output = as_base(stored, contents.sources, ordered)
     is_adapter = adapter is not None and adapter.is_exported
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
-    layout = plan_layout(output.ordered, settings.dtype, most_bytes, single_name=file_name)
+    keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
+    layout = plan_layout(output.ordered, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}
-    return Copy(output.sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, has_base)
+    return Copy(output.sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, has_base, tuple(notices))
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:

@@ -9,7 +9,8 @@ and vLLM have one tensor for each expert and the older names (`WeightConverter` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -158,16 +159,37 @@ class FileTensor:
             yield FileTensor(self.name.format(index), self.shape, pieces)
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def kind_of_name(name: str) -> str:
+    """Return a parameter's name with `{}` for each number of a layer or an expert."""
+    return _NUMBER.sub("{}", name)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseLayout(Document):
     renamed: dict[str, str] = field(default_factory=dict[str, str])
     """{parameter: name in the files} of those that are stored as they are."""
     tensors: tuple[FileTensor, ...] = ()
     """Of the parameters that are stored in several tensors, or several in one."""
+    kept_in_fp32: dict[str, tuple[str, ...]] | None = None
+    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at that dtype}; None: not known."""
 
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
         return self.renamed.get(parameter, parameter)
+
+    def keeps_fp32(self, dtype: str) -> Callable[[str], bool]:
+        """Return the test of whether a tensor of the files, by its name, is made of parameters that the class keeps in fp32."""
+        kept = frozenset((self.kept_in_fp32 or {}).get(dtype, ()))
+        parameters = {new: old for old, new in self.renamed.items()}
+        made_of = {kind_of_name(each.name): each.pieces[0].parameter for each in self.tensors}
+
+        def is_kept(name: str) -> bool:
+            return kind_of_name(made_of.get(kind_of_name(name)) or parameters.get(name, name)) in kept
+
+        return is_kept
 
 
 def refuse_other_base(base_json: Path, now: BaseModel) -> None:

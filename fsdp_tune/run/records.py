@@ -202,7 +202,11 @@ class LiveState(PartialFacts):
     trained: dict[str, int] = Field(default_factory=dict[str, int])
     """Number of trained tensors by dtype."""
     parameter_dtype: OneOrAll = None
-    """Of trained parameters."""
+    """Of trained parameters, without those that the model's class keeps in fp32."""
+    kept_in_fp32: dict[str, int] = Field(default_factory=dict[str, int])
+    """Number of parameters and buffers that the model's class keeps in fp32, by their dtype in the run."""
+    cast_although_kept: list[str] = Field(default_factory=list[str])
+    """First modules of the units of such parameters that are gathered in another dtype."""
     frozen_dtypes: list[str] = Field(default_factory=list[str])
     tokens_per_step_at_most: int = 0
     data_order_digest: str = ""

@@ -37,6 +37,7 @@ from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.kept_precision import patterns_in_fp32
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -241,7 +242,8 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a dense model)."""
     ids, labels = example
-    weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
+    kept = patterns_in_fp32(model, compute_dtype)
+    weights = {name: p if name in kept else p.to(compute_dtype) for name, p in model.named_parameters()}
     outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
     log_probabilities = torch.log_softmax(_at_least_fp32(outputs.logits[0]), dim=-1)
     supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]

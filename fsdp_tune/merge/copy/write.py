@@ -100,22 +100,41 @@ class Layout:
         return sum(file.size_bytes for file in self.files)
 
 
-def target_dtype(dtype: DType, option: str) -> DType:
-    """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept."""
-    return OF_OPTION[option] if option != "keep" and dtype.converts else dtype
+def target_dtype(dtype: DType, option: str, *, keeps_fp32: bool = False, is_updated: bool = False) -> DType:
+    """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept.
+
+    A tensor that the model's class keeps in fp32 (`keeps_fp32`) is not rounded to 16 bits. It leaves as the source stores it, so that
+    what training did not change has the bytes of the base; with an update of an adapter (`is_updated`) it is in fp32, as trained.
+    """
+    if option == "keep" or not dtype.converts:
+        return dtype
+    wanted, fp32 = OF_OPTION[option], OF_OPTION["fp32"]
+    if not keeps_fp32 or wanted.item_bytes >= fp32.item_bytes:
+        return wanted
+    return fp32 if is_updated or dtype.item_bytes > fp32.item_bytes else dtype
+
+
+def _keeps_nothing(_name: str) -> bool:
+    return False
 
 
 def plan_layout(
-    tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int | None, *, single_name: str = SINGLE_NAME
+    tensors: Sequence[SourceTensor],
+    dtype_option: str,
+    max_shard_bytes: int | None,
+    *,
+    single_name: str = SINGLE_NAME,
+    keeps_fp32: Callable[[str], bool] = _keeps_nothing,
 ) -> Layout:
     """Assign tensors to files in order, as `save_pretrained` does; a tensor larger than the limit gets its own file.
 
-    `max_shard_bytes` None writes one file.
+    `max_shard_bytes` None writes one file. `keeps_fp32(name)`: whether the model's class keeps a tensor in fp32.
     """
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
-        dtype = target_dtype(tensor.dtype, dtype_option)
+        has_update = tensor.update is not None
+        dtype = target_dtype(tensor.dtype, dtype_option, keeps_fp32=keeps_fp32(tensor.name), is_updated=has_update)
         size_bytes = tensor.elements * dtype.item_bytes
         if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])

@@ -22,11 +22,12 @@ from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
+from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.stored_tensors import untie
 from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
-from fsdp_tune.model.shard.local import TORCH_DTYPE
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
@@ -177,19 +178,26 @@ def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
 
 
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    model = construct(recipe, config, storage_dtype(recipe))
+    _settle(recipe, model)
+    return model
+
+
+def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Construct the model's class in `dtype` on the current device, as it is. Raises: error for a model that transformers rejects."""
     # Resizing the embedding writes its size into the model's config, so each model gets a copy.
     own = copy.deepcopy(config)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
+            own, dtype=dtype, attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
         )
     except (ValueError, ImportError) as error:
         raise _refused(recipe, error) from error
-    _settle_rotary(recipe, model)
     return model
 
 
-def _settle_rotary(recipe: Recipe, model: PreTrainedModel) -> None:
+def _settle(recipe: Recipe, model: PreTrainedModel) -> None:
+    keep_precision(model, storage_dtype(recipe), TORCH_DTYPE[recipe.compute_dtype])
     require_rotary_scaling(recipe, model)
     fix_rotary_frequencies(model, recipe.data.max_length)
 
@@ -237,11 +245,13 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         model, loading = loaded
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
-        _settle_rotary(recipe, model)
+        _settle(recipe, model)
     _finish(recipe, model, vocabulary)
     if recipe.quantization is not None:  # trained parameters were read in fp32 too
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(storage_dtype(recipe)) if parameter.requires_grad else parameter.data
+        kept = kept_in_fp32(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name not in kept:
+                parameter.data = parameter.data.to(storage_dtype(recipe))
     start_adapters(recipe, model)
     return model
 
@@ -264,6 +274,7 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
         freeze(recipe, model)
     else:
         inject_lora(recipe, model, storage_dtype(recipe))
+        follow_names(model)
         check_adapter(recipe, model)
         if has_grown and not trains_new_tokens(model):
             raise untrained_tokens(recipe, is_tied=is_tied(model))
@@ -378,18 +389,19 @@ def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
     A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
     So do norms and biases beside layers that are trained in fp32: the autocast of NO_SHARD casts what a matrix multiplies and leaves an
     fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy. With `lora:` no checkpoint has them, and they
-    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`.
+    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`. What the class keeps in fp32
+    stays so.
     """
     frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
     keeps_vectors = recipe.lora is None or not recipe.is_sharded
-    own = frozen_by_its_code(model)
+    own, kept = frozen_by_its_code(model), kept_in_fp32(model)
     for owner_name, owner in model.named_modules():
         parameters = dict(owner.named_parameters(recurse=False))
         if any(parameter.requires_grad for parameter in parameters.values()):
             continue
         for name, parameter in parameters.items():
             full_name = f"{owner_name}.{name}" if owner_name else name
-            is_kept = name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
+            is_kept = full_name in kept or name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
             if parameter.is_floating_point() and not is_kept:
                 parameter.data = parameter.data.to(frozen_dtype)
 

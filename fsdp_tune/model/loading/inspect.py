@@ -13,12 +13,16 @@ import json
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout
+
+_KINDS_SHOWN = 4
 
 
 def find_facts(recipe: Recipe) -> ModelInspection:
@@ -43,6 +47,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += _untrained_experts(model)
+        notices += _kept_notices(recipe, model)
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found = found.model_copy(update=_wrapping(recipe, model))
@@ -61,7 +66,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
     from fsdp_tune.model.loading.positions import positions_of_run
-    from fsdp_tune.model.loading.saved_layout import base_folder, base_layout, exported_config, exported_generation_config
+    from fsdp_tune.model.loading.saved_layout import base_folder, exported_config, exported_generation_config
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
@@ -75,7 +80,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
         config_changes=changes,
         exported_config=exported_config(recipe, changes, config),
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
-        base_layout=base_layout(recipe, model) if has_files else BaseLayout(),
+        base_layout=_base_layout(recipe, config, model) if has_files else BaseLayout(),
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         embedding_rows=construct.embedding_rows(model),
@@ -85,6 +90,33 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
         max_positions=positions_of_run(recipe, config),
         attention=attention_of(model.config),
     )
+
+
+def _base_layout(recipe: Recipe, config: Any, model: Any) -> BaseLayout:
+    import torch
+
+    from fsdp_tune.model.loading.construct import construct
+    from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
+    from fsdp_tune.model.loading.saved_layout import base_layout
+
+    with torch.device("meta"):
+        kept = kinds_in_fp32(lambda dtype: construct(recipe, config, dtype))
+    return replace(base_layout(recipe, model), kept_in_fp32=kept)
+
+
+def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
+    """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters in bf16."""
+    from fsdp_tune.model.shard.local import kept_in_fp32
+
+    kept = kept_in_fp32(model)
+    if recipe.model.dtype != "bf16" or not kept:
+        return []
+    named = [*model.named_parameters(), *model.named_buffers()]
+    size_bytes = sum(tensor.numel() * tensor.element_size() for name, tensor in named if name in kept)
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in kept})
+    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
+    message = f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as transformers does: {shown}"
+    return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
 def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:

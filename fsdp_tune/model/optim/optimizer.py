@@ -400,7 +400,7 @@ def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch
     given = optimizer_arguments(training)
     if not given:
         return AdamW(groups, **options)
-    kept_in = TORCH_DTYPE[state_dtype(training, recipe.model.dtype)]
+    kept_in = TORCH_DTYPE.get(state_dtype(training, "as stored"))  # None: parameters that the class keeps in fp32 have moments in fp32
     return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
 
 

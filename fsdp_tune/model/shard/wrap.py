@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -79,21 +80,31 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         "mp_policy": mixed_precision_policy(recipe),
         "offload_policy": offload_policy(recipe, device.type),
     }
-    ignored = ignored_parameters(recipe, model)
-    if ignored:
-        options["ignored_params"] = ignored
+    as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         allow_integer_parameters()
     ranks = mesh.size(-1)
     if any(shard_dim(recipe, parameter.shape, ranks) for parameter in model.parameters()):
         options["shard_placement_fn"] = lambda parameter: Shard(shard_dim(recipe, parameter.shape, ranks))
+        as_stored["shard_placement_fn"] = options["shard_placement_fn"]
     reshard = recipe.reshards_after_forward
+    ignored = ignored_parameters(recipe, model)
+    if units.holder is not None:
+        # Before its children, which would take the parameters: it takes those of all its children that are not ignored.
+        others = {parameter for name, parameter in model.named_parameters() if name not in units.held}
+        fully_shard(model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored)
+        ignored |= {model.get_parameter(name) for name in units.held}
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
-        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            reshard_after_forward=False if keep else reshard,
+            ignored_params=ignored or None,
+            **(as_stored if group in units.in_fp32 else options),
+        )
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
-    fully_shard(model, **options)
+    fully_shard(model, ignored_params=ignored or None, **options)
     _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
