@@ -12,9 +12,9 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ from fsdp_tune.merge.source import Format, MergeSettings, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import RunDir, enclosing_checkpoint
+from fsdp_tune.run.manifest import digest_data, digest_file
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.run.records import Environment
+from fsdp_tune.run.records import Environment, read_object
+from fsdp_tune.run.written_files import seal_record
 
 _SPARE_BYTES = 64 << 20
 _CANNOT_WRITE = {
@@ -286,7 +288,7 @@ def write_companions(
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
     files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {RECORD_NAME, CARD_NAME}
-    record = _record(facts) | {"files": sorted(files)}
+    record = seal_record(_record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)})
     put(stage / RECORD_NAME, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     rows = [
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
@@ -299,6 +301,13 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     base, is_adapter = (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
     card = model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter)
     put(stage / CARD_NAME, card.encode())
+
+
+def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, Any]:
+    """Return size and digest of each file but the card, which others change: of weights, the digest of the header."""
+    headers = {file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest} for file in layout.files}
+    others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
+    return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
 
 
 def _record(facts: Facts) -> dict[str, Any]:
@@ -410,7 +419,7 @@ def without_folders(value: Any) -> Any:
 def _data_values(run: RunDir) -> list[tuple[str, str]]:
     """Return size and digest of the training data; nothing if their account cannot be read."""
     try:
-        data = json.loads(run.data_json.read_bytes())
+        data = read_object(run.data_json)
         report = DataReport.model_validate(data["report"])
         if report.stream_sample_rows is not None:  # the account is of the first rows of each source
             return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]

@@ -145,9 +145,14 @@ class RunDir:
     def recipe_digest(self) -> str | None:
         """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a recipe."""
         try:
-            return f"blake2b:{hashlib.blake2b(self.recipe_json.read_bytes(), digest_size=32).hexdigest()}"
+            return digest_of_recipe(self.recipe_json.read_bytes())
         except FileNotFoundError:
             return None
+
+
+def digest_of_recipe(content: bytes) -> str:
+    """Return the digest of a recipe.json with this content."""
+    return f"blake2b:{hashlib.blake2b(content, digest_size=32).hexdigest()}"
 
 
 def checkpoint_step(path: Path) -> int | None:

@@ -313,9 +313,14 @@ class Mirrored(MetricsEvent):
     folder: str
     seconds: float
     size_bytes: int
+    verified: str | None
+    """How the files there were compared with those that were sent: `checksum` of the store, `read back`, or both; null in runs of
+    earlier versions."""
 
     def shown(self) -> list[str]:
-        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}"]
+        by = {"checksum": "by the store's checksums", "read back": "by reading back"}
+        how = "" if self.verified is None else ", verified " + " and ".join(by.get(each, each) for each in self.verified.split(" and "))
+        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
 
 
 @event("mirror_failed", "alarm")

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from fsdp_tune.core.command import JsonAnswer, ProfiledSteps
 from fsdp_tune.core.devices import GpuState
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Document
 
@@ -43,6 +43,28 @@ class LaunchRecord(Document):
     """The directory in which they were typed."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other fields of the file: `argv` and environment of the launcher, the number of ranks …"""
+    recipes: list[str] = field(default_factory=list[str])
+    """Digests (`RunDir.recipe_digest`) of the recipe.json of this start, and of the one that it replaces."""
+
+
+def read_recipe_json(run: RunDir) -> bytes:
+    """Return recipe.json as the last start wrote it. Raises: OSError; usage error if launch.json has other digests of it."""
+    content = run.recipe_json.read_bytes()
+    try:
+        record = LaunchRecord.read(run.launch_json)
+    except FsdpTuneError:
+        record = None  # damaged itself; each command that uses it refuses it
+    if record is not None and record.recipes and run.recipe_digest() not in record.recipes:
+        raise usage_error(
+            "run-unreadable",
+            "it is not what the last start of the run wrote (digest differs)",
+            where=Where(str(run.recipe_json)),
+            ways_out=(
+                f"restore it, for example from {run.history} if the recipe was not changed since",
+                "`fsdp-tune train RECIPE --overwrite` starts over",
+            ),
+        )
+    return content
 
 
 def train_command(run: RunDir, *options: str) -> str:

@@ -6,11 +6,13 @@ same from a rename.
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -55,6 +57,10 @@ class UrlError(OSError):
 
 class ContentError(Exception):
     """Bytes are not those that were expected; the message is a sentence about the file."""
+
+
+Verified = Literal["checksum", "read back"]
+"""How the bytes in a store were compared with those that were sent: by the checksum that the store computed, or by reading them once."""
 
 
 class NoConditionalWritesError(Exception):
@@ -221,6 +227,13 @@ class RemoteDirectory:
                 return None
             raise
 
+    def write_verified(self, name: str, data: bytes, *, private: bool = False) -> None:
+        """Replace a small file and read it back. Raises: UrlError also if the store has other bytes."""
+        self.write(name, data, private=private)
+        if self.read(name) != data:
+            self.remove(name)
+            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+
     def write(self, name: str, data: bytes, waits: Sequence[float] | None = None, *, private: bool = False) -> None:
         """Replace a small file. `waits`: those of `retried`. `private`: on a disk, only its owner may read it."""
         path = self._path(name)
@@ -299,8 +312,8 @@ class RemoteDirectory:
 
     def send(
         self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object], check: Callable[[], object] = lambda: None
-    ) -> None:
-        """Write a file from a local one, hashed as it is sent. A file of other contents is not written.
+    ) -> Verified:
+        """Write a file from a local one, hashed as it is sent, and compare what is there. A file of other contents is not written.
 
         `advance` gets the bytes sent, negative for those of an attempt that failed. `check` is called before the file appears, and may
         raise UrlError. On a disk, what only its owner may read stays so. Raises: ContentError if the local file differs from `entry`,
@@ -310,23 +323,41 @@ class RemoteDirectory:
         with open(source, "rb") as file:
             is_private = not os.fstat(file.fileno()).st_mode & 0o077
 
-            def attempt() -> None:
-                digester = Digester()
+            def attempt() -> Verified:
+                digester, checksums = Digester(), _Checksums()
                 file.seek(0)
                 try:
                     with self._target(path, is_private=is_private) as write:
                         while chunk := file.read(DIGEST_CHUNK_BYTES):
                             digester.update(chunk)
+                            if not self._is_local:
+                                checksums.update(chunk)
                             write(chunk)
                             advance(len(chunk))
                         if digester.entry() != entry:
                             raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
                         check()
+                    return self._verify(name, entry, checksums)
                 except BaseException:
                     advance(-digester.size_bytes)
                     raise
 
-            retried(attempt)
+            return retried(attempt)
+
+    def _verify(self, name: str, entry: FileEntry, sent: _Checksums) -> Verified:
+        """Compare a file that was just sent, and remove it if it is another one. Raises: UrlError."""
+        path = self._path(name)
+        self._files.invalidate_cache()
+        if not self._is_local and sent.are_those_of(self._files.info(path)):
+            return "checksum"
+        found = Digester()
+        with self._files.open(path, "rb", cache_type="none", block_size=DIGEST_CHUNK_BYTES) as file:
+            while chunk := file.read(DIGEST_CHUNK_BYTES):
+                found.update(chunk)
+        if found.entry() != entry:
+            self._files.rm_file(path)
+            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+        return "read back"
 
     @contextmanager
     def _target(self, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
@@ -399,6 +430,45 @@ class RemoteDirectory:
             if error.refusal == "absent":
                 raise ContentError(f"{self.url}/{name} is missing") from error
             raise
+
+
+class _Checksums:
+    """The checksums of bytes that stores compute too: MD5 (S3 as ETag, Google in base64), and S3's of a file in parts.
+
+    A store without one of them is read back: encrypted with a key of one's own, its ETag is not of the bytes, and Azure's `content_md5` is
+    what the client sent.
+    """
+
+    def __init__(self) -> None:
+        self._whole, self._part = (hashlib.md5(usedforsecurity=False) for _ in range(2))
+        self._part_bytes = 0
+        self._parts: list[bytes] = []
+
+    def update(self, data: bytes) -> None:
+        self._whole.update(data)
+        while data:
+            taken = data[: PART_BYTES - self._part_bytes]
+            self._part.update(taken)
+            self._part_bytes += len(taken)
+            data = data[len(taken) :]
+            if self._part_bytes == PART_BYTES:
+                self._end_part()
+
+    def _end_part(self) -> None:
+        self._parts.append(self._part.digest())
+        self._part, self._part_bytes = hashlib.md5(usedforsecurity=False), 0
+
+    def are_those_of(self, info: Mapping[str, Any]) -> bool:
+        """Return whether `fsspec`'s description of the file has one of these checksums."""
+        if self._part_bytes:
+            self._end_part()
+        md5 = self._whole
+        of_parts = f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
+        known = {md5.hexdigest(), base64.b64encode(md5.digest()).decode(), of_parts}
+        return any(str(info.get(key)).strip('"') in known for key in _CHECKSUM_KEYS)
+
+
+_CHECKSUM_KEYS = ("ETag", "etag", "md5Hash")
 
 
 def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,7 +118,7 @@ def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path,
 def test_halves_that_a_killed_process_left_are_removed(
     tmp_path: Path, run: RunDir, remote: RemoteRun, faulty: Callable[[dict[int, str]], Faults]
 ) -> None:
-    for step, calls in ((5, 16), (10, 30)):
+    for step, calls in ((5, 16), (10, 36)):
         faulty({calls: "crash"})
         save(run, step)
         with suppress(Crash):
@@ -314,14 +315,62 @@ def test_rotated_checkpoint_is_still_sent_from_its_links(
     save(run, 5)
     send = RemoteDirectory.send
 
-    def rotate_then_send(self: RemoteDirectory, *rest: Any) -> None:
+    def rotate_then_send(self: RemoteDirectory, *rest: Any) -> Any:
         shutil.rmtree(run.checkpoint(5), ignore_errors=True)
-        send(self, *rest)
+        return send(self, *rest)
 
     monkeypatch.setattr(RemoteDirectory, "send", rotate_then_send)
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
     assert not (run.path / sending.PINS).exists()
+
+
+def test_store_that_changes_bytes_never_has_a_complete_checkpoint(
+    tmp_path: Path, run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 5)
+    target = RemoteDirectory._target
+
+    @contextmanager
+    def flipping(self: RemoteDirectory, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
+        with target(self, path, is_private=is_private) as write:
+            yield lambda data: write(bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(RemoteDirectory, "_target", flipping)
+    assert not send_all(run, remote)
+    assert "reads back otherwise" in str(state_of(run).error)
+    assert complete_steps(remote) == []
+    monkeypatch.setattr(RemoteDirectory, "_target", target)
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+    mirrored = [line for line in read_metrics(run) if line.get("event") == "mirrored"]
+    assert [line["verified"] for line in mirrored] == ["read back"]
+
+
+@pytest.mark.parametrize(
+    ("info", "is_known"),
+    [
+        ({"ETag": '"5d41402abc4b2a76b9719d911017c592"'}, True),
+        ({"md5Hash": "XUFAKrxLKna5cZ2REBfFkg=="}, True),
+        ({"ETag": '"0d0b5a1ff8b3a3bcd7dcc12f0e7d9d9b"'}, False),
+        ({"content_md5": "XUFAKrxLKna5cZ2REBfFkg=="}, False),  # as the client sent it
+        ({}, False),
+    ],
+)
+def test_checksum_of_a_store_is_compared_with_the_bytes_sent(info: dict[str, str], *, is_known: bool) -> None:
+    sent = remote_files._Checksums()
+    sent.update(b"hel")
+    sent.update(b"lo")
+    assert sent.are_those_of(info) is is_known
+
+
+def test_checksum_of_a_file_in_parts_is_that_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "PART_BYTES", 4)
+    sent = remote_files._Checksums()
+    for piece in (b"abc", b"defgh", b"ij"):
+        sent.update(piece)
+    parts = b"".join(hashlib.md5(part, usedforsecurity=False).digest() for part in (b"abcd", b"efgh", b"ij"))
+    assert sent.are_those_of({"ETag": f'"{hashlib.md5(parts, usedforsecurity=False).hexdigest()}-3"'})
 
 
 def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(

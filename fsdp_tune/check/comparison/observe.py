@@ -72,6 +72,7 @@ from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.manifest import digest
+from fsdp_tune.run.written_files import model_files
 
 STEPS = 2
 """Adam's first step hides its betas, which the second one shows."""
@@ -445,7 +446,7 @@ def _raw_config(recipe: Recipe) -> dict[str, Any]:
     try:
         local_only = not (Path(name).exists() or hub_is_reachable())
         options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
-        found, _ = PreTrainedConfig.get_config_dict(run.model if run else name, **options)
+        found, _ = PreTrainedConfig.get_config_dict(model_files(run) if run else name, **options)
     except OSError:
         facts = architecture(name)
         if facts is None:

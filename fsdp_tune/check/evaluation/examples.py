@@ -26,6 +26,7 @@ from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
+from fsdp_tune.run.written_files import require_unchanged_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ def find_model(name: str) -> ModelToEvaluate:
     Raises: usage error for a directory without a model, and for a run that is not merged.
     """
     path = Path(name).expanduser()
+    if path.is_dir():
+        require_unchanged_output(path / "merged" if run_of(path) is not None else path)
     if not path.is_dir():
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise usage_error("model-not-found", f"there is no model directory `{name}`", hint="give a model directory, a run or a hub id")

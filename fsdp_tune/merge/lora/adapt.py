@@ -32,6 +32,7 @@ from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.run.written_files import model_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def adapt(
         )
     places = [weights.root for weights in selection.weights] + [weights.checkpoint for weights in selection.weights]
     places += [weights.root.parent for weights in selection.weights if weights.root.name == SHARD_FOLDER]
-    config = find_config(options.config, [*places, *([selection.run.model] if selection.run is not None else [])])
+    config = find_config(options.config, [*places, *([model_files(selection.run)] if selection.run is not None else [])])
     if config is None:
         raise usage_error(
             "merge-adapter-config",

@@ -31,6 +31,7 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.written_files import model_files
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
@@ -108,7 +109,7 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
     run = run_of(Path(name))
     try:
         return AutoConfig.from_pretrained(
-            run.model if run else name,
+            model_files(run) if run else name,
             revision=recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
             # Without network the library would retry for most of a minute before it uses its cache.
@@ -413,7 +414,9 @@ def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationCon
         run = run_of(Path(name))
         local_only = not (Path(name).exists() or hub_is_reachable())
         try:
-            return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
+            return GenerationConfig.from_pretrained(
+                model_files(run) if run else name, revision=recipe.model.revision, local_files_only=local_only
+            )
         except (OSError, ValueError):
             pass  # most research checkpoints have none; the config contains the same token ids
     made = GenerationConfig.from_model_config(config)

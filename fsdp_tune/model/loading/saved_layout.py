@@ -34,6 +34,7 @@ from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.written_files import model_files
 
 _NOT_COMPARED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
 """Fields that a merge sets, or that do not change the model."""
@@ -45,7 +46,7 @@ def base_folder(recipe: Recipe) -> Path | None:
     if name is None or recipe.model.from_config is not None:
         return None
     if (run := run_of(Path(name))) is not None:
-        return run.model
+        return model_files(run)
     if Path(name).is_dir():
         return Path(name).resolve()
     cached = cached_model_file(name, recipe.model.revision, "config.json")
