@@ -314,12 +314,10 @@ class Mirrored(MetricsEvent):
     seconds: float
     size_bytes: int
     verified: str | None
-    """How the files there were compared with those that were sent: `checksum` of the store, `read back`, or both; null in runs of
-    earlier versions."""
+    """How the files there were compared with those sent: by `the store's checksum`, `reading back` or both; null in earlier versions."""
 
     def shown(self) -> list[str]:
-        by = {"checksum": "by the store's checksums", "read back": "by reading back"}
-        how = "" if self.verified is None else ", verified " + " and ".join(by.get(each, each) for each in self.verified.split(" and "))
+        how = "" if self.verified is None else f", verified by {self.verified}"
         return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
 
 

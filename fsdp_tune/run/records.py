@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -32,8 +32,9 @@ def verified(raw: Any) -> dict[str, Any]:
     """Return the values of a document without their digest. Raises: ValueError if they are not those that were written."""
     if not isinstance(raw, dict):
         raise ValueError(f"it holds a {type(raw).__name__}, not an object")
-    values = {name: value for name, value in raw.items() if name != DOCUMENT_DIGEST}
-    if raw.get(DOCUMENT_DIGEST, found := _digest_of(values)) != found:
+    whole = cast(dict[str, Any], raw)
+    values = {name: value for name, value in whole.items() if name != DOCUMENT_DIGEST}
+    if DOCUMENT_DIGEST in whole and whole[DOCUMENT_DIGEST] != _digest_of(values):
         raise ValueError("its values are not those that were written (digest differs)")
     return values
 

@@ -6,13 +6,11 @@ same from a rename.
 
 from __future__ import annotations
 
-import base64
 import errno
-import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,6 +23,7 @@ from fsdp_tune.core.atomic import DISK, stage_path, write_file
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import causes_of, first_line
 from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry, is_inside
+from fsdp_tune.run.store_checksums import PART_BYTES, Checksums
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """Packages that `fsspec` needs for a protocol."""
@@ -32,8 +31,6 @@ STAMP_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation",
 """Keys of `fsspec`'s `info` that change when a file is written; each file system has one of them."""
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a request is repeated."""
-PART_BYTES = 64 << 20
-"""Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
 
 T = TypeVar("T")
 Refusal = Literal["absent", "credentials", "clock", "full", "package", "other"]
@@ -59,7 +56,7 @@ class ContentError(Exception):
     """Bytes are not those that were expected; the message is a sentence about the file."""
 
 
-Verified = Literal["checksum", "read back"]
+Verified = Literal["the store's checksum", "reading back"]
 """How the bytes in a store were compared with those that were sent: by the checksum that the store computed, or by reading them once."""
 
 
@@ -324,7 +321,7 @@ class RemoteDirectory:
             is_private = not os.fstat(file.fileno()).st_mode & 0o077
 
             def attempt() -> Verified:
-                digester, checksums = Digester(), _Checksums()
+                digester, checksums = Digester(), Checksums()
                 file.seek(0)
                 try:
                     with self._target(path, is_private=is_private) as write:
@@ -344,12 +341,12 @@ class RemoteDirectory:
 
             return retried(attempt)
 
-    def _verify(self, name: str, entry: FileEntry, sent: _Checksums) -> Verified:
+    def _verify(self, name: str, entry: FileEntry, sent: Checksums) -> Verified:
         """Compare a file that was just sent, and remove it if it is another one. Raises: UrlError."""
         path = self._path(name)
         self._files.invalidate_cache()
         if not self._is_local and sent.are_those_of(self._files.info(path)):
-            return "checksum"
+            return "the store's checksum"
         found = Digester()
         with self._files.open(path, "rb", cache_type="none", block_size=DIGEST_CHUNK_BYTES) as file:
             while chunk := file.read(DIGEST_CHUNK_BYTES):
@@ -357,7 +354,7 @@ class RemoteDirectory:
         if found.entry() != entry:
             self._files.rm_file(path)
             raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
-        return "read back"
+        return "reading back"
 
     @contextmanager
     def _target(self, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
@@ -430,45 +427,6 @@ class RemoteDirectory:
             if error.refusal == "absent":
                 raise ContentError(f"{self.url}/{name} is missing") from error
             raise
-
-
-class _Checksums:
-    """The checksums of bytes that stores compute too: MD5 (S3 as ETag, Google in base64), and S3's of a file in parts.
-
-    A store without one of them is read back: encrypted with a key of one's own, its ETag is not of the bytes, and Azure's `content_md5` is
-    what the client sent.
-    """
-
-    def __init__(self) -> None:
-        self._whole, self._part = (hashlib.md5(usedforsecurity=False) for _ in range(2))
-        self._part_bytes = 0
-        self._parts: list[bytes] = []
-
-    def update(self, data: bytes) -> None:
-        self._whole.update(data)
-        while data:
-            taken = data[: PART_BYTES - self._part_bytes]
-            self._part.update(taken)
-            self._part_bytes += len(taken)
-            data = data[len(taken) :]
-            if self._part_bytes == PART_BYTES:
-                self._end_part()
-
-    def _end_part(self) -> None:
-        self._parts.append(self._part.digest())
-        self._part, self._part_bytes = hashlib.md5(usedforsecurity=False), 0
-
-    def are_those_of(self, info: Mapping[str, Any]) -> bool:
-        """Return whether `fsspec`'s description of the file has one of these checksums."""
-        if self._part_bytes:
-            self._end_part()
-        md5 = self._whole
-        of_parts = f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
-        known = {md5.hexdigest(), base64.b64encode(md5.digest()).decode(), of_parts}
-        return any(str(info.get(key)).strip('"') in known for key in _CHECKSUM_KEYS)
-
-
-_CHECKSUM_KEYS = ("ETag", "etag", "md5Hash")
 
 
 def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -76,12 +76,13 @@ def _compare_output(folder: Path, _state: tuple[Any, ...]) -> None:
     """Compare once in a process as long as the files stay as they are."""
     path = folder / MERGE_RECORD
     try:
-        record = json.loads(path.read_bytes())
+        read: Any = json.loads(path.read_bytes())
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError) as error:
         raise _changed(folder, {MERGE_RECORD: f"it cannot be read as JSON ({error})"}, path) from error
-    if not isinstance(record, dict) or RECORD_DIGEST not in record:
+    record = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+    if RECORD_DIGEST not in record:
         return  # of an earlier version, or downloaded from the hub
     if _digest_of(unsealed(record)) != record[RECORD_DIGEST]:
         raise _changed(folder, {MERGE_RECORD: "its values are not those that were written (digest differs)"}, path)

@@ -158,9 +158,9 @@ def _by_last_part(dtypes: Dtypes) -> Dtypes:
 _INTRODUCTION = """# Precision that a model's class keeps
 
 {count} of the families that transformers {transformers} lists for causal language modelling, and that can be built in tiny form, have
-tensors that stay in fp32 when the model is loaded in bf16: by `_keep_in_fp32_modules_strict` or by their constructor. Each was trained in tiny form with `model.dtype: bf16` for two steps on
-two CPU ranks with FSDP2, in full and with LoRA on `o_proj`, and merged with `--dtype bf16`. `python -m tests.architectures.precision
---write` measures this table ([data](data/precision.json)).
+tensors that stay in fp32 when the model is loaded in bf16: by `_keep_in_fp32_modules_strict` or by their constructor. Each was trained
+in tiny form with `model.dtype: bf16` for two steps on two CPU ranks with FSDP2, in full and with LoRA on `o_proj`, and merged with
+`--dtype bf16`. `python -m tests.architectures.precision --write` measures this table ([data](data/precision.json)).
 
 - **live, merged**: every tensor of the checkpoint, and of `merged/`, has the dtype that it has in a model that transformers loads in bf16
   and saves; the base was saved in the same way.

@@ -8,12 +8,15 @@ import pytest
 
 from tests.architectures.tiny import known
 
-FAST = ("deepseek_v3",)
-SLOW = ("afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid")
+FAMILIES = (
+    *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v4", "kimi_linear", "nemotron_h"),
+    "olmo_hybrid",
+)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_dtypes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     from tests.architectures.precision import try_precision
     from tests.parity.store import make_store

@@ -96,8 +96,8 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
     "mirrored": (
-        {"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20, "verified": "checksum"},
-        ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s, verified by the store's checksums"],
+        {"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20, "verified": "the store's checksum"},
+        ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s, verified by the store's checksum"],
     ),
     "checkpoint_rejected": ({"checkpoint": "checkpoint-7", "message": "checkpoint-7 is not used: damaged"}, []),
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),

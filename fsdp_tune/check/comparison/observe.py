@@ -444,8 +444,7 @@ def _raw_config(recipe: Recipe) -> dict[str, Any]:
     name = str(recipe.model.name_or_path)
     run = run_of(Path(name))
     try:
-        local_only = not (Path(name).exists() or hub_is_reachable())
-        options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
+        options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": not (Path(name).exists() or hub_is_reachable())}
         found, _ = PreTrainedConfig.get_config_dict(model_files(run) if run else name, **options)
     except OSError:
         facts = architecture(name)

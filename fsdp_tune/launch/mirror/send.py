@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK
-from fsdp_tune.core.errors import FailedError
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.mirror.remote_run import (
     MISSING_NAME,
     MODEL_KIND,
     PENDING_NAME,
-    RUN_FILES,
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
@@ -39,6 +37,7 @@ from fsdp_tune.launch.mirror.remote_run import (
     read_identity,
     run_folder,
 )
+from fsdp_tune.launch.mirror.sent_contents import as_content_errors, read_run_files
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
@@ -46,7 +45,7 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_da
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
-from fsdp_tune.run.written_files import model_files, require_unchanged_output
+from fsdp_tune.run.written_files import require_unchanged_output
 
 POLL_SECONDS = 1.0
 REMOTE_POLL_SECONDS = 10.0
@@ -216,7 +215,7 @@ class Sender:
             self._event(Mirrored(step or 0, name, time.monotonic() - started, size_bytes, " and ".join(sorted(self._verified)) or None))
 
     def _send_model(self, name: str, folder: Path) -> int:
-        with _as_content(name):
+        with as_content_errors(name):
             require_unchanged_output(folder)
         files = {file: digest_file(folder / file, self._hashed) for file in list_files(folder)}
         return self._send_folder(name, Manifest(MODEL_KIND, files), folder)
@@ -241,8 +240,8 @@ class Sender:
         return sent
 
     def _send_run_files(self, step: int) -> int:
-        with _as_content("model"):
-            contents, private = _run_files(self._run)
+        with as_content_errors("model"):
+            contents, private = read_run_files(self._run)
         manifest = Manifest(RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step})
         folder = run_folder(f"checkpoint-{step}")
         self._remote.begin(folder, manifest, self._remote.directory.list(folder))
@@ -394,30 +393,6 @@ class Sender:
     def _event(self, event: MetricsEvent) -> None:
         with suppress(OSError):
             append_event(self._run, event)
-
-
-@contextmanager
-def _as_content(folder: str) -> Iterator[None]:
-    """Raise ContentError for files that are not what was written."""
-    try:
-        yield
-    except FailedError as error:
-        names = [f"{Path(str(each.where.file)).name}: {each.message}" for each in error.problems]
-        raise ContentError(f"{folder}/{names[0]}" + (f" (and {len(names) - 1} more)" if names[1:] else "")) from error
-
-
-def _run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:
-    """Return the small files of a run, and which only their owner may read. Lines of metrics.jsonl that are being written are left out."""
-    contents: dict[str, bytes] = {}
-    private: set[str] = set()
-    names = [*RUN_FILES, *(f"model/{name}" for name in [*list_files(model_files(run)), MANIFEST_NAME])]
-    for name in names:
-        with suppress(FileNotFoundError):
-            data = (run.path / name).read_bytes()
-            if not (run.path / name).stat().st_mode & 0o077:
-                private.add(name)
-            contents[name] = data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data
-    return contents, private
 
 
 def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]) -> bool:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.model.adapters.lora import name_in_base
@@ -50,7 +51,7 @@ def names_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     return made | patterns_in_fp32(model, dtype)
 
 
-def patterns_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+def patterns_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     """Return the names of the tensors that match a pattern of the class, searched as transformers does, where `*` is any text."""
     patterns = [pattern.replace("*", ".*") for pattern in DTYPE_PLAN.of(model)(dtype)]
     found = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
@@ -69,7 +70,7 @@ def kinds_in_fp32(construct: Callable[[torch.dtype], PreTrainedModel]) -> dict[s
     return {dtype: kinds for dtype, kinds in found.items() if kinds}
 
 
-def _state(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the floating-point parameters and persistent buffers by name."""
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
