@@ -314,11 +314,11 @@ class Mirrored(MetricsEvent):
     seconds: float
     size_bytes: int
     verified: str | None
-    """How the files there were compared with those sent: by `the store's checksum`, `reading back` or both; null in earlier versions."""
+    """How files there were compared with those sent: by `the store's checksum`, `reading back` or both; null in earlier versions."""
 
     def shown(self) -> list[str]:
-        how = "" if self.verified is None else f", verified by {self.verified}"
-        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
+        line = f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}"
+        return [line if self.verified is None else f"{line}, verified by {self.verified}"]
 
 
 @event("mirror_failed", "alarm")
