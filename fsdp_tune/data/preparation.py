@@ -129,7 +129,8 @@ def prepare(
     """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data, with file and line.
 
     With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of
-    all sources, instead of comparing sizes and times; cached data are always compared with their digests. `run` is the run that will read the data.
+    all sources, instead of comparing sizes and times; cached data are always compared with their digests. `run` is the run that will
+    read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
     cache_dir = Path(recipe.data.cache_dir)

@@ -308,17 +308,16 @@ class CheckpointFailed(MessageEvent):
 
 @event("mirrored", "routine")
 class Mirrored(MetricsEvent):
-    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now."""
+    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now. `verified`: how they were compared there."""
 
     folder: str
     seconds: float
     size_bytes: int
     verified: str | None
-    """How files there were compared with those sent: by `the store's checksum`, `reading back` or both; null in earlier versions."""
 
     def shown(self) -> list[str]:
-        line = f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}"
-        return [line if self.verified is None else f"{line}, verified by {self.verified}"]
+        how = "" if self.verified is None else f", verified by {self.verified}"
+        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
 
 
 @event("mirror_failed", "alarm")
@@ -486,8 +485,7 @@ class CheckpointRejected(MetricsEvent):
 
 @event("machines_changed", "warning", is_shown=False, marks_curves=True, is_of_run=True)
 class MachinesChanged(MetricsEvent):
-    """The run continues on other machines (`launch.min_machines`): their numbers, and the ranks and micro-batches of a step from here
-    on."""
+    """The run continues on other machines (`launch.min_machines`): their numbers, and ranks and micro-batches of a step from here on."""
 
     machines: list[int]
     ranks: int
