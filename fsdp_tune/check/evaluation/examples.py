@@ -200,6 +200,8 @@ def _adapter(name: str, folder: Path) -> ModelToEvaluate:
     if base.name is None:
         message = f"{CONFIG_FILE} does not name the base model"
         raise usage_error("model-not-found", f"`{name}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")
+    if Path(base.name).is_dir():
+        require_unchanged_output(Path(base.name))
     correct = f"correct `base_model_name_or_path` in {folder / CONFIG_FILE}"
     if can_only_be_a_path(base.name) and not Path(base.name).is_dir():
         raise usage_error("model-not-found", f"`{name}`: there is no directory `{base.name}`, its base", hint=correct)

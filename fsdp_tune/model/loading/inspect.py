@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
@@ -21,6 +22,7 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.written_files import require_unchanged_output
 
 _KINDS_SHOWN = 4
 
@@ -40,6 +42,8 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     notices: list[Notice] = []
     found: ModelFacts | None = None
     try:
+        if (base := Path(str(recipe.model.name_or_path))).is_dir():
+            require_unchanged_output(base)  # of a merge; other directories have no record
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config)
         found = _facts(recipe, config, model, packaged=packaged, has_files=not problems)
