@@ -90,10 +90,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     reshard = recipe.reshards_after_forward
     ignored = ignored_parameters(recipe, model)
     if units.holder is not None:
-        # Before its children, which would take the parameters: it takes those of all its children that are not ignored.
-        others = {parameter for name, parameter in model.named_parameters() if name not in units.held}
-        fully_shard(model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored)
-        ignored |= {model.get_parameter(name) for name in units.held}
+        ignored |= _wrap_holder(model, units, ignored, options, as_stored)
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
@@ -104,11 +101,30 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
             **(as_stored if group in units.in_fp32 else options),
         )
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
-    fully_shard(model, ignored_params=ignored or None, **options)
+    if units.holder is None:
+        fully_shard(model, ignored_params=ignored or None, **options)
     _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
     return model
+
+
+def _wrap_holder(
+    model: PreTrainedModel, units: UnitPlan, ignored: set[nn.Parameter], options: dict[str, Any], as_stored: dict[str, Any]
+) -> set[nn.Parameter]:
+    """Make the units of the root and of the holder. Return their parameters, which the other groups must not take.
+
+    `fully_shard` takes no parameter below a module that is a unit already. So these two come before the groups inside of them, and ignore
+    all parameters but their own.
+    """
+    assert units.holder is not None
+    named = dict(model.named_parameters())
+    inside = tuple(f"{name}." for group in units.groups for name in group)
+    rest = {name for name, p in named.items() if not name.startswith(inside) and name not in units.held and p not in ignored}
+    fully_shard(model, ignored_params={p for name, p in named.items() if name not in rest}, **options)
+    others = {p for name, p in model.named_parameters() if name not in units.held}
+    fully_shard(model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored)
+    return {p for name, p in model.named_parameters() if name in rest or name in units.held}
 
 
 def shard_dim(recipe: Recipe, shape: torch.Size, ranks: int) -> int:
