@@ -21,6 +21,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import read_object
 from tests.fuzz import ranks
 from tests.fuzz.families import PACKED_EXAMPLES_MEET, VOCABULARY, make_model
 from tests.fuzz.space import SAVED_STEP, STEPS, Draw
@@ -174,7 +175,7 @@ def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
     changes = runs.merged(BASE, draw.recipe())
     changes["model"]["name_or_path"] = str(model)
     run = runs.write_run(folder, changes, store, vocabulary=VOCABULARY)
-    document = json.loads(run.data_json.read_text())
+    document = read_object(run.data_json)
     document |= {"train": str(store / "train"), "evals": {"eval": str(store / "eval")}, "train_rows": len(RowStore(store / "train"))}
     run.data_json.write_text(json.dumps(document))
     return run
