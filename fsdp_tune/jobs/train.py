@@ -57,7 +57,7 @@ from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.rules.training import schedule_of_steps
+from fsdp_tune.recipe.rules.rates import schedule_of_steps
 from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

@@ -315,6 +315,17 @@ def test_embedded_recipe_is_valid(cli: Cli, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_optimizer_that_its_class_refuses_is_an_error_of_validate_and_train(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(f"{SMALL}training: {{optim: sgd, optim_args: 'nesterov=true'}}\n")
+    for words in (["validate"], ["train", "--set", "data.max_length=32"]):
+        done = cli(*words, "--config", "my.yaml", "--set", "launch.device=cpu")
+        assert done.returncode == 2, done.stdout
+        assert "my.yaml:4:" in done.stderr
+        assert "Nesterov momentum requires a momentum and zero dampening" in done.stderr
+        assert "hint: " in done.stderr
+
+
 def test_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = run("recipes", "list")
@@ -347,7 +358,7 @@ def test_schema_is_json_on_stdout(extra: list[str]) -> None:
     assert json.loads(out)["title"] == "fsdp-tune recipe"
 
 
-RATE = "rate: 0 → 0.01 at step 2 → 0.001 at step 10"
+RATE = "rate: 0 → 0.01 at step 3 → 0.00134 at step 10"
 
 
 @pytest.mark.slow

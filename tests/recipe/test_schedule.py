@@ -38,7 +38,7 @@ def recipe_of(kind: str, arguments: dict[str, object], warmup: float = 0, **trai
 
 
 def test_every_kind_of_transformers_is_compared():
-    from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
+    from fsdp_tune.recipe.schedule import SCHEDULE_ARGUMENTS
 
     assert set(ARGUMENTS) == set(SCHEDULE_ARGUMENTS)
     assert {name for cases in ARGUMENTS.values() for case in cases for name in case} == {

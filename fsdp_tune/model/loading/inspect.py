@@ -18,6 +18,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import pairs_of
 from fsdp_tune.run.base_model import BaseLayout
 
 
@@ -47,6 +48,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         problems, notices = problems + more_problems, notices + more_notices
         found = found.model_copy(update=_wrapping(recipe, model))
         require_optimizer(recipe)
+        problems += _optimizer_problems(recipe)
         device = str(recipe.launch.device)
         kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
         notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
@@ -109,6 +111,15 @@ def adapter_facts(model: Any) -> AdapterFacts:
     base = count_elements((name, p) for name, p in model.named_parameters() if not is_of_adapter(name))
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
     return AdapterFacts(dict(sorted(modules.items())), parameters, parameters / base, trained_bytes)
+
+
+def _optimizer_problems(recipe: Recipe) -> list[Problem]:
+    """Try an optimizer with arguments; without any, the rules of the recipe have checked everything, and its imports take time."""
+    if not pairs_of(recipe.training):
+        return []
+    from fsdp_tune.model.optim.trial import optimizer_problems
+
+    return optimizer_problems(recipe)
 
 
 def _untrained_experts(model: Any) -> list[Notice]:
