@@ -232,6 +232,7 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
         compute_dtype=compute,
         stored_dtype=torch.bfloat16 if tree["model"].get("dtype") == "bf16" else torch.float32,
         skipped=frozenset({draw.bad_step} if draw.bad_step else ()),
+        schedule_waits=False,
     )
 
 
