@@ -43,7 +43,7 @@ def trainer_rates() -> dict[int, float]:
 
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=RATE)
-    schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
+    schedule: Any = get_scheduler("linear", optimizer, WARMUP, STEPS)
     rates: dict[int, float] = {}
     for step in range(1, STEPS + 1):
         rates[step] = schedule.get_last_lr()[0]
@@ -57,16 +57,8 @@ def trainer_rates() -> dict[int, float]:
 @pytest.mark.parametrize("max_grad_norm", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_overflowed_step_does_not_advance_the_schedule(max_grad_norm: float, bench: Bench) -> None:
     case = Case(precision="fp16", accumulation=2)
-    training = {
-        **{
-            "learning_rate": RATE,
-            "lr_scheduler_type": "linear",
-            "warmup_steps": WARMUP,
-            "max_steps": STEPS,
-            "max_grad_norm": max_grad_norm,
-        },
-        **{"save_steps": SAVED_STEP, "eval_strategy": "no", "logging_steps": 1, "witness": "first"},
-    }
+    training: dict[str, Any] = {"learning_rate": RATE, "lr_scheduler_type": "linear", "warmup_steps": WARMUP, "max_steps": STEPS}
+    training |= {"max_grad_norm": max_grad_norm, "save_steps": SAVED_STEP, "eval_strategy": "no", "logging_steps": 1, "witness": "first"}
     recipe = runs.merged(case.recipe(str(bench.model("llama"))), {"training": training})
     full, resumed = bench.written_run(recipe), bench.written_run(recipe)
     runs.train(bench.on_ranks, full, case.ranks, train_with_overflows)
