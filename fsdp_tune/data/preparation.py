@@ -16,7 +16,8 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
-from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, refuse_bad_share, spread_indices
+from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, spread_indices
+from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.batches import RowOrder, row_order
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use

@@ -27,9 +27,10 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, usag
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.data.account import SourceSample, ignoring_unread, sample_sources, skipping
+from fsdp_tune.data.account import SourceSample, sample_sources
+from fsdp_tune.data.bad_rows import BadRows
 from fsdp_tune.data.format.row_account import KeyUse, key_account
-from fsdp_tune.data.inputs import Input, bad_row_problem, open_inputs, raw_rows
+from fsdp_tune.data.inputs import Input, open_inputs, raw_rows
 from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targets
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.row_files import BadRow
@@ -55,7 +56,6 @@ INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0
 FIRST_ROWS = 200
 RENDERED_BYTES = 1 << 20
-SHOWN_BAD_ROWS = 5
 _UNREACHABLE = re.compile(
     r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
 )
@@ -221,8 +221,16 @@ def inspect_data(recipe: Recipe) -> Inspection:
     except FsdpTuneError as error:
         found.add(error)
         return found
-    for opened in inputs:
-        _inspect_rows(opened, recipe, encoder, found)
+    first = [_inspect_rows(opened, encoder, found) for opened in inputs]
+    bad = BadRows(
+        [each for of_source in first for each in of_source.bad],
+        [name for opened in inputs for name in opened.source.names],
+        rows_read=sum(of_source.rows_read for of_source in first),
+        unencoded=sum(of_source.unencoded for of_source in first),
+        is_beginning=any(of_source.has_more for of_source in first),
+    )
+    found.problems.extend(bad.problems(recipe.data))
+    found.notices.extend(bad.notices(recipe.data))
     return found
 
 
@@ -235,16 +243,29 @@ def _find_sources(recipe: Recipe, found: Inspection) -> None:
             found.add(error)
 
 
-def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspection) -> None:
+@dataclass(frozen=True, slots=True)
+class _FirstRows:
+    """The first rows of a source."""
+
+    rows_read: int
+    unencoded: int
+    bad: list[tuple[int, BadRow]]
+    has_more: bool
+
+
+def _inspect_rows(opened: Input, encoder: Encoder, found: Inspection) -> _FirstRows:
     """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does."""
     bad: list[tuple[int, BadRow]] = []
     rows: list[RawRow] = []
+    has_more = False
     try:
-        for row in islice(raw_rows([opened]), FIRST_ROWS):
+        every = raw_rows([opened])
+        for row in islice(every, FIRST_ROWS):
             if isinstance(row, RawRow):
                 rows.append(row)
             else:
                 bad.append(row)
+        has_more = next(every, None) is not None
     except FsdpTuneError as error:
         found.add(error)
     seen = len(rows) + len(bad)
@@ -255,12 +276,6 @@ def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspec
     chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
     bad += [each for chunk in chunks for each in chunk.bad]
     bad.sort(key=lambda each: (each[0], each[1].number))
-    names = opened.source.names
-    shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
-    if bad:
-        total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
-        hint = ignoring_unread(bad) or skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
-        found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
     keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
     settings = opened.settings
     found.inputs.append(
@@ -274,6 +289,7 @@ def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspec
             keys=list(keys),
         )
     )
+    return _FirstRows(seen, len(rows) - rendered, bad, has_more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,8 +281,9 @@ class FsdpTrainer(Trainer):
 
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
         # The Trainer steps the schedule after each step, since no optimizer of Accelerate reports that fp16 has skipped one.
-        if self.lr_scheduler.last_epoch != self._updates:
-            restore_schedule(self.lr_scheduler, self._updates)
+        schedule: Any = self.lr_scheduler
+        if schedule.last_epoch != self._updates:
+            restore_schedule(schedule, self._updates)
         return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.optimizer, self.batches)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -187,7 +188,46 @@ def test_bad_first_rows_are_reported_with_file_and_line(recipe: Path) -> None:
         ("bad-row", str(rows), 5),
         ("bad-rows", None, None),
     ]
-    assert "2 of the first 5 rows cannot be used" in document["errors"][2]["message"]
+    assert "2 of 5 rows cannot be used" in document["errors"][2]["message"]
+
+
+@pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize(("bad", "good"), [(1, 3), (21, 39), (1, 150), (3, 400)])
+@pytest.mark.parametrize("verb", ["validate", "prepare"])
+def test_hint_about_bad_rows_that_was_followed_does_not_come_back(verb: str, bad: int, good: int, recipe: Path) -> None:
+    """`validate` and `prepare` refuse the same recipes, and take what their own hint says."""
+    rows = recipe.parent / "rows.jsonl"
+    lines = ['{"prompt": "x", "completion": ""}'] * bad + ['{"prompt": "one plus one is", "completion": " two"}'] * good
+    rows.write_text("\n".join(lines) + "\n")
+    recipe.write_text(SMALL.replace("builtin:arithmetic}]", f"{rows}}}], cache_dir: {recipe.parent / 'cache'}"))
+
+    def errors(verb: str, options: list[str]) -> tuple[int, list[dict[str, Any]]]:
+        code, out, _ = run(verb, "--config", str(recipe), "--json", "--set", "launch.device=cpu", *options)
+        return code, json.loads(out).get("errors", [])
+
+    code, found = errors(verb, [])
+    assert code == 2
+    hint = found[-1]["hint"]
+    options = [word for option in re.findall(r"--set ([^\s`]+)", hint) for word in ("--set", option)]
+    assert errors(verb, options) == (0, []), hint
+    assert errors("prepare", options) == (0, []), "what `validate` takes is prepared"
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_bad_rows_that_are_skipped_are_a_notice_and_judged_by_the_share_of_all_rows(recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    good = '{"prompt": "one plus one is", "completion": " two"}\n'
+    text = SMALL.replace("builtin:arithmetic}]", f"{rows}}}], on_bad_row: skip")
+    rows.write_text('{"prompt": "x", "completion": ""}\n' + good * 59)
+    code, document = validated(recipe, text)
+    assert (code, document["errors"][-1]["code"]) == (2, "too-many-bad-rows")
+    assert "1 of 60 rows (1.67 %)" in document["errors"][-1]["message"]
+    rows.write_text('{"prompt": "x", "completion": ""}\n' * 4 + good * 1000)
+    code, document = validated(recipe, text)
+    assert code == 0, "the share of all rows is not known"
+    [notice] = [each for each in document["notices"] if each["code"] == "bad-rows-skipped"]
+    assert "4 of the first 200 rows cannot be used" in notice["message"]
+    assert "`data.max_bad_share: 0.01`" in notice["hint"]
 
 
 def chats_with_a_call(recipe: Path) -> str:

@@ -15,7 +15,8 @@ from fsdp_tune.recipe.schema.training_fields import OPTIMIZER_FIELDS, OPTIMIZERS
 from tests.model.recipes import recipe_of
 
 GIVEN = {
-    "momentum": "0.9", "dampening": "0.1", "nesterov": "true", "alpha": "0.9", "eps": "1e-6", "lr_decay": "0.1", "centered": "true", "ns_steps": "4",
+    "momentum": "0.9", "dampening": "0.1", "nesterov": "true", "alpha": "0.9", "eps": "1e-6", "lr_decay": "0.1", "centered": "true",
+    "ns_steps": "4",
     "ns_coefficients": "3/-4/2", "adjust_lr_fn": "original", "state_dtype": "bf16", "block_size": "128", "bf16_stochastic_round": "true",
 }  # fmt: skip
 BELONGS = {("sgd", "nesterov"): "momentum=0.9", ("sgd", "dampening"): "momentum=0.9"}
