@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.jobs import first_rows
 from fsdp_tune.jobs import validate as checks
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document
@@ -256,7 +257,7 @@ def test_rows_beyond_the_limit_or_outside_the_main_thread_are_read_and_not_rende
     with ThreadPoolExecutor(1) as pool:
         code, _ = pool.submit(validated, recipe, chats_with_a_call(recipe)).result()
     assert code == 0
-    monkeypatch.setattr(checks, "RENDERED_BYTES", 10)
+    monkeypatch.setattr(first_rows, "RENDERED_BYTES", 10)
     code, _ = validated(recipe, chats_with_a_call(recipe))
     assert code == 0
 
