@@ -74,10 +74,11 @@ def schedule_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def nominal_steps(recipe: Recipe) -> int:
     """Return a number of steps for a run whose own depends on its data: long enough for each phase of its schedule."""
-    given = schedule_arguments(recipe)
-    phases = [value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int)]
-    warmup = recipe.training.warmup_steps
-    return int(sum(phases) + 2 * (warmup if warmup >= 1 else 0) + _NOMINAL_STEPS)
+    given, warmup = schedule_arguments(recipe), recipe.training.warmup_steps
+    phases = sum(value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int))
+    if "num_stable_steps" in given:  # all phases have a length
+        return math.ceil(phases / (1 - warmup)) if warmup < 1 else int(warmup + phases)
+    return int(phases + 2 * (warmup if warmup >= 1 else 0) + _NOMINAL_STEPS)
 
 
 def rates(recipe: Recipe, steps: int) -> Rates | None:

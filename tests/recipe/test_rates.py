@@ -91,6 +91,12 @@ def test_sound_schedule_is_accepted(training):
     load_with(f"{RUN}{training}}}")
 
 
+def test_phases_of_a_run_by_epochs_are_judged_in_a_run_of_their_length():
+    phases = "lr_scheduler_kwargs: {num_decay_steps: 400, num_stable_steps: 5000}"
+    for warmup in (0, 100, 0.03):
+        load_with(f"training: {{lr_scheduler_type: warmup_stable_decay, warmup_steps: {warmup}, {phases}}}")
+
+
 def test_schedule_of_a_run_whose_steps_the_data_decide_is_checked_again():
     """Ten steps of decay fit into the nominal run of a recipe by epochs, not into one of six steps."""
     training = "{learning_rate: 1.0e-3, lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 10}}"

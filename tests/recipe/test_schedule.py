@@ -92,5 +92,7 @@ def test_long_run_is_looked_at_where_its_phases_change():
 
 
 def test_nominal_run_has_room_for_the_phases():
-    recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, 2000)
-    assert nominal_steps(recipe) >= 4000 + 100 + 2000
+    recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 4000}, 2000)
+    assert nominal_steps(recipe) >= 4000 + 2000
+    for warmup, steps in ((2000, 4000 + 100 + 2000), (0.5, 2 * (4000 + 100))):
+        assert nominal_steps(recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, warmup)) == steps

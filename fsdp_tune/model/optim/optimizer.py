@@ -31,7 +31,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
-from transformers.optimization import Adafactor
 
 from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals import torch_internals as internals
@@ -389,7 +388,7 @@ def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]
     kind, options = optimizer_of(training)
     matrices = orthogonalised_names(wrapped, decayed) if kind is Muon else None
     groups = parameter_groups(wrapped, lambda name: _options_of(recipe, name, decayed, matrices))
-    if kind is Adafactor:
+    if optimizer_name(training) == "adafactor":
         return ShardedAdafactor(groups, lr=training.learning_rate)
     if state_bits(training) is not None:
         return with_plain_rates(kind)(groups, **options)
@@ -419,15 +418,17 @@ def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: fr
 
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
-    name, bits = optimizer_name(training), state_bits(training)
-    kind = _CLASSES.get(name, torch.optim.AdamW) if bits is None else torchao_class(bits)
-    return kind, optimizer_options(training)
+    name, bits, options = optimizer_name(training), state_bits(training), optimizer_options(training)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor  # which imports PEFT
+
+        return Adafactor, options
+    return _CLASSES.get(name, torch.optim.AdamW) if bits is None else torchao_class(bits), options
 
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    "adafactor": Adafactor,
     "muon": Muon,
 }
