@@ -52,7 +52,9 @@ class BadRows:
             return [*self.examples(), Problem("bad-rows", f"{self.counts} cannot be used", hint=hint)]
         if self.is_beginning or not exceeds_bad_share(len(self.rows), self.rows_read, data.max_bad_share):
             return []
-        return [*self.examples(), too_many(len(self.rows), self.rows_read, data.max_bad_share, self.ignoring_unread() or "fix them")]
+        unread = self.ignoring_unread()
+        total = too_many(len(self.rows), self.rows_read, data.max_bad_share, unread or "fix them")
+        return [*self.examples(), replace(total, hint=unread) if unread and len(self.rows) >= self.rows_read else total]
 
     def notices(self, data: Data) -> list[Notice]:
         """Return what a preparation will leave out, of rows that are not `problems`."""
