@@ -61,4 +61,4 @@ def test_page_names_the_limits_that_no_row_reaches() -> None:
     )
     text = page(Results({"transformers": "5", "longest_row": 24}, [trained.as_dict()]))
     assert "## What the tiny form does not exercise" in text
-    assert "\n- `index_topk`: `glm_moe_dsa`. Where it is smaller than a row" in text
+    assert "\n- `index_topk`: `glm_moe_dsa`. With `index_topk: 8`" in text
