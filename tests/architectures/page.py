@@ -32,8 +32,8 @@ _UNREACHED = """Examples have at most {longest_row} tokens. Within them a slidin
 indexer selects every token, and a recurrence has one chunk. So the losses above say nothing about these fields of the configuration,
 which have the default of the architecture. Names by field:"""
 _NOTES = {
-    "index_topk": "with `index_topk: 8`, measured on its own with transformers 5.24, `deepseek_v32` and `glm_moe_dsa` follow the plain loop "
-    "within 1e-7 too; but a selection is not continuous, and where rounding or padding changes it, losses may differ by 1e-4 and more"
+    "index_topk": "with `index_topk: 8`, measured on its own with transformers 5.24, `deepseek_v32` and `glm_moe_dsa` follow the plain "
+    "loop within 1e-7 too; but a selection is not continuous, and where rounding or padding changes it, losses may differ by 1e-4 and more"
 }
 """What is known about a field that no row reaches."""
 _REFUSED = {"unpacked": "Refused", "chunked loss": "Trained without the chunked loss", "balance": "Trained without a load-balancing loss"}
