@@ -159,8 +159,10 @@ class FsdpTrainer(Trainer):
         if (order := self.parts.rows.order) is not None:
             epoch, steps = order.locate(self.state.global_step)
             result = epoch, steps * self.args.gradient_accumulation_steps
-        # A resumed state carries the old recipe's intervals; those of the recipe in force count.
+            self.state.epoch = order.epochs_after(self.state.global_step)
+        # A resumed state carries the old recipe's intervals and micro-batch; those of the recipe in force count.
         self.state.compute_steps(self.args, max_steps)
+        self.state.train_batch_size = self._train_batch_size
         return result
 
     # ---- Data

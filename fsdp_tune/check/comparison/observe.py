@@ -44,10 +44,11 @@ from fsdp_tune.core import families
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.data.batches import collate, example_ids, row_order
+from fsdp_tune.data.batches import collate, example_ids
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.data.row_order import row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config

@@ -93,7 +93,8 @@ def _keep_earlier(run: RunDir) -> None:
     DISK.mkdir(run.history)
     number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
     with staged_directory(run.history / f"{number:03d}") as earlier:
-        for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
+        of_start = (run.launch_json, run.environment_json, run.data_json, run.resume_json, run.readback_json)
+        for path in (run.recipe_yaml, run.recipe_json, *of_start):
             if path.exists():
                 shutil.copy2(path, earlier / path.name)
 

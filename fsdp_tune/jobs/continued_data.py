@@ -1,0 +1,61 @@
+"""The prepared data of a run that starts or continues: which rows its steps have trained, and which are left out from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_tune.core.errors import Notice
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.row_record import RowRecord, record_of
+from fsdp_tune.data.skipped_rows import NamedRow
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.launch.command.resume import Change, Start, check, check_data
+from fsdp_tune.planner.predict.memory import total_steps
+from fsdp_tune.recipe.schema.kinds import OnResume
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import RunDir
+
+
+def continued_data(
+    recipe: Recipe, start: Start, data: Prepared, named: Sequence[NamedRow], observer: Observer, *, run: RunDir, overwrite: bool
+) -> Prepared:
+    """Return the data of a start of `run`: its attempts, and its rows without the `named` ones and those that it left out before.
+
+    Raises: usage error if the steps before trained other data or another order of the rows, and for names that are no training rows.
+    """
+    record = record_of(start.checkpoint)
+    _refuse_other_rows(recipe, start, data, record)
+    trained = RunDir(start.checkpoint.path.parent) if start.checkpoint is not None else run
+    before = Prepared.read(trained.data_json) if start.checkpoint is not None or not start.is_new else None
+    earlier = before.skipped if before is not None and not overwrite else ()
+    if start.checkpoint is not None and record.skipped is not None:
+        earlier = record.skipped
+    changed = data.without(recipe, named, earlier, start.step)
+    if changed.skipped:
+        kept = f", {len(earlier):,} of them as before" if earlier else ""
+        observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{kept}")
+    if start.checkpoint is not None and not record.attempts and not data.is_stream:
+        message = f"{start.checkpoint.path} does not record the global batch of its steps: {recipe.global_batch_size} is assumed"
+        hint = "if it was another one, rows are trained twice or never; `training.global_batch_size` continues with it"
+        observer.notices([Notice("batch-not-recorded", message, hint=hint)])
+    return changed.continued(recipe, start.step, record)
+
+
+def _refuse_other_rows(recipe: Recipe, start: Start, data: Prepared, record: RowRecord) -> None:
+    """Compare with the record of the checkpoint, which also one has that was copied without its run."""
+    check_data(start, data.key)
+    if record.data_key is not None and record.data_key != start.data_key:
+        check_data(Start(start.checkpoint, data_key=record.data_key), data.key)
+    now = data.record(recipe)
+    recorded = {"training.data_seed": (record.data_seed, now.data_seed), "data.shuffle": (record.shuffle, now.shuffle)}
+    check([Change(key, old, new, OnResume.REFUSED) for key, (old, new) in recorded.items() if old is not None and old != new])
+
+
+def steps_of_run(recipe: Recipe, data: Prepared) -> int | None:
+    """Return the optimizer steps of a run. Without skipped rows, and after a change of the global batch, epochs have other numbers."""
+    is_regular = not data.skipped and len(data.attempts) <= 1
+    if is_regular or data.is_stream or total_steps(recipe, None) is not None:
+        return total_steps(recipe, data.train_rows)
+    epochs = float(training_value(recipe.training, "num_train_epochs") or 0)
+    return data.order(recipe, data.training_store()).total_steps(epochs)
