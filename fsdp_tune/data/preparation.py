@@ -358,7 +358,8 @@ def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
         request = ResumeRequest.read(RunDir(data_json.parent).resume_json)
         if request is not None:  # a restart of the same command may have continued an earlier checkpoint
             prepared = prepared.continued(recipe, checkpoint_step(Path(request.resume_from or "")) or 0)
-        store = prepared.training_store()
+        # Rows that were left out later were trained, and are named.
+        store = RowStore(prepared.train, [each.origin for each in prepared.skipped if each.step < step])
     except (OSError, ValueError, FsdpTuneError):
         return None
     return store.describe_rows(prepared.order(recipe, store).batch_after(step - 1).tolist())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.row_record import RowRecord, record_of
-from fsdp_tune.data.skipped_rows import NamedRow
+from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.resume import Change, Start, check, check_data
 from fsdp_tune.planner.predict.memory import total_steps
@@ -26,20 +27,31 @@ def continued_data(
     """
     record = record_of(start.checkpoint)
     _refuse_other_rows(recipe, start, data, record)
-    trained = RunDir(start.checkpoint.path.parent) if start.checkpoint is not None else run
-    before = Prepared.read(trained.data_json) if start.checkpoint is not None or not start.is_new else None
-    earlier = before.skipped if before is not None and not overwrite else ()
-    if start.checkpoint is not None and record.skipped is not None:
-        earlier = record.skipped
+    earlier = [] if overwrite else _skipped_before(start, record, run)
     changed = data.without(recipe, named, earlier, start.step)
     if changed.skipped:
-        kept = f", {len(earlier):,} of them as before" if earlier else ""
-        observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{kept}")
+        kept = len({each.origin for each in earlier})
+        before = f", {kept:,} of them as before" if kept else ""
+        observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{before}")
     if start.checkpoint is not None and not record.attempts and not data.is_stream:
         message = f"{start.checkpoint.path} does not record the global batch of its steps: {recipe.global_batch_size} is assumed"
         hint = "if it was another one, rows are trained twice or never; `training.global_batch_size` continues with it"
         observer.notices([Notice("batch-not-recorded", message, hint=hint)])
     return changed.continued(recipe, start.step, record)
+
+
+def _skipped_before(start: Start, record: RowRecord, run: RunDir) -> list[SkippedRow]:
+    """Return the rows that the run leaves out. Where one occurs twice, the last entry counts.
+
+    A start that trained no step before its end is in the run's data.json only: its rows are left out from the checkpoint on.
+    """
+    if start.checkpoint is None and start.is_new:
+        return []
+    of_run = Prepared.read((RunDir(start.checkpoint.path.parent) if start.checkpoint is not None else run).data_json)
+    remembered = of_run.skipped if of_run is not None else ()
+    if record.skipped is None:
+        return list(remembered)
+    return [*(replace(each, step=start.step) for each in remembered), *record.skipped]
 
 
 def _refuse_other_rows(recipe: Recipe, start: Start, data: Prepared, record: RowRecord) -> None:

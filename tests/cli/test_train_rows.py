@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.preparation import Prepared, rows_of_step
-from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Cli
 from tests.cli.rows_seen import install_recorder, rows_seen
