@@ -133,3 +133,16 @@ def check_record(run: RunDir, seen: dict[int, list[int]]) -> None:
 @pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 31) if seed not in FAST)])
 def test_ranks_train_each_row_of_an_epoch_once_over_several_attempts(bench: Bench, seed: int) -> None:
     check_sequence(bench, seed)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_resume_with_another_batch_after_the_last_row_trains_no_step(bench: Bench) -> None:
+    """Such as a run that was killed between its last save and its outcome."""
+    limits = {"eval_strategy": "no", "num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 1}
+    run, seen = attempt(bench, {"training": limits | {"per_device_train_batch_size": 8}}, 2, packed=False, donor=None, step=0, skipped=())
+    last = len(seen)
+    assert last == -(-TRAIN_ROWS // 16)
+    run, seen = attempt(bench, {"training": limits | {"per_device_train_batch_size": 4}}, 2, packed=False, donor=run, step=last, skipped=())
+    assert not seen
+    assert runs.loss_lines(run)[-1]["epoch"] == 1.0
