@@ -86,15 +86,16 @@ class Prepared(Document):
         """Open the training rows; of a stream, those of its beginning, none left out."""
         return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
 
-    def continued(self, recipe: Recipe, step: int, record: RowRecord | None = None) -> Prepared:
-        """Return the data of a start after `step` steps: rows that an earlier start left out later are left out from there.
+    def continued(self, global_batch_size: int, step: int, record: RowRecord | None = None) -> Prepared:
+        """Return the data of a start after `step` steps with this global batch.
 
+        Rows that an earlier start left out later are left out from there.
         `record`: of the checkpoint from which it starts; None: the attempts that these data have.
         """
         before = {each.origin: each.step for each in (record.skipped or () if record is not None else ())}
         skipped = tuple(replace(each, step=before.get(each.origin, min(each.step, step))) for each in self.skipped)
         attempts = self.attempts if record is None else record.attempts
-        return replace(self, skipped=skipped, attempts=continued(attempts, step, recipe.global_batch_size))
+        return replace(self, skipped=skipped, attempts=continued(attempts, step, global_batch_size))
 
     def record(self, recipe: Recipe) -> RowRecord:
         """Return what the checkpoints of a start with these data have."""
@@ -357,7 +358,8 @@ def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
             return None
         request = ResumeRequest.read(RunDir(data_json.parent).resume_json)
         if request is not None:  # a restart of the same command may have continued an earlier checkpoint
-            prepared = prepared.continued(recipe, checkpoint_step(Path(request.resume_from or "")) or 0)
+            size = prepared.attempts[-1].global_batch_size if prepared.attempts else recipe.global_batch_size
+            prepared = prepared.continued(size, checkpoint_step(Path(request.resume_from or "")) or 0)
         # Rows that were left out later were trained, and are named.
         store = RowStore(prepared.train, [each.origin for each in prepared.skipped if each.step < step])
     except (OSError, ValueError, FsdpTuneError):

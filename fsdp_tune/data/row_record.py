@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.row_order import Attempt
 from fsdp_tune.data.skipped_rows import SkippedRow
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -38,7 +39,11 @@ def record_of(checkpoint: Checkpoint | None) -> RowRecord:
     facts = checkpoint.manifest.facts
     raw: dict[str, Any] | None = facts.get(ROWS_FACT)
     if raw is not None:
-        return RowRecord.from_dict(raw)
+        try:
+            return RowRecord.from_dict(raw)
+        except (ValueError, TypeError) as error:
+            message = f"{checkpoint.path}: the record of its rows cannot be read by this version"
+            raise usage_error("checkpoint-unusable", message, hint="continue with the version in its `launch.json`") from error
     saved = _saved_recipe(RunDir(checkpoint.path.parent), facts.get("recipe_digest"))
     return RowRecord() if saved is None else RowRecord((Attempt(0, saved.global_batch_size),))
 

@@ -37,7 +37,7 @@ def continued_data(
         message = f"{start.checkpoint.path} does not record the global batch of its steps: {recipe.global_batch_size} is assumed"
         hint = "if it was another one, rows are trained twice or never; `training.global_batch_size` continues with it"
         observer.notices([Notice("batch-not-recorded", message, hint=hint)])
-    return changed.continued(recipe, start.step, record)
+    return changed.continued(recipe.global_batch_size, start.step, record)
 
 
 def _skipped_before(start: Start, record: RowRecord, run: RunDir) -> list[SkippedRow]:

@@ -68,7 +68,7 @@ def build_trainer(
     prepared = Prepared.read(run.data_json)
     assert prepared is not None, "a run directory has it before its recipe.json"
     record = from_rank0(lambda: record_of(resume), "reading which rows were trained")
-    prepared = prepared.continued(recipe, resume.step if resume else 0, record)
+    prepared = prepared.continued(recipe.global_batch_size, resume.step if resume else 0, record)
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     start = recipe

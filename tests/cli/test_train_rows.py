@@ -97,7 +97,7 @@ def test_each_row_is_trained_once_after_a_change_of_the_global_batch(cli: Cli, t
 
 
 def test_attempts_with_other_batches_continue_the_checkpoint_and_not_the_directory(cli: Cli, tmp_path: Path) -> None:
-    """Two epochs: 4 steps of 8 rows, then of 12 across the border of the epoch; a branch from step 4 by 5 rows, and a copy of its step 6."""
+    """Two epochs: 4 steps of 8 rows, then of 12 across the epoch; a branch from step 4 by 5 rows, and a copy of its step 6."""
     train = Trained(cli, tmp_path)
     size, epochs = "training.global_batch_size={}", "training.num_train_epochs=2"
     single = "training.per_device_train_batch_size=1"

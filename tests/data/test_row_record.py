@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.row_order import Attempt, continued
 from fsdp_tune.data.row_record import ROWS_FACT, RowRecord, record_of
@@ -48,6 +49,8 @@ def test_record_survives_the_manifest_of_a_checkpoint(tmp_path: Path) -> None:
     read = Manifest.from_json(manifest.to_json())
     assert record_of(Checkpoint(tmp_path, 12, read)) == record
     assert record_of(None) == RowRecord(skipped=()), "nothing is trained"
+    with pytest.raises(FsdpTuneError, match="cannot be read by this version"):
+        record_of(Checkpoint(tmp_path, 12, Manifest(CHECKPOINT_KIND, {}, {ROWS_FACT: {"attempts": "of another version"}})))
 
 
 def test_checkpoint_without_a_record_has_the_batch_of_its_saved_recipe(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_rows_of_step_are_those_of_the_attempt_that_trained_it(tmp_path: Path, p
     before, after = with_batch(recipe, 2), with_batch(recipe, 3)
     for folder, of_start, step in ((earlier, before, 0), (run, after, 2)):
         start_with(folder.path, of_start)
-        found = found.continued(of_start, step)
+        found = found.continued(of_start.global_batch_size, step)
         found.write(folder.data_json)
         ResumeRequest(str(run.checkpoint(step)) if step else None).write(folder.resume_json)
     rows = found.order(before, RowStore(found.train)).rows_of(0).tolist()
@@ -85,13 +88,13 @@ def test_rows_of_step_are_those_of_the_attempt_that_trained_it(tmp_path: Path, p
     assert [rows_by_number(rows_of_step(earlier.data_json, before, step)) for step in (2, 3)] == [rows[2:4], rows[4:6]]
     # A restart of the last command found no usable checkpoint and started over.
     ResumeRequest(None).write(run.resume_json)
-    again = found.continued(after, 0).order(after, RowStore(found.train)).rows_of(0).tolist()
+    again = found.continued(after.global_batch_size, 0).order(after, RowStore(found.train)).rows_of(0).tolist()
     assert rows_by_number(rows_of_step(run.data_json, after, 1)) == again[:3]
 
 
 def test_rows_of_step_names_a_row_that_was_left_out_later(tmp_path: Path) -> None:
     recipe = with_batch(recipe_for(tmp_path, tmp_path / "a.jsonl"), 4)
-    found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)).continued(recipe, 0)
+    found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)).continued(recipe.global_batch_size, 0)
     row = int(found.order(recipe, RowStore(found.train)).batch_after(0)[0])
     left_out = replace(found, skipped=(SkippedRow(str(tmp_path / "a.jsonl"), row + 1, 3),))
     left_out.write(tmp_path / "data.json")
@@ -104,7 +107,7 @@ def test_restart_from_an_older_checkpoint_has_that_checkpoints_record(tmp_path: 
     recipe, file = with_batch(recipe_for(tmp_path, tmp_path / "a.jsonl"), 3), str(tmp_path / "a.jsonl")
     of_command = replace(found, attempts=(Attempt(0, 2), Attempt(9, 3)), skipped=(SkippedRow(file, 1, 2), SkippedRow(file, 4, 9)))
     record = RowRecord((Attempt(0, 4), Attempt(2, 2)), (SkippedRow(file, 1, 4),))
-    restarted = of_command.continued(recipe, 5, record)
+    restarted = of_command.continued(recipe.global_batch_size, 5, record)
     assert restarted.attempts == (Attempt(0, 4), Attempt(2, 2), Attempt(5, 3))
     assert {each.row: each.step for each in restarted.skipped} == {1: 4, 4: 5}
     assert restarted.record(recipe) == RowRecord(restarted.attempts, restarted.skipped, found.key, 42, shuffle=True)
@@ -119,6 +122,6 @@ def test_data_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     read = Prepared.read(tmp_path / "data.json")
     assert read is not None
     recipe = with_batch(recipe_for(tmp_path, tmp_path / "a.jsonl"), 4)
-    assert read.continued(recipe, 6).attempts == continued((), 0, 4)
+    assert read.continued(recipe.global_batch_size, 6).attempts == continued((), 0, 4)
     shutil.rmtree(tmp_path / "cache")
     assert rows_of_step(tmp_path / "data.json", recipe, 1) is None

@@ -197,8 +197,8 @@ def test_start_before_the_step_of_a_skipped_row_leaves_it_out_from_there(tmp_pat
     store = found.training_store()
     assert not len(store[4].input_ids)
     assert 4 in found.order(recipe, store).rows_of(0)
-    assert 4 not in found.continued(recipe, 0).order(recipe, store).rows_of(0)
-    assert found.continued(recipe, 70).skipped == found.skipped
+    assert 4 not in found.continued(GLOBAL_BATCH, 0).order(recipe, store).rows_of(0)
+    assert found.continued(GLOBAL_BATCH, 70).skipped == found.skipped
 
 
 def test_names_that_are_no_training_rows_are_errors_with_their_line(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def check_record(run: RunDir, seen: dict[int, list[int]]) -> None:
     assert prepared is not None
     replace(prepared, attempts=record.attempts, skipped=record.skipped or ()).write(run.data_json)  # as the command writes it
     for at, rows in seen.items():
-        trained = prepared.continued(recipe, len(seen), record)
+        trained = prepared.continued(recipe.global_batch_size, len(seen), record)
         batch = trained.order(recipe, RowStore(prepared.train)).batch_after(at).tolist()
         assert sorted(batch) == rows
         left_out = [each.origin for each in trained.skipped if each.step <= at]
