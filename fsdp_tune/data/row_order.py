@@ -46,7 +46,7 @@ Removed = tuple[int, Int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EpochPart:
     """Consecutive steps of an epoch with the same global batch."""
 
     step: int
@@ -65,7 +65,7 @@ class Epoch:
     """The rows of an epoch in the order in which they are trained, and how they are cut into steps."""
 
     rows: Int64
-    parts: tuple[Part, ...]
+    parts: tuple[EpochPart, ...]
 
     @property
     def steps(self) -> int:
@@ -118,7 +118,7 @@ class RowOrder:
 
     def _epoch(self, epoch: int) -> Epoch:
         first = self.first_step(epoch)
-        parts = [Part(0, 0, self._batch_at(first))]
+        parts = [EpochPart(0, 0, self._batch_at(first))]
         rows = self._rows_at(first, epoch, parts[0].global_batch)
         for change in self._changes:
             last = parts[-1]
@@ -129,7 +129,7 @@ class RowOrder:
                 if step == change:
                     rows = np.concatenate([rows[:at], rows[at:][~np.isin(rows[at:], removed)]])
             if at < len(rows) and (batch := self._batch_at(change)) != last.global_batch:
-                parts.append(Part(change - first, at, batch))
+                parts.append(EpochPart(change - first, at, batch))
         return Epoch(rows, tuple(parts))
 
     def _rows_at(self, step: int, epoch: int, global_batch: int) -> Int64:

@@ -162,7 +162,7 @@ class FsdpTrainer(Trainer):
             self.state.epoch = order.epochs_after(self.state.global_step)
         # A resumed state carries the old recipe's intervals and micro-batch; those of the recipe in force count.
         self.state.compute_steps(self.args, max_steps)
-        self.state.train_batch_size = self._train_batch_size
+        self.state.train_batch_size = self.args.train_batch_size
         return result
 
     # ---- Data

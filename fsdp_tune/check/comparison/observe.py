@@ -153,8 +153,7 @@ class Side:
         keys = self._keys(store)
         rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
         self.stages["rows"] = StageFacts(rows)
-        size = self.recipe.global_batch_size
-        self.stages["batch"] = StageFacts({"sequences": size})
+        self.stages["batch"] = StageFacts({"sequences": self.recipe.global_batch_size})
         of_rows = row_order(recipe, store.lengths)
         in_order = recipe.model_copy(update={"data": recipe.data.model_copy(update={"shuffle": False})})
         walked = row_order(in_order, store.lengths) if self.is_beside_tool else of_rows
@@ -177,7 +176,7 @@ class Side:
             self.left_out.append(
                 f"rows after the first {self.rows} of each source, and the order of all rows, if there are more (`--rows N` reads more)"
             )
-        if size > len(store):
+        if (size := self.recipe.global_batch_size) > len(store):
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
 
     def _sampled(self) -> Recipe:
