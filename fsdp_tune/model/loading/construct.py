@@ -23,8 +23,8 @@ from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
-from fsdp_tune.model.loading.stored_tensors import untie
-from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
+from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.read.loader import architecture
@@ -66,6 +66,7 @@ def tie_notices(recipe: Recipe) -> list[Notice]:
 
 def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     refuse_other_quantisation(recipe, config)
+    without_quantisation(config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name, value in recipe.model.config_overrides.items():
         if name not in known:
@@ -219,22 +220,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         # The weights of a run are loaded from its sharded checkpoint after this model is wrapped.
         model = _from_config(recipe, config)
     else:
-        name = str(recipe.model.name_or_path)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=copy.deepcopy(config),
-                revision=recipe.model.revision,
-                # Rounded to bf16 first, some weights would get other codes in 4 bits.
-                dtype=storage_dtype(recipe) if recipe.quantization is None else torch.float32,
-                attn_implementation=attention(recipe, config),
-                trust_remote_code=recipe.model.trust_remote_code,
-                low_cpu_mem_usage=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError) as error:
-            raise model_not_found(name, error) from error
-        model, loading = loaded
+        model, loading = _from_files(recipe, config)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
         _settle_rotary(recipe, model)
@@ -244,6 +230,53 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             parameter.data = parameter.data.to(storage_dtype(recipe)) if parameter.requires_grad else parameter.data
     start_adapters(recipe, model)
     return model
+
+
+def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
+    name, files = str(recipe.model.name_or_path), None
+    options: dict[str, Any] = {
+        # Rounded to bf16 first, some weights would get other codes in 4 bits.
+        "dtype": storage_dtype(recipe) if recipe.quantization is None else torch.float32,
+        "attn_implementation": attention(recipe, config),
+        "low_cpu_mem_usage": True,
+        "output_loading_info": True,
+    }
+    try:
+        files = find_weight_files(recipe)
+        if files is not None and files.has_codes:
+            return _from_codes(recipe, config, files, options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=copy.deepcopy(config),
+            revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise model_not_found(name, error) from error
+    return loaded
+
+
+def _from_codes(
+    recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model whose quantised weights are decoded as transformers reads each of them."""
+    with torch.device("meta"):
+        empty = _from_config(recipe, config)
+    state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
+    loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
+    return loaded
+
+
+class _Lazy:
+    """A stored tensor that transformers reads by `tensor[...]`, as it does a slice of safetensors."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return read_whole(self._stored).view(self._stored.shape)
 
 
 @torch.no_grad()

@@ -30,7 +30,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.saved_layout import local_tensors
     from fsdp_tune.model.loading.stored_tensors import check_weight_files
+    from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.optim.adamw import require_optimizer
 
     problems = check_weight_files(recipe)
@@ -39,6 +41,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     try:
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config)
+        base = local_tensors(recipe) if not problems else None
+        if base is not None:
+            problems += account_for(recipe, model, base).problems
         found = _facts(recipe, config, model, packaged=packaged, has_files=not problems)
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))

@@ -31,6 +31,8 @@ from fsdp_tune.core.families import changed_fields, old_names, with_changes, wit
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of
+from fsdp_tune.model.loading.tensor_account import BaseTensors
+from fsdp_tune.model.loading.weight_slices import read_headers
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 from fsdp_tune.run.directory import run_of
@@ -52,6 +54,15 @@ def base_folder(recipe: Recipe) -> Path | None:
     return cached.parent if cached is not None else None
 
 
+def local_tensors(recipe: Recipe) -> BaseTensors | None:
+    """Return the tensors in the safetensors files of a recipe's base; None if none of them is on this machine."""
+    folder = base_folder(recipe)
+    if folder is None or run_of(Path(str(recipe.model.name_or_path))) is not None:
+        return None
+    base = read_headers(lambda name: path if (path := folder / name).is_file() else None)
+    return base if base.types else None
+
+
 def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes; `config`: that of the run.
 
@@ -64,7 +75,7 @@ def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrain
         own = with_changes(written, changes)
         candidates = [with_old_spellings(own), own, *candidates] if _is_of_transformers_5(written) else [own, *candidates]
     for candidate in candidates:
-        candidate.pop("quantization_config", None)  # a merged model is not quantised
+        _remove_quantisation(candidate)  # a merged model is not quantised
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 
@@ -112,6 +123,13 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _remove_quantisation(config: dict[str, Any]) -> None:
+    text: Any = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            place.pop(key, None)
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
