@@ -1,5 +1,6 @@
 """What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do
 not hold it. base_layout.json in RUN/model: how files of the base store the parameters that the model stacks or names otherwise.
+tensors.json in RUN/model: what becomes of each tensor in the files of the base.
 
 transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on the hub, transformers 4
 and vLLM have one tensor for each expert and the older names (`WeightConverter` and `WeightRenaming` of transformers'
@@ -18,7 +19,7 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.records import Document
 
-BASE_FILE, LAYOUT_FILE = "base.json", "base_layout.json"
+BASE_FILE, LAYOUT_FILE, TENSORS_FILE = "base.json", "base_layout.json", "tensors.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
 
 
@@ -168,6 +169,43 @@ class BaseLayout(Document):
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
         return self.renamed.get(parameter, parameter)
+
+    def prefixes(self) -> tuple[str, str] | None:
+        """Return (prefix in the model, prefix in the files) if all renamed parameters differ by one: `model.`, `model.language_model.`."""
+        found = {_differing(name, new) for name, new in self.renamed.items()}
+        shortest = min(found, key=lambda pair: len(pair[0]), default=None)
+        if shortest is None or not all(ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found):
+            return None
+        return shortest
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord(Document):
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Tensors of the base's files by fate: trained, frozen, decoded, carried, left out."""
+    rules: dict[str, int] = field(default_factory=dict[str, int])
+    """Quantised weights by the rule that decodes them."""
+    carried: tuple[str, ...] = ()
+    """Names of the tensors that are not part of the trained model, and that a merge writes unchanged."""
+    left_out: tuple[str, ...] = ()
+    """Names of those that `model.leave_out` keeps out of the merged model."""
+    base: BaseModel | None = None
+    """The model that the carried tensors are read from; None if there are none."""
+
+    def describe(self) -> str:
+        """Return the counts as text; empty if every tensor is one of the trained model as it is."""
+        if set(self.counts) <= {"trained", "frozen"}:
+            return ""
+        return ", ".join(f"{count:,} {fate}" for fate, count in sorted(self.counts.items()))
+
+
+def _differing(name: str, other: str) -> tuple[str, str]:
+    """Return the starts of two names, up to the parts that they end with in common."""
+    left, right = name.split("."), other.split(".")
+    while left and right and left[-1] == right[-1]:
+        left.pop()
+        right.pop()
+    return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
 
 
 def refuse_other_base(base_json: Path, now: BaseModel) -> None:

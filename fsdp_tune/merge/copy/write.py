@@ -27,6 +27,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
 from fsdp_tune.core.tensors.file_formats import header_bytes
+from fsdp_tune.merge.copy.decode import DecodingReader, reader_of
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,
@@ -115,7 +116,7 @@ def plan_layout(
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
-        dtype = target_dtype(tensor.dtype, dtype_option)
+        dtype = tensor.dtype if tensor.is_carried else target_dtype(tensor.dtype, dtype_option)
         size_bytes = tensor.elements * dtype.item_bytes
         if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
@@ -228,7 +229,7 @@ class _Contribution:
     """One checkpoint's contribution to a tensor of the output."""
 
     tensor: SourceTensor
-    reader: TensorReader
+    reader: TensorReader | DecodingReader
     delta: Delta | ExpertDelta | None
 
     @classmethod
@@ -238,7 +239,7 @@ class _Contribution:
             delta = ExpertDelta(tensor)
         elif tensor.update is not None:
             delta = Delta(tensor, buffers.raw, buffers.scratch)
-        return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
+        return cls(tensor, reader_of(tensor, buffers.scratch), delta)
 
     def finish(self) -> None:
         self.reader.finish()

@@ -27,9 +27,10 @@ from fsdp_tune.core.tensors.file_formats import (
 )
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.lora.targets import AdapterConfig, Layers, add_layers, derive_config, find_config
-from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
-from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
-from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
+from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
+from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
+from fsdp_tune.merge.read.reader import SourceTensor, is_peft
+from fsdp_tune.merge.source import Format, Selection, Weights
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
 
@@ -152,7 +153,7 @@ def _merge(
             companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
-        below, renamed = _with_names_of_model(_read_base(stack, base), selection)
+        below, renamed = _with_names_of_model(without_others(read_base(stack, base), record_of_base(selection)), selection)
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
@@ -234,26 +235,14 @@ def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Pa
     return found
 
 
-def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
-    found = find_weights(folder)
-    if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
-        raise usage_error(
-            "merge-adapter-base",
-            "the base holds no weights that can be read (safetensors are)",
-            where=Where(str(folder)),
-            hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
-        )
-    files = stack.enter_context(SourceFiles(found.root))
-    tensors, _ = read_tensors(files, found.format, found.file)
-    if missing := missing_parts(files, tensors):
-        raise as_error(missing)
-    return {tensor.name: tensor for tensor in tensors}
-
-
 def _with_names_of_model(below: dict[str, SourceTensor], selection: Selection) -> tuple[dict[str, SourceTensor], dict[str, str]]:
     """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those names: {new: old}."""
-    layout = BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
-    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below} if layout is not None else {}
+    layout = (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
+    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below}
+    if (prefixes := layout.prefixes()) is not None:  # of a base of several modalities, for experts too
+        ours, theirs = prefixes
+        taken = set(found.values())
+        found |= {ours + old.removeprefix(theirs): old for old in below if old.startswith(theirs) and old not in taken}
     names = {old: new for new, old in found.items()}
     return {(name := names.get(old, old)): replace(tensor, name=name) for old, tensor in below.items()}, found
 
@@ -282,7 +271,8 @@ def _export(
     if selection.run is not None:
         companions = companions.with_tokenizer_of([selection.run.model])
         if selection.run.base_json.exists():
-            companions = replace(companions, files={**companions.files, BASE_FILE: selection.run.base_json})
+            records = {path.name: path for path in (selection.run.base_json, selection.run.tensors_json) if path.exists()}
+            companions = replace(companions, files={**companions.files, **records})
     return replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
 
 

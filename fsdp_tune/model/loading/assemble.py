@@ -89,7 +89,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         join_groups(model, groups)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    if files is not None and files.base is not None and (problems := account_for(recipe, model, files.base).problems):
+    if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
         raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)

@@ -13,13 +13,16 @@ import json
 import math
 import sys
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import pairs_of
 from fsdp_tune.run.base_model import BaseLayout
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.loading.tensor_account import TensorAccount
 
 
 def find_facts(recipe: Recipe) -> ModelInspection:
@@ -42,9 +45,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config)
         base = local_tensors(recipe) if not problems else None
-        if base is not None:
-            problems += account_for(recipe, model, base).problems
-        found = _facts(recipe, config, model, packaged=packaged, has_files=not problems)
+        account = account_for(recipe, config, model, base) if base is not None else None
+        found = _facts(recipe, config, model, account, packaged=packaged, has_files=not problems)
+        problems += account.problems if account is not None else ()
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
@@ -64,15 +67,24 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     return ModelInspection(found, tuple(problems), tuple(notices))
 
 
-def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files: bool) -> ModelFacts:
+def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | None, *, packaged: bool, has_files: bool) -> ModelFacts:
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
     from fsdp_tune.model.loading.positions import positions_of_run
-    from fsdp_tune.model.loading.saved_layout import base_folder, base_layout, exported_config, exported_generation_config
+    from fsdp_tune.model.loading.saved_layout import (
+        base_folder,
+        base_layout,
+        exported_config,
+        exported_generation_config,
+        is_text_alone,
+        record_of_run,
+    )
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
+    tensors = account.record() if account is not None else record_of_run(recipe)
+    exported = exported_config(recipe, changes, config, model, tensors)
     return ModelFacts(
         packaged=packaged,
         model_type=config.model_type,
@@ -80,9 +92,10 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
         config=json.loads(config.to_json_string(use_diff=False)),
         base_folder=str(folder) if folder is not None else None,
         config_changes=changes,
-        exported_config=exported_config(recipe, changes, config),
+        exported_config=exported,
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
-        base_layout=base_layout(recipe, model) if has_files else BaseLayout(),
+        base_layout=base_layout(recipe, model, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout(),
+        tensors=tensors,
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         embedding_rows=construct.embedding_rows(model),

@@ -35,7 +35,16 @@ from fsdp_tune.core.tensors.encodings import BITSANDBYTES, METHODS, StoredType, 
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
-from fsdp_tune.model.loading.stored_tensors import DTYPES, NestedScales, Stored, decoded, headers_of, read_elements, read_whole
+from fsdp_tune.model.loading.stored_tensors import (
+    DTYPES,
+    NestedScales,
+    Stored,
+    decoded,
+    headers_of,
+    read_elements,
+    read_weight_map,
+    read_whole,
+)
 from fsdp_tune.model.loading.tensor_account import IN_16_BITS, BaseTensors, unread_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -201,7 +210,7 @@ def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
         single = file(SAFE_WEIGHTS_NAME)
         paths = {single} if single is not None else set[Path]()
     else:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_weight_map(index).values())
         paths = {path for path in map(file, sorted(names)) if path is not None}
     config = file(CONFIG_NAME)
     settings = quantisation_of(json.loads(config.read_bytes())) if config is not None and paths else {}
