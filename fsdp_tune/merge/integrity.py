@@ -275,7 +275,7 @@ def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
     return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/guide/merging.md)"
 
 
-def load_and_run(stage: Path, carried: Collection[str], *, allow_nonfinite: bool) -> list[Notice]:
+def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite: bool) -> list[Notice]:
     """Load the output with transformers. `carried`: tensors that the model does not have.
 
     Raises: FailedError if transformers reports other keys, or if the logits are not finite.

@@ -61,8 +61,10 @@ class ModelFacts(PartialFacts):
     exported_config: dict[str, Any]
     generation_config: dict[str, Any]
     base_layout: BaseLayout
-    tensors: BaseRecord
+    tensors: BaseRecord = BaseRecord()
     """What becomes of the tensors of the base's files; empty if these are not on this machine."""
+    keeps_architectures: bool = False
+    """Whether a merged model is one of the base's `architectures`, of which the trained class is a part."""
     parameters: int
     trained_parameters: int
     embedding_rows: int
@@ -152,7 +154,8 @@ def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, Any]:
     # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
     if len(tokenizer) > facts.embedding_rows:
         config["vocab_size"] = len(tokenizer)
-    return changed_fields(before, config) | {"architectures": facts.exported_config.get("architectures") or [facts.architecture]}
+    changed = changed_fields(before, config)
+    return changed if facts.keeps_architectures else changed | {"architectures": [facts.architecture]}
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:

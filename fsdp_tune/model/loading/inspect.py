@@ -76,6 +76,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
         base_layout,
         exported_config,
         exported_generation_config,
+        is_part_of_other,
         is_text_alone,
         record_of_run,
     )
@@ -96,6 +97,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
         base_layout=base_layout(recipe, model, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout(),
         tensors=tensors,
+        keeps_architectures=is_part_of_other(config, model, tensors),
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         embedding_rows=construct.embedding_rows(model),

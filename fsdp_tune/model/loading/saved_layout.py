@@ -84,6 +84,11 @@ def record_of_run(recipe: Recipe) -> BaseRecord:
     return (BaseRecord.read(run.tensors_json) if run is not None else None) or BaseRecord()
 
 
+def is_part_of_other(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
+    """Return whether the trained model is a part of what a merge writes, which is a model of another class. `config`: that of the base."""
+    return type(config) is not type(model.config) and bool(tensors.carried) and not is_text_alone(config, model, tensors)
+
+
 def is_text_alone(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
     """Return whether the language model is all that is left of a base of several modalities. `config`: that of the base."""
     layers = LAYERS.of(config.get_text_config()) or 0
@@ -96,15 +101,13 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes; `config`: that of the run.
 
-    It describes what a merge writes: a base of several modalities keeps its `architectures`, unless all but its text are left out.
+    It describes what a merge writes: of a base of several modalities it is the text's alone if the others are left out.
     The result is read again: if transformers does not find the run's configuration in it, its own spelling is written instead.
     """
     if is_text_alone(config, model, tensors):
-        found = with_old_spellings(_fields(model.config) | {"use_cache": True, "architectures": [type(model).__name__]})
+        found = with_old_spellings(_fields(model.config) | {"use_cache": True})
     else:
         found = _exported_config(recipe, changes, config)
-        if type(config) is type(model.config) or not tensors.carried:
-            found["architectures"] = [type(model).__name__]
     layers = LAYERS.of(config.get_text_config()) or 0
     has_lost_layers = any(part_of(name, layers) == "mtp" for name in tensors.left_out)
     return without_next_token_layers(found) if has_lost_layers else found
