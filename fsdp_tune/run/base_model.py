@@ -160,11 +160,31 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """Modules have names that begin with `ours` in the trained model, and with `theirs` in the model that the base publishes."""
+
+    ours: str
+    theirs: str
+    is_ambiguous: bool
+    """Whether the rest of a name is the end of another module's name too, such as one of the vision tower."""
+
+    def name_of(self, module: str) -> str:
+        """Return the published name of a module or tensor."""
+        return self.theirs + module.removeprefix(self.ours) if module.startswith(self.ours) else module
+
+    def target_of(self, module: str) -> str:
+        """Return a module as `target_modules` of adapter_config.json names it: by an end that both models have, if only it has it."""
+        return self.name_of(module) if self.is_ambiguous else module.removeprefix(self.ours)
+
+
+@dataclass(frozen=True, slots=True)
 class BaseLayout(Document):
     renamed: dict[str, str] = field(default_factory=dict[str, str])
     """{parameter: name in the files} of those that are stored as they are."""
     tensors: tuple[FileTensor, ...] = ()
     """Of the parameters that are stored in several tensors, or several in one."""
+    published: Published | None = None
+    """Names of modules in the class that the base's config.json names; None if the trained class is that one."""
 
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
@@ -172,11 +192,7 @@ class BaseLayout(Document):
 
     def prefixes(self) -> tuple[str, str] | None:
         """Return (prefix in the model, prefix in the files) if all renamed parameters differ by one: `model.`, `model.language_model.`."""
-        found = {_differing(name, new) for name, new in self.renamed.items()}
-        shortest = min(found, key=lambda pair: len(pair[0]), default=None)
-        if shortest is None or not all(ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found):
-            return None
-        return shortest
+        return common_prefixes(self.renamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +213,15 @@ class BaseRecord(Document):
         if set(self.counts) <= {"trained", "frozen"}:
             return ""
         return ", ".join(f"{count:,} {fate}" for fate, count in sorted(self.counts.items()))
+
+
+def common_prefixes(renamed: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the starts by which all names differ from the new ones, {old: new}; None if there is no such pair."""
+    found = {_differing(name, new) for name, new in renamed.items()}
+    shortest = min(found, key=lambda pair: len(pair[0]), default=None)
+    if shortest is None or not all(ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found):
+        return None
+    return shortest
 
 
 def _differing(name: str, other: str) -> tuple[str, str]:

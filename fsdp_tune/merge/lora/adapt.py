@@ -31,8 +31,11 @@ from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights
-from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
+from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, Published, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
+
+_NAMING, _PATTERNS = ("target_modules", "target_parameters", "modules_to_save"), ("rank_pattern", "alpha_pattern")
+"""Fields of adapter_config.json with names of modules: lists, and the keys of objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,18 @@ class Adapter:
             "base_weights": self.base_weights,
         }
 
+    published: Published | None = None
+    """Names of modules in the export."""
+
     def config_json(self) -> dict[str, Any]:
         """Return `adapter_config.json` of the export, as PEFT writes it for inference."""
-        return {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
+        values = {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
+        if self.published is None:
+            return values
+        named = {key: value for key in _NAMING if isinstance(value := values.get(key), list)}
+        patterns = {key: value for key in _PATTERNS if isinstance(value := values.get(key), dict)}
+        values |= {key: [self.published.target_of(name) for name in value] for key, value in named.items()}
+        return values | {key: {self.published.target_of(name): each for name, each in value.items()} for key, value in patterns.items()}
 
 
 def adapt(
@@ -235,9 +247,13 @@ def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Pa
     return found
 
 
+def _layout_of(selection: Selection) -> BaseLayout:
+    return (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
+
+
 def _with_names_of_model(below: dict[str, SourceTensor], selection: Selection) -> tuple[dict[str, SourceTensor], dict[str, str]]:
     """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those names: {new: old}."""
-    layout = (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
+    layout = _layout_of(selection)
     found = {new: old for new, old in layout.renamed.items() if old in below and new not in below}
     if (prefixes := layout.prefixes()) is not None:  # of a base of several modalities, for experts too
         ours, theirs = prefixes
@@ -265,8 +281,11 @@ def _export(
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
             module, _, rest = name.rpartition(".")
             keys[f"{PREFIX}{module}.base_layer.{rest}" if name in names.wrapped else PREFIX + name] = key
+    published = _layout_of(selection).published
+    if published is not None:
+        keys = {PREFIX + published.name_of(name.removeprefix(PREFIX)): key for name, key in keys.items()}
     source = CheckpointTensors({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
-    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base)
+    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base, published=published)
     companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
     if selection.run is not None:
         companions = companions.with_tokenizer_of([selection.run.model])

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
@@ -78,6 +79,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
         exported_generation_config,
         is_part_of_other,
         is_text_alone,
+        published_names,
         record_of_run,
     )
     from fsdp_tune.model.shard.local import count_elements
@@ -86,6 +88,9 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
     folder = base_folder(recipe)
     tensors = account.record() if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
+    layout = base_layout(recipe, model, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout()
+    if recipe.lora is not None:
+        layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
         packaged=packaged,
         model_type=config.model_type,
@@ -95,7 +100,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
         config_changes=changes,
         exported_config=exported,
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
-        base_layout=base_layout(recipe, model, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout(),
+        base_layout=layout,
         tensors=tensors,
         keeps_architectures=is_part_of_other(config, model, tensors),
         parameters=count_elements(model.named_parameters()),

@@ -11,6 +11,7 @@ offset and strides tell which elements it has; nothing is read or copied.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -44,12 +46,12 @@ from fsdp_tune.core.families import (
     without_next_token_layers,
 )
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.adapters.lora import adapters_of, name_in_base
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
-from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model
+from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
 from fsdp_tune.model.loading.weight_slices import read_headers
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseLayout, BaseRecord, FileTensor, Piece
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord, FileTensor, Piece, Published, common_prefixes
 from fsdp_tune.run.directory import run_of
 
 _NOT_COMPARED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
@@ -192,6 +194,26 @@ def base_layout(recipe: Recipe, model: PreTrainedModel, *, text_alone: bool = Fa
     if folder is not None and (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
         return BaseLayout.read(run.base_layout_json) or saved_layout(model)
     return saved_layout(model, _stored_shapes(folder) if folder is not None else {})
+
+
+def published_names(config: PreTrainedConfig, model: PreTrainedModel, layout: BaseLayout) -> Published | None:
+    """Return the names of the model's modules in the class that the base's config.json names, if it is another one: PEFT and vLLM load an
+    adapter into that. `config`: that of the base.
+    """
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if type(config) is type(model.config) or not layout.renamed or kind is None:
+        return None
+    with torch.device("meta"):
+        full = kind(copy.deepcopy(config))
+    state = parameters_of(full)
+    names = names_in_model(full, layout.renamed.values(), state, legacy=False)
+    theirs = {ours: names[stored].name for ours, stored in layout.renamed.items() if names[stored].name in state}
+    prefixes = common_prefixes({ours: name for ours, name in theirs.items() if ours != name})
+    if prefixes is None:
+        return None
+    ends = {name.removeprefix(prefixes[0]) for name in adapters_of(model)}
+    others = [name.split(".") for name, _ in full.named_modules() if not name.startswith(prefixes[1])]
+    return Published(*prefixes, any(".".join(parts[at:]) in ends for parts in others for at in range(1, len(parts))))
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
