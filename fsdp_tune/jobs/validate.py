@@ -38,6 +38,7 @@ from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
+from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -155,6 +156,8 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
             )
         else:
             found.problems.append(problem)
+    if found.model is not None and not found.problems:
+        found.problems += merge_problems(recipe, found.model)
     return found
 
 

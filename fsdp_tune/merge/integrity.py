@@ -284,7 +284,9 @@ def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite:
         answer = child.answer()
     if isinstance(answer, str):
         raise _does_not_load(f"transformers does not load the output: {answer}")
-    report = {name: [key for key in keys if name != "unexpected_keys" or key not in carried] for name, keys in answer["report"].items()}
+    report = {
+        name: [key for key in keys if name != "unexpected_keys" or not _is_carried(key, carried)] for name, keys in answer["report"].items()
+    }
     if report := {name: keys for name, keys in report.items() if keys}:
         what = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in report.items())
         raise _does_not_load(f"transformers loads the output, but reports {what}")
@@ -298,6 +300,12 @@ def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite:
             )
         ]
     return []
+
+
+def _is_carried(key: str, carried: Collection[str]) -> bool:
+    """Return whether a key that transformers does not expect is of a carried tensor, or of a carried layer, whose experts it stacks."""
+    layer = re.match(r".*?\.\d+\.", key)
+    return key in carried or (layer is not None and any(name.startswith(layer[0]) for name in carried))
 
 
 def _does_not_load(message: str) -> FsdpTuneError:

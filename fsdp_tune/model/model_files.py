@@ -75,6 +75,8 @@ class ModelFacts(PartialFacts):
     attention: str
     adapter: AdapterFacts | None = None
     adapter_config: dict[str, Any] | None = None
+    adapter_tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
+    """Shapes of the tensors in the trained adapter's file."""
     nf4_weights: tuple[str, ...] = ()
     quantization: str | None = None
     layer_classes: tuple[str, ...] = ()

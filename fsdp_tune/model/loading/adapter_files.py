@@ -214,7 +214,9 @@ def published_prefixes(model: nn.Module, names: Iterable[str]) -> tuple[str, str
     """
     bare = [name.removeprefix(PREFIX) for name in names]
     whole: Any = model
-    return common_prefixes({name: found.name for name, found in names_in_model(whole, bare, {}, legacy=False).items() if found.name != name})
+    return common_prefixes(
+        {name: found.name for name, found in names_in_model(whole, bare, {}, legacy=False).items() if found.name != name}
+    )
 
 
 def _config(folder: str) -> dict[str, Any]:

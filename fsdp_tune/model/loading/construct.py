@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
@@ -167,9 +167,27 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
     return TORCH_DTYPE[recipe.model.dtype]
 
 
-def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
+_TEXT_ALONE = (
+    "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
+    "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
+    "text = AutoModelForCausalLM.from_config(full.config.get_text_config(), dtype=full.dtype); "
+    "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
+    "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
+)
+
+
+def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
+    """Return the error for a model of several modalities of which transformers has no causal LM."""
+    hint = f'write its language model to a directory and name that: python -c "{_TEXT_ALONE.format(name=str(recipe.model.name_or_path))}"'
+    message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
+    return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
+
+
+def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
+    if config.get_text_config() is not config and "configuration class" in reason:
+        return _of_other_modalities(recipe, config)
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"
@@ -185,7 +203,7 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
             own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
         )
     except (ValueError, ImportError) as error:
-        raise _refused(recipe, error) from error
+        raise _refused(recipe, config, error) from error
     _settle_rotary(recipe, model)
     return model
 

@@ -23,7 +23,7 @@ from fsdp_tune.recipe.schema.training_fields import pairs_of
 from fsdp_tune.run.base_model import BaseLayout
 
 if TYPE_CHECKING:
-    from fsdp_tune.model.loading.tensor_account import TensorAccount
+    from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
 
 
 def find_facts(recipe: Recipe) -> ModelInspection:
@@ -47,12 +47,12 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         model = build_empty(recipe, config)
         base = local_tensors(recipe) if not problems else None
         account = account_for(recipe, config, model, base) if base is not None else None
-        found = _facts(recipe, config, model, account, packaged=packaged, has_files=not problems)
+        found = _facts(recipe, config, model, base, account, packaged=packaged, has_files=not problems)
         problems += account.problems if account is not None else ()
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
-            notices += _untrained_experts(model)
+            notices += [*_untrained_experts(model), *_untrained_parts(model)]
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found = found.model_copy(update=_wrapping(recipe, model))
@@ -68,7 +68,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     return ModelInspection(found, tuple(problems), tuple(notices))
 
 
-def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | None, *, packaged: bool, has_files: bool) -> ModelFacts:
+def _facts(
+    recipe: Recipe, config: Any, model: Any, base: BaseTensors | None, account: TensorAccount | None, *, packaged: bool, has_files: bool
+) -> ModelFacts:
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
     from fsdp_tune.model.loading.positions import positions_of_run
@@ -88,7 +90,7 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
     folder = base_folder(recipe)
     tensors = account.record() if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
-    layout = base_layout(recipe, model, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout()
+    layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout()
     if recipe.lora is not None:
         layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
@@ -115,12 +117,13 @@ def _facts(recipe: Recipe, config: Any, model: Any, account: TensorAccount | Non
 
 
 def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
-    from fsdp_tune.model.adapters.lora import adapter_config, name_in_base
+    from fsdp_tune.model.adapters.lora import adapter_config, name_in_base, name_in_file
     from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
     return {
         "adapter": adapter_facts(model),
         "adapter_config": adapter_config(recipe, model),
+        "adapter_tensors": {name_in_file(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "nf4_weights": tuple(name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)),
         "quantization": describe_nf4(recipe, model) if recipe.quantization is not None else None,
     }
@@ -157,6 +160,16 @@ def _untrained_experts(model: Any) -> list[Notice]:
     share = sum(stacks.values())
     message = f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; `lora.target_parameters` adapts them"
     return [Notice("lora-experts-frozen", message)]
+
+
+def _untrained_parts(model: Any) -> list[Notice]:
+    from fsdp_tune.model.adapters.lora import parts_without_text
+
+    parts = [name for name in parts_without_text(model) if any(True for _ in model.get_submodule(name).parameters())]
+    if not parts:
+        return []
+    message = f"{', '.join(parts)} of {type(model).__name__} get no adapters: rows of text do not call them"
+    return [Notice("lora-text-alone", message)]
 
 
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:

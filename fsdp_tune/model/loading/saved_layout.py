@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 from collections import defaultdict
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_safetensors_metadata
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -45,7 +47,8 @@ from fsdp_tune.core.families import (
     with_old_spellings,
     without_next_token_layers,
 )
-from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
+from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
 from fsdp_tune.model.adapters.lora import adapters_of, name_in_base
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
@@ -54,6 +57,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord, FileTensor, Piece, Published, common_prefixes
 from fsdp_tune.run.directory import run_of
 
+_LOG = logging.getLogger(__name__)
 _NOT_COMPARED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
 """Fields that a merge sets, or that do not change the model."""
 
@@ -72,12 +76,35 @@ def base_folder(recipe: Recipe) -> Path | None:
 
 
 def local_tensors(recipe: Recipe) -> BaseTensors | None:
-    """Return the tensors in the safetensors files of a recipe's base; None if none of them is on this machine."""
-    folder = base_folder(recipe)
-    if folder is None or run_of(Path(str(recipe.model.name_or_path))) is not None:
+    """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
+    machine. None if it has no such files, or if they cannot be reached.
+    """
+    folder, name = base_folder(recipe), str(recipe.model.name_or_path)
+    if folder is None or run_of(Path(name)) is not None:
         return None
-    base = read_headers(lambda name: path if (path := folder / name).is_file() else None)
-    return base if base.types else None
+    base = read_headers(lambda file: path if (path := folder / file).is_file() else None)
+    is_complete = all(path.is_file() for path in _files_of_index(folder))
+    if base.types and is_complete:
+        return base
+    return None if Path(name).is_dir() or not hub_is_reachable() else _tensors_of_hub(name, recipe.model.revision, folder)
+
+
+def _files_of_index(folder: Path) -> set[Path]:
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    return {folder / file for file in read_weight_map(index).values()} if index.is_file() else set()
+
+
+def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | None:
+    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has config.json."""
+    try:
+        found = get_safetensors_metadata(name, revision=revision)
+    except Exception as error:  # noqa: BLE001  of the network too: the ranks read the files, and find what is wrong with them
+        _LOG.info("the headers of %s cannot be read: %s", name, error)
+        return None
+    tensors = {key: (file, info) for file, each in found.files_metadata.items() for key, info in each.tensors.items()}
+    types = {key: StoredType(info.dtype, tuple(info.shape)) for key, (_, info) in tensors.items()}
+    settings = quantisation_of(_read_object(folder / "config.json") or {})
+    return BaseTensors(types, {key: folder / file for key, (file, _) in tensors.items()}, settings)
 
 
 def record_of_run(recipe: Recipe) -> BaseRecord:
@@ -183,16 +210,19 @@ def _remove_quantisation(config: dict[str, Any]) -> None:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def base_layout(recipe: Recipe, model: PreTrainedModel, *, text_alone: bool = False) -> BaseLayout:
+def base_layout(recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None = None, *, text_alone: bool = False) -> BaseLayout:
     """Return the layout of the files of a recipe's base, as far as it differs from that of the model's parameters.
 
-    Without such files on this machine, or if the language model is all that is left of them, it is that of `save_pretrained`.
+    `base`: the tensors of `local_tensors`. Without such files, or if the language model is all that is left of them, the layout is that
+    of `save_pretrained`.
     """
     folder = base_folder(recipe)
     if text_alone:
         return saved_layout(model)
     if folder is not None and (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
         return BaseLayout.read(run.base_layout_json) or saved_layout(model)
+    if base is not None:
+        return saved_layout(model, base.plain_shapes())
     return saved_layout(model, _stored_shapes(folder) if folder is not None else {})
 
 
@@ -237,8 +267,13 @@ def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | 
         if (own := name_in_base(name)) is not None
     }
     origins = _origins(model, stored, state)
-    plain = {parameter: found[0].name for parameter, found in origins.items() if len(found) == 1 and found[0].is_plain}
     tensors = _file_tensors(model, state)
+    saved = {tensor.pieces[0].parameter: tensor.name for tensor in tensors or () if _is_whole(tensor, state)}
+    plain = {
+        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter))
+        for parameter, found in origins.items()
+        if len(found) == 1 and found[0].is_plain
+    }
     if tensors is None or not _is_reversible(model, tensors, state):
         return BaseLayout({name: new for name, new in plain.items() if name != new})
     renamed: dict[str, str] = {}
@@ -266,19 +301,27 @@ class _Origin:
 def _origins(
     model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | None], state: Mapping[str, torch.Tensor]
 ) -> dict[str, list[_Origin]]:
-    """Return the tensors of the files by parameter.
-
-    A name that lacks the prefix of the bare model, or has it in addition, counts as the parameter's own: transformers adds and removes it.
-    """
-    prefix = f"{model.base_model_prefix}."
+    """Return the tensors of the files by parameter."""
     found: dict[str, list[_Origin]] = defaultdict(list)
     for name, in_model in names_in_model(model, stored, state, legacy=False).items():
         parameter = in_model.name
         if parameter in state:
             is_plain = not in_model.is_converted and stored[name] in (None, tuple(state[parameter].shape))
-            is_own = name.removeprefix(prefix) == parameter or parameter.removeprefix(prefix) == name
-            found[parameter].append(_Origin(parameter if is_own and is_plain else name, is_plain))
+            found[parameter].append(_Origin(name, is_plain))
     return found
+
+
+def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str) -> str:
+    """Return the name under which a merge stores a parameter that the base has as `name`, and `save_pretrained` would have as `saved`.
+
+    It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: transformers 4
+    would add it to the name of an untied head too.
+    """
+    head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    if head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+        return name
+    differs_by_prefix = name.removeprefix(prefix) == parameter or parameter.removeprefix(prefix) == name
+    return parameter if saved == parameter and differs_by_prefix else name
 
 
 def _named_as_stored(group: Sequence[FileTensor], names: Sequence[str], stored: Mapping[str, tuple[int, ...] | None]) -> list[FileTensor]:

@@ -85,7 +85,8 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     layers = LAYERS.of(config.get_text_config()) or 0
     encodings = base.encodings()
     problems = [*unread_problems(encodings.unread, base.files)]
-    plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts}
+    unread = {each.name for each in encodings.unread}
+    plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts and name not in unread}
     names = [*plain, *encodings.weights]
     state = parameters_of(model)
     parameters = {name: found.name for name, found in names_in_model(model, names, state).items() if found.name in state}
