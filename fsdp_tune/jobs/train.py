@@ -382,9 +382,6 @@ class _Job:
             save_model_files(directory, inputs.model, inputs.encoder.tokenizer, inputs.encoder.origin)
         if inputs.base is not None:
             inputs.base.write(directory / self.plan.run.base_json.name)
-        if (tensors := inputs.model.tensors).carried and tensors.base is None:
-            base = describe_base(str(self.recipe.model.name_or_path), self.recipe.model.revision)
-            replace(tensors, base=base).write(directory / self.plan.run.tensors_json.name)
 
     def run_ranks(self) -> Verdict:
         """Run the ranks of this machine to their end, restarts included."""

@@ -193,7 +193,7 @@ def _plan(
     output = as_base(stored, contents.sources, ordered)
     is_adapter = adapter is not None and adapter.is_exported
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
-    sources = tuple(replace(source, tensors=source.tensors | carried) for source in output.sources)
+    sources = tuple(replace(source, tensors={**source.tensors, **carried}) for source in output.sources)
     layout = plan_layout([*output.ordered, *carried.values()], settings.dtype, most_bytes, single_name=file_name)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}

@@ -208,6 +208,10 @@ class BaseRecord(Document):
     base: BaseModel | None = None
     """The model that the carried tensors are read from; None if there are none."""
 
+    def of_base(self, name: str, revision: str) -> BaseRecord:
+        """Return the record with the identity of the base now, if a merge reads tensors from it. Raises: OSError."""
+        return self if self.base is not None or not self.carried else replace(self, base=describe_base(name, revision))
+
     def describe(self) -> str:
         """Return the counts as text; empty if every tensor is one of the trained model as it is."""
         if set(self.counts) <= {"trained", "frozen"}:

@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
@@ -159,13 +160,11 @@ def _gpt_oss(base: Base) -> Base:
         blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, (experts, columns, rows // 32), dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
         base.plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     return _write(base, stored, {"quant_method": "mxfp4"})
 
 
-def _renamed(base: Base, *, without: str = "", extra: State = {}) -> Base:
+def _renamed(base: Base, *, without: str = "", extra: State) -> Base:
     base.plain = {name.removeprefix(without): value for name, value in base.plain.items()}
     return _with(base, extra)
 
@@ -277,8 +276,7 @@ def _run_model(folder: Path, base: Base, found: ModelInspection) -> Path:
     (target / "config.json").write_text(json.dumps(config))
     facts.base_layout.write(target / "base_layout.json")
     identity = describe_base(str(base.folder), None)
-    record = {**facts.tensors.as_dict(), "base": identity.as_dict()}
-    (target / "tensors.json").write_text(json.dumps(record))
+    facts.tensors.write(target / "tensors.json")
     if facts.adapter_config is not None:
         (target / "adapter_config.json").write_text(json.dumps(facts.adapter_config))
         BaseModel(str(base.folder), digest=identity.digest).write(target / "base.json")

@@ -10,10 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsdp_tune.check.evaluation.score import _published_names
 from fsdp_tune.core.errors import FailedError
+from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.run.base_model import BaseLayout
 from tests.merge.published import KINDS, LAYOUTS, merge_untrained
+from tests.model.recipes import recipe_of
 
 FAST = {("qwen3 fp8", "lora"), ("deepseek_v3 fp8 + layer", "full"), ("qwen3_5 + visual + mtp", "lora")}
 COMPOSITE = "qwen3_5 + visual + mtp"
@@ -71,3 +77,37 @@ def test_base_that_changed_since_the_training_is_refused_by_name(tmp_path: Path)
         with pytest.raises(FailedError, match=says) as caught:
             merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True))
         assert "rotary_emb.inv_freq" in str(caught.value)
+
+
+def test_adapter_has_the_names_of_the_published_class_and_is_continued_and_loaded_by_them(tmp_path: Path) -> None:
+    """vLLM and PEFT build the class of config.json, whose modules have longer names than those of the text alone."""
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    merge_untrained(base, "lora", tmp_path / "made")
+    adapter = tmp_path / "made" / "run" / "adapter"
+    names = load_file(adapter / "adapter_model.safetensors").keys()
+    assert {name.partition(".layers.")[0] for name in names} == {"base_model.model.model.language_model"}
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert all(target.startswith("layers.") for target in targets)  # ends of names in either class
+    lora = {**base.lora, "adapter": str(adapter)}
+    continued = build_full(recipe_of({"name_or_path": str(base.folder)}, lora=lora, data={"train": [{"path": "x"}], "max_length": 32}))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    own = {name: p.detach() for name, p in continued.named_parameters() if ".lora_" in name}
+    assert len(own) == len(stored)
+    for name, value in stored.items():
+        ours = name.removeprefix("base_model.model.").replace("model.language_model.", "model.").replace(".weight", ".default.weight")
+        assert torch.equal(own[ours], value)
+    assert _published_names(continued, adapter) == {r"^model\.language_model\.": "model."}
+
+
+def test_adapter_that_a_merge_could_not_add_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    sections: dict[str, Any] = {"lora": base.lora, "data": {"train": [{"path": "x"}], "max_length": 32}}
+    recipe = recipe_of({"name_or_path": str(base.folder)}, **sections)
+    facts = find_facts(recipe).facts
+    assert facts is not None
+    assert merge_problems(recipe, facts) == []
+    (problem, *_) = merge_problems(recipe, facts.model_copy(update={"base_layout": BaseLayout()}))  # as before the layout had its names
+    assert "could not be merged" in problem.message
+    assert "q_proj" in problem.message or "linear_attn" in problem.message
+    alone = recipe.model_copy(update={"merge": recipe.merge.model_copy(update={"adapter": "adapter"})})
+    assert merge_problems(alone, facts.model_copy(update={"base_layout": BaseLayout()})) == []

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
+from fsdp_tune.core.units import json_list, json_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Literal["scaled", "packed", "mxfp4"]
@@ -193,8 +194,7 @@ class Encodings:
 
 def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a config.json under which its weights are quantised; {} if it has none."""
-    places = [config, *(each for each in (config.get("text_config"),) if isinstance(each, dict))]
-    for place in cast("list[Mapping[str, Any]]", places):
+    for place in (config, json_object(config.get("text_config"))):
         for key in ("quantization_config", "compression_config"):
             found = place.get(key)
             if isinstance(found, dict) and found:
@@ -284,11 +284,12 @@ _COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "p
 
 
 def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
-    groups: Any = settings.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    formats = {str(each) for each in [settings.get("format"), *(group.get("format") for group in groups.values())] if each}
+    groups = [json_object(each) for each in json_object(settings.get("config_groups")).values()]
+    weights = [json_object(group.get("weights")) for group in groups]
+    formats = {str(each) for each in (settings.get("format"), *(group.get("format") for group in groups)) if each}
     bits = {each.get("num_bits") for each in weights}
-    structure: Any = next((each["block_structure"] for each in weights if isinstance(each.get("block_structure"), list)), ())
+    structures = [json_list(each.get("block_structure")) for each in weights]
+    structure = cast("list[int]", next(filter(None, structures), []))
     is_known = formats <= {*_COMPRESSED_FORMATS}
     for scales in [name for name in tensors if name.endswith("weight_scale")]:
         owner = scales.removesuffix("weight_scale")

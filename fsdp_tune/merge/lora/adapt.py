@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
@@ -32,10 +32,12 @@ from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
-from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, Published, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.model_files import ModelFacts
 
 _NAMING, _PATTERNS = ("target_modules", "target_parameters", "modules_to_save"), ("rank_pattern", "alpha_pattern")
 """Fields of adapter_config.json with names of modules: lists, and the keys of objects."""

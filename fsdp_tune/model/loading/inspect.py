@@ -88,7 +88,8 @@ def _facts(
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
-    tensors = account.record() if account is not None else record_of_run(recipe)
+    name, revision = str(recipe.model.name_or_path), recipe.model.revision
+    tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
     layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors)) if has_files else BaseLayout()
     if recipe.lora is not None:

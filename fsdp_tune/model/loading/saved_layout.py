@@ -314,7 +314,7 @@ def _origins(
 def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str) -> str:
     """Return the name under which a merge stores a parameter that the base has as `name`, and `save_pretrained` would have as `saved`.
 
-    It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: transformers 4
+    It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: version 4
     would add it to the name of an untied head too.
     """
     head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
