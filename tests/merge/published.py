@@ -37,7 +37,7 @@ from tests.model.recipes import recipe_of
 State = dict[str, torch.Tensor]
 TABLE = Path(__file__).parents[2] / "docs" / "evidence" / "data" / "published-bases.tsv"
 KINDS = ("full", "lora")
-IDS = {"vocab_size": 128, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+IDS = {"vocab_size": 384, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 TEXT = {**IDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TEXT |= {"head_dim": 16, "tie_word_embeddings": False}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
