@@ -70,7 +70,7 @@ def fp8(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("scales", [torch.rand(2, 3), torch.rand(2, 3).bfloat16(), torch.randint(120, 130, (2, 3), dtype=torch.uint8)])
 def test_fp8_blocks_are_those_of_transformers(scales: torch.Tensor) -> None:
     tensors = {W + "weight": fp8(256, 384), W + "weight_scale_inv": scales}
-    wanted = Fp8Dequantize(None)._dequantize_one(tensors[W + "weight"], scales, torch.float32)  # noqa: SLF001  the arithmetic alone
+    wanted = Fp8Dequantize(None)._dequantize_one(tensors[W + "weight"], scales, torch.float32)
     assert torch.equal(whole(tensors, FP8), wanted)
 
 

@@ -289,7 +289,7 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     formats = {str(each) for each in (settings.get("format"), *(group.get("format") for group in groups)) if each}
     bits = {each.get("num_bits") for each in weights}
     structures = [json_list(each.get("block_structure")) for each in weights]
-    structure = cast("list[int]", next(filter(None, structures), []))
+    structure = cast("list[int]", next((each for each in structures if each), list[object]()))
     is_known = formats <= {*_COMPRESSED_FORMATS}
     for scales in [name for name in tensors if name.endswith("weight_scale")]:
         owner = scales.removesuffix("weight_scale")
