@@ -37,8 +37,9 @@ _known_ports: set[int] = set()
 def _note(event: str, _arguments: tuple[object, ...]) -> None:
     if event in STARTS:
         _happened.add("process")
-    elif event == "socket.bind":
+    elif event == "socket.bind" and "port" not in _happened:
         _happened.add("port")
+        _known_ports.update(_ports())  # those that C++ code opened before, of which there is no event
 
 
 sys.addaudithook(_note)
@@ -47,9 +48,16 @@ sys.addaudithook(_note)
 @pytest.fixture(autouse=True)
 def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torn down last of a test's own fixtures. What fixtures of a module or session have started is there before."""
-    _remember()
     mark = f"{os.getpid()}-{next(_numbers)}"
     monkeypatch.setenv(MARK, mark)
+    with nothing_left(mark):
+        yield
+
+
+@contextlib.contextmanager
+def nothing_left(mark: str) -> Iterator[None]:
+    """Raise AssertionError for what was started meanwhile and is there afterwards; its processes are killed."""
+    _remember()
     yield
     warm_ones = left_processes()
     processes = _left(lambda: _processes(mark)) if "process" in _happened else {}

@@ -1,10 +1,11 @@
 """Commands without the seconds of their imports: `python -m fsdp_tune …` is a fork of a process that has imported the stack.
 
-`install()` patches `subprocess.Popen` in a process of pytest. A child that would run a module of the package is then forked by the
-server of ranks (`tests/ranks.py`), with the same arguments, environment, directory, descriptors and session. In such a process the
-children that it starts, such as the launcher and its ranks, are forks of itself. Parents, process groups, signals and exit codes are
-those of real processes; command lines in /proc are not, and libraries have been imported before. Where that matters a process is started
-for real: with the mark `cold`, and where the environment differs in a variable that libraries read when they are imported.
+`install()` patches `subprocess.Popen` in a process of pytest. A child that would run a module of the package, and each process of
+xdist, is then forked by the server of ranks (`tests/ranks.py`), with the same arguments, environment, directory, descriptors and
+session. In such a command the children that it starts, such as the launcher and its ranks, are forks of itself. Parents, process
+groups, signals and exit codes are those of real processes; command lines in /proc are not, and libraries have been imported before.
+Where that matters a process is started for real: with the mark `cold`, and where the environment differs in a variable that libraries
+read when they are imported.
 
 When a warm command has ended, the process that forked it adopts its orphans, ends them, and reports them.
 """
@@ -30,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +39,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from execnet.gateway_io import popen_bootstrapline
+
 from tests import times
 
 MODULES = ("fsdp_tune", "accelerate", "tests.warm_child")
 """Packages and modules that may run warm."""
+CODE = "-c"
+"""In place of a module: the argument is the code. Only what starts a process of xdist."""
 PARENT_DEATH = "core/parent_death.py"
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "LD_", "PYTHON", "EMULATED_CUDA", "TORCH_", "PYTORCH_", "OMP_")
 """First letters of variables that libraries read when they are imported."""
@@ -67,6 +73,7 @@ class Command:
     """What a child shall run, and in which surroundings."""
 
     module: str
+    """Or `CODE`."""
     arguments: tuple[str, ...]
     is_safe_path: bool
     is_bound: bool
@@ -91,7 +98,9 @@ def command_of(args: Sequence[Any], environment: Mapping[str, str] | None, **how
     rest = words[1:]
     while rest and rest[0] in ("-u", "-P", "-I", "-s", "-E"):
         flags.append(rest.pop(0))
-    if len(rest) < 2 or rest[0] != "-m" or not any(f"{rest[1]}.".startswith(f"{name}.") for name in MODULES):
+    if rest == [CODE, popen_bootstrapline]:
+        rest = ["-m", *rest]
+    elif len(rest) < 2 or rest[0] != "-m" or not any(f"{rest[1]}.".startswith(f"{name}.") for name in MODULES):
         return None
     environment = dict(os.environ if environment is None else environment)
     is_safe_path = bool({"-P", "-I"} & {*flags}) or bool(environment.get("PYTHONSAFEPATH"))
@@ -216,7 +225,8 @@ def left_processes() -> list[str]:
 def serve_command(connection: Connection, descriptors: list[int]) -> None:
     """Fork a command, report its pid, its end and its orphans. It is killed if the process that asked for it ends."""
     command: Command = pickle.loads(connection.recv_bytes())
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if command.module != CODE:  # tests of a process of pytest expect that what they orphan is waited for by process 1
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = os.getpid()
     child = os.fork()
     if child == 0:
@@ -339,11 +349,12 @@ def _reset_python(command: Command) -> None:
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace" if is_errors else "strict", **how)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.argv = ["-m", *command.arguments]
+    sys.argv = [CODE] if command.module == CODE else ["-m", *command.arguments]
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[:0] = paths if command.is_safe_path else [str(Path.cwd()), *paths]
     warnings.resetwarnings()
-    subprocess._fork_exec = _fork_exec
+    if command.module != CODE:  # a process of pytest asks the server
+        subprocess._fork_exec = _fork_exec
 
 
 def _run(command: Command) -> int:
@@ -352,7 +363,11 @@ def _run(command: Command) -> int:
         sys.modules.pop(command.module, None)
     code = 0
     try:
-        runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+        if command.module == CODE:
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(command.arguments[0], main.__dict__)
+        else:
+            runpy.run_module(command.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code == 1 and end.code is not None and not isinstance(end.code, int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,11 +22,13 @@ from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.cli.verbs import Screen, split_words
 from fsdp_tune.core.errors import ExitCode, Problem
-from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams
+from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams, reset_inherited
+from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 
 INTERRUPT_AGAIN_SECONDS = 0.01
 """After the finaliser has returned."""
+_LONG_WORD = re.compile(r"\S{200,}")
 MISSING_COMMAND = "Missing command."
 """Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""
 
@@ -68,7 +71,7 @@ class LaunchingCommand(TyperCommand):
 def _usage_problem(error: typer.TyperException) -> Problem:
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path} --help`" if context is not None else None
-    message = error.format_message().rstrip(".")
+    message = _LONG_WORD.sub(lambda match: shown(match[0]), error.format_message().rstrip("."))
     return Problem("usage", message[:1].lower() + message[1:], hint=hint)
 
 
@@ -123,6 +126,7 @@ app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported l
 
 
 def main() -> None:
+    reset_inherited()
     open_standard_streams()
     # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
     # would otherwise import a `selectors.py` or `pickle.py` of the working directory.

@@ -7,7 +7,6 @@ A terminal that closes never stops a command: a run must outlive the window it w
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -18,11 +17,13 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import typer
 
+from fsdp_tune.cli.outlets import GONE, Outlet, OutletStream
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Problem
@@ -99,6 +100,8 @@ class Terminal:
         self._log: TerminalLog | None = None
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
+        self._waited_for: tuple[TextIO, TextIO] | None = None
+        """stdout and stderr while outlets stand in for them."""
         self._has_result = False
         self._has_asked = False
         self._collected: list[str] | None = None
@@ -144,9 +147,42 @@ class Terminal:
     def log_to(self, path: Path) -> None:
         """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
         self._log = TerminalLog(path, failed=self._log_failed)
+        if self._waited_for is not None:
+            self._log.stop_waiting()
         for line in self._shown:
             self._log.write(line)
         self._shown.clear()
+
+    def stop_waiting(self) -> None:
+        """From now on neither a reader of stdout or stderr nor the disk of the log delays this command (`cli.outlets`)."""
+        if self._waited_for is not None:
+            return
+        self._waited_for = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (
+            OutletStream(stream, partial(self._stream_failed, name)) if _has_descriptor(stream) else stream
+            for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr"))
+        )
+        if self._log is not None:
+            self._log.stop_waiting()
+
+    def _wait_again(self) -> None:
+        """Let the readers take what waits, and write to them directly from now on."""
+        if self._waited_for is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, OutletStream):
+                stream.drain()
+        sys.stdout, sys.stderr = self._waited_for
+        self._waited_for = None
+
+    def _stream_failed(self, name: str, error: OSError) -> None:
+        """Called in the thread of an outlet."""
+        if error.errno in GONE:
+            return
+        text = f"warning: {name} cannot be written ({error.strerror}) and is closed; the command continues"
+        self._record(text)
+        if name == "stdout":
+            write_text(sys.stderr, text + "\n")
 
     def next_run(self) -> None:
         """Close the file of `log_to`: lines from now on are for the next one, and times count from now."""
@@ -175,7 +211,7 @@ class Terminal:
     def result(self, text: str) -> None:
         """Print the text that a command is run for on stdout, unchanged; lines go to stderr from now on."""
         self._has_result = True
-        write_text(sys.stdout, text)
+        write_text(sys.stdout, text, is_result=True)
 
     def piece(self, text: str) -> None:
         """Print a part of a line, which later parts continue. It is not copied into the log."""
@@ -318,6 +354,7 @@ class Terminal:
         self.problems(problems)
         if self._log is not None:
             self._log.close()
+        self._wait_again()
         if not self.json_output:
             return
         document = dict(self._document)
@@ -325,7 +362,8 @@ class Terminal:
             document.setdefault("notices", [notice.as_dict() for notice in self._notices])
         if problems:
             document["errors"] = [problem.as_dict() for problem in problems]
-        write_text(sys.stdout, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        write_text(sys.stdout, text + "\n", is_result=True)
 
 
 class TerminalLog:
@@ -334,6 +372,7 @@ class TerminalLog:
     def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
         self._path, self._failed = path, failed
         self._file: IO[bytes] | None = None
+        self._outlet: Outlet | None = None
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,17 +382,29 @@ class TerminalLog:
 
     def write(self, line: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = "".join(f"{stamp}  {part}\n" for part in line.split("\n"))
+        data = "".join(f"{stamp}  {part}\n" for part in line.split("\n")).encode("utf-8", "backslashreplace")
+        if self._outlet is not None:
+            self._outlet.put(data)
+            return
+        try:
+            self._append(data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _append(self, data: bytes) -> None:
         with self._lock:
-            if self._file is None:
-                return
-            try:
-                DISK.write(self._file, text.encode("utf-8", "backslashreplace"))
+            if self._file is not None:
+                DISK.write(self._file, data)
                 self._file.flush()
-            except OSError as error:
-                self._give_up(error)
+
+    def stop_waiting(self) -> None:
+        """From now on a thread writes to the file."""
+        if self._outlet is None:
+            self._outlet = Outlet(self._append, self._give_up)
 
     def close(self) -> None:
+        if self._outlet is not None and not self._outlet.close():
+            return  # the thread still waits for the disk, with the file
         with self._lock:
             if self._file is not None:
                 try:
@@ -370,14 +421,25 @@ class TerminalLog:
         self._failed(self._path, error)
 
 
-def write_text(stream: TextIO, text: str) -> None:
-    """Write at once. A closed pipe or terminal is ignored from then on; any other failure (a full disk) is an error."""
+def _has_descriptor(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def write_text(stream: TextIO, text: str, *, is_result: bool = False) -> None:
+    """Write at once. A closed pipe or terminal is ignored from then on. After any other failure, such as a full disk, the stream is closed
+    with a warning: a command must not fail for its lines. Raises: OSError if the text is what the command is run for.
+    """
     try:
         encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if error.errno not in GONE and is_result:
             raise
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
+        if error.errno not in GONE and stream is sys.stdout:
+            write_text(sys.stderr, f"warning: stdout cannot be written ({error.strerror}) and is closed; the command continues\n")

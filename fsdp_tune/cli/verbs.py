@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -24,6 +24,7 @@ import typer
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
+from fsdp_tune.core.limits import is_panic, limit_problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.units import MIB, shown
 from fsdp_tune.jobs.observer import Observer, PlanStage
@@ -263,6 +264,7 @@ class Screen(Terminal, Observer):
         from fsdp_tune.cli.train_view import StepView
 
         self.end_phase()
+        self.stop_waiting()
         bar = (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps")
         self._steps = StepView(self, bar)
         with bar:
@@ -286,6 +288,7 @@ def command(json_output: bool) -> Iterator[Screen]:
     screen = Screen(json_output=json_output)
     try:
         with stop_signals_raise():
+            _refuse_bytes_that_are_no_text()
             yield screen
     except typer.Exit:
         screen.close()
@@ -297,14 +300,33 @@ def command(json_output: bool) -> Iterator[Screen]:
         screen.close([Problem("interrupted", "interrupted")])
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except OSError as error:
-        screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
+        screen.close([limit_problem(error) or _file_system_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
-    except Exception as error:  # noqa: BLE001  the boundary: any other exception is a bug of this package, and is reported as one
-        log, found = _log_traceback(screen.log_directory), as_os_error(error)
-        screen.close([_file_system_problem(found, log) if isinstance(found, OSError) else _bug_problem(error, log)])
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        screen.close([limit_problem(error) or _unexpected_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
     else:
         screen.close()
+
+
+def _refuse_bytes_that_are_no_text() -> None:
+    """Refuse arguments and a working directory that are not UTF-8: recipes, manifests and cards could not name them."""
+    hint = "rename the file or directory, or use another one"
+    for word in sys.argv[1:]:
+        if not _is_text(word):
+            raise usage_error("usage", f"the argument `{printable(word)}` is not UTF-8", hint=hint)
+    with suppress(OSError):
+        if not _is_text(folder := str(Path.cwd())):
+            raise usage_error("usage", f"the current directory `{printable(folder)}` is not UTF-8", hint=hint)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return bool(word.encode()) or True
+    except UnicodeEncodeError:
+        return False
 
 
 _REMEDIES = {
@@ -312,7 +334,6 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
     errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
 }
 
 
@@ -327,7 +348,11 @@ def _file_system_problem(error: OSError, log: str) -> Problem:
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
 
 
-def _bug_problem(error: Exception, log: str) -> Problem:
+def _unexpected_problem(error: BaseException, log: str) -> Problem:
+    """Return the problem of an exception that nothing has caught: a file that a Rust library could not use, or a bug of this package."""
+    found = as_os_error(error)
+    if isinstance(found, OSError):
+        return _file_system_problem(found, log)
     return Problem(
         "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
     )

@@ -180,6 +180,18 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
+def reset_inherited() -> None:
+    """Undo what a caller may have changed and every command relies on.
+
+    Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never arrives. Python of `PYTHONINSPECT`
+    waits for someone to type when a program has ended, so the program is executed again without it.
+    """
+    if os.environ.pop("PYTHONINSPECT", None):
+        os.execv(sys.executable, sys.orig_argv)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 # ---- Stop signals that the caller of a command made it ignore.
 
 # `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT for a command in the background.

@@ -105,6 +105,15 @@ _PARAMETER_NAMES = frozenset({"sig", "signature", "key", "code", "password", "pw
 """Names in the query of a URL that grant access, next to those that `has_secret_name` recognises."""
 _ASSIGNMENT = re.compile(r"(?<![\w.?&;#/-])(-{0,2}([A-Za-z_][\w-]*)=)(?!\*)([^\s\"'`]{4,}|\"[^\"\n]{4,}\"|'[^'\n]{4,}')")
 """`NAME=value` of a shell and `--name=value`. A dotted name is a key of a recipe, such as `model.tokens.pad`."""
+_DECLARATION = re.compile(
+    r"((?:^[ \t>*-]*|[#{\[(,;][ \t]*|(?=[\"']))([\"']?)([A-Za-z_][\w-]*)\2(?::[ \t]+|:(?=[\"'])|[ \t]+[=:][ \t]*)(?!\*))"
+    r"(\"[^\"\n]{4,}\"|'[^'\n]{4,}'|[^\s\"'`,{}\[\]<>|&*!%@#][^\s,}\]]{3,})",
+    re.MULTILINE,
+)
+"""`name: value` of YAML, `"name": "value"` of JSON and Python, `name = value` of TOML and INI; not in the middle of a sentence."""
+_PLAIN_NAMES = frozenset({"token", "tokens", "key", "keys"})
+"""Words of any sentence: what follows one is a secret if it is in quotes or has a digit."""
+_NUMBER = re.compile(r"[\d.,_:%-]+[.)]?")
 _WANDB_KEY = re.compile(r"[0-9a-f]{40}")
 """W&B's older keys; in a recipe the same shape is a git commit, so that it counts only as the full value of a variable."""
 
@@ -129,7 +138,18 @@ def is_secret(name: str, value: str) -> bool:
 def mask_text(text: str) -> str:
     """Return `text` with user names and passwords of URLs, access keys, signatures, tokens and values of secret names replaced."""
     text = _PARAMETER.sub(lambda match: match[1] + MASK if _grants_access(match[2]) else match[0], _USER_IN_URL.sub(MASK, text))
-    return _ASSIGNMENT.sub(lambda match: match[1] + MASK if has_secret_name(match[2]) else match[0], _TOKEN.sub(MASK, text))
+    text = _ASSIGNMENT.sub(lambda match: match[1] + MASK if has_secret_name(match[2]) else match[0], _TOKEN.sub(MASK, text))
+    return _DECLARATION.sub(_masked_declaration, text)
+
+
+def _masked_declaration(match: re.Match[str]) -> str:
+    head, name, value = match[1], match[3], match[4]
+    if not has_secret_name(name) or _SPECIAL_TOKEN.search(name) or _NUMBER.fullmatch(value):
+        return match[0]
+    quote = value[0] if value[0] in "\"'" else ""
+    if name.lower() in _PLAIN_NAMES and not quote and not any(map(str.isdigit, value)):
+        return match[0]
+    return f"{head}{quote}{MASK}{quote}"
 
 
 def masked(name: str, value: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import format_bytes
@@ -323,15 +324,15 @@ class Mirroring:
             child.wait(POLL_SECONDS)
             return
         state = self._state()
-        ending = moved = time.monotonic()
+        ending = moved = LIVED.now()
         with self.observer.progress("sending to the mirror", state.left_bytes or None, "bytes") as bar:
-            while child.poll() is None and time.monotonic() - moved < STALL_SECONDS and time.monotonic() - ending < WAIT_SECONDS:
+            while child.poll() is None and LIVED.now() - moved < STALL_SECONDS and LIVED.now() - ending < WAIT_SECONDS:
                 time.sleep(POLL_SECONDS)
                 before, state = state, self._state()
                 if state.sent_bytes > before.sent_bytes:
                     bar.advance(state.sent_bytes - before.sent_bytes)
                 if _progress_of(state) != _progress_of(before):
-                    moved = time.monotonic()
+                    moved = LIVED.now()
 
     def _state(self) -> MirrorState:
         return MirrorState.read(state_path(self.run, self.machine)) or MirrorState(self.remote.url)

@@ -35,6 +35,7 @@ from fsdp_tune.merge.copy.write import Layout, Written
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.source import Format, MergeSettings, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseRecord
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import RunDir, enclosing_checkpoint
 from fsdp_tune.run.manifest import digest_data, digest_file
@@ -262,6 +263,7 @@ class Facts:
     written: Written
     tied: Mapping[str, str]
     left_out: dict[str, str]
+    base_tensors: BaseRecord
     adapter: Adapter | None = None
     origin: str | None = None
     """The URL that the checkpoint was downloaded from."""
@@ -295,6 +297,7 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
         ("Parameters", f"{facts.layout.total_parameters:,}"),
         ("dtype", facts.layout.main_dtype.name),
+        *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
     ]
     run = facts.selection.run
     name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
@@ -324,6 +327,12 @@ def _record(facts: Facts) -> dict[str, Any]:
         "verified": facts.settings.verify,
         "tied": dict(facts.tied),
         "left_out": facts.left_out,
+        "base_tensors": {
+            "counts": facts.base_tensors.counts,
+            "decoded_by": facts.base_tensors.rules,
+            "carried": list(facts.base_tensors.carried),
+            "left_out": list(facts.base_tensors.left_out),
+        },
         "adapter": facts.adapter.as_dict() if facts.adapter is not None else None,
         "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},
         "versions": {

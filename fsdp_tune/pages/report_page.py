@@ -7,6 +7,7 @@ its script fetches it again.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import secrets
@@ -19,7 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from itertools import groupby
 from socketserver import ThreadingTCPServer
-from typing import cast
+from typing import Any, cast
 
 import jinja2
 
@@ -161,8 +162,10 @@ RENEWED_SECONDS = 1.0
 WATCHED_SECONDS = 2.0
 RENEWED_SHARE = 4
 """A page that took long to read is kept for this many times as long."""
-SILENT_SECONDS = 30.0
-"""After which a connection without a request is closed."""
+REQUEST_SECONDS = 10.0
+"""For a connection to send its request. Then it is closed, also if bytes arrive one by one."""
+CONNECTIONS = 32
+"""At once. Another one is closed at once."""
 MAX_PORT = 65_535
 
 
@@ -175,6 +178,7 @@ class LivePage(ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
+    request_queue_size = CONNECTIONS
 
     def __init__(
         self,
@@ -189,6 +193,7 @@ class LivePage(ThreadingTCPServer):
         self._render, self._renewed_seconds = render, renewed_seconds
         self._watch, self._watch_at = watch, 0.0
         self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._page, self._tag, self._renew_at = b"", "", 0.0
         self._failure: FsdpTuneError | OSError | None = None
         self.bug: Exception | None = None
@@ -210,6 +215,23 @@ class LivePage(ThreadingTCPServer):
             self.serve_forever(poll_interval=0.2)
         if self.bug is not None:
             raise self.bug
+
+    def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002  the signature of the base class
+        """Return whether there is room for another connection."""
+        return self._free.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread, whose end would make room
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def service_actions(self) -> None:
         """Watch now and then, between requests."""
@@ -246,9 +268,23 @@ class LivePage(ThreadingTCPServer):
 class _PageAnswer(BaseHTTPRequestHandler):
     """Answers GET of the page. Any other method gets 501, from the base class."""
 
-    timeout = SILENT_SECONDS
+    timeout = REQUEST_SECONDS
+
+    def handle(self) -> None:
+        self._limit = threading.Timer(REQUEST_SECONDS, self._give_up)
+        self._limit.daemon = True
+        self._limit.start()
+        try:
+            super().handle()
+        finally:
+            self._limit.cancel()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
+        self._limit.cancel()  # the request is there; a slow line may take longer for the page
         page = cast(LivePage, self.server)
         host = self.headers.get("Host", "").rpartition(":")
         if (host[0] or host[2]).lower() not in HOST_NAMES:

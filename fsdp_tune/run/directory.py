@@ -95,6 +95,8 @@ class RunDir:
     """The base of an adapter."""
     base_layout_json = _Inside("model/base_layout.json")
     """Names and shapes of the weights in files of the base."""
+    tensors_json = _Inside("model/tensors.json")
+    """What becomes of each tensor in the files of the base."""
     resume_json = _Inside("resume.json")
     accelerate_yaml = _Inside("accelerate.yaml")
     environment_json = _Inside("environment.json")

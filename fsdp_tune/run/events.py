@@ -493,6 +493,14 @@ class MachinesChanged(MetricsEvent):
     message: str
 
 
+@event("continued", "warning", is_shown=False, is_of_run=True)
+class Continued(MetricsEvent):
+    """The whole job was stopped or suspended for a time, which no limit counts, and continued."""
+
+    seconds: float
+    message: str
+
+
 @event("recipe_changed", is_shown=False, marks_curves=True, is_of_run=True)
 class RecipeChanged(MetricsEvent):
     """A resume changed keys: for each `key`, `old`, `new`, `class`."""

@@ -43,6 +43,10 @@ class LaunchRecord(Document):
     """The directory in which they were typed."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other fields of the file: `argv` and environment of the launcher, the number of ranks …"""
+    boot: str = ""
+    """Id of the boot of the first machine in which the launcher was started."""
+    boot_seconds: float = 0.0
+    """Seconds from that boot to the start. A change of the date does not matter to them."""
     recipes: list[str] = field(default_factory=list[str])
     """Digests (`RunDir.recipe_digest`) of the recipe.json of this start, and of the one that it replaces."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.parent_death import die_with_launcher, die_with_parent
-from fsdp_tune.core.processes import open_standard_streams
+from fsdp_tune.core.processes import open_standard_streams, reset_inherited
 from fsdp_tune.launch.command.accelerate import EARLY
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.launch_files import EarlyStart
@@ -30,6 +30,7 @@ POLL_SECONDS = 0.02
 def main(arguments: list[str]) -> int:
     started = time.time()
     die_with_launcher()
+    reset_inherited()
     open_standard_streams()
     *early, folder = arguments or [""]
     if not folder or (early and (len(early) != 2 or early[0] != EARLY)):

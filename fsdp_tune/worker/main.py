@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import (
     EXIT_CODE_OF_REASON,
@@ -109,7 +110,9 @@ def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
     if recipe.launch.max_runtime is None:
         return None
     launched = LaunchRecord.read(run.launch_json) or LaunchRecord()
-    gone_seconds = time.time() - (launched.started_at or started)
+    boot, boot_seconds = seconds_since_boot()
+    is_same_boot = boot != "" and boot == launched.boot
+    gone_seconds = boot_seconds - launched.boot_seconds if is_same_boot else time.time() - (launched.started_at or started)
     return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 

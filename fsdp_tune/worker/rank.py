@@ -21,6 +21,7 @@ from typing import IO, Any
 from fsdp_tune.core.atomic import PRIVATE_MODE
 from fsdp_tune.core.devices import available_cores, lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, usage_error
+from fsdp_tune.core.parent_death import LAUNCHER_PID
 from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import parse_seconds
@@ -31,8 +32,10 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
 
-# A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
 COLLECTIVE_MARGIN_SECONDS = 300
+"""Beyond `launch.hang_timeout`, for ranks that were started by hand."""
+SUPERVISED_DAYS = 7
+"""torch's own limit runs on while a job is suspended. Where there is a supervisor, which does not count that time, it alone judges."""
 LAZY_GLOO_RANKS = 128
 """From here on gloo connects two ranks when they first exchange something (ProcessGroupGloo.hpp, torch 2.11).
 
@@ -159,7 +162,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     raise_open_file_limit(recipe.topology)
     connect_lazily(recipe.world_size)
     device_type = recipe.launch.device
-    timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
+    timeout = _collective_limit(recipe)
     if device_type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return device_type
@@ -176,6 +179,13 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
     dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
     return device_type
+
+
+def _collective_limit(recipe: Recipe) -> timedelta:
+    """Return how long a collective may take. A rank in one cannot tell for which rank it waits; the supervisor can, so it reports first."""
+    if os.environ.get(LAUNCHER_PID):
+        return timedelta(days=SUPERVISED_DAYS)
+    return timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
 
 
 def time_limits_seconds(group: Any) -> list[float]:

@@ -93,6 +93,7 @@ class GradientGate(StepObserver):
     norm: torch.Tensor | None = None
     """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
+    """Since the start of the run, over all attempts."""
     _pending: PendingStep | None = None
     _async_norm: AsyncScalar | None = None
 

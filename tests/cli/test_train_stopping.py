@@ -1,10 +1,13 @@
-"""A command stopped while a child inspects the model, or during a merge, ends at once and leaves nothing."""
+"""A command that is stopped ends and leaves nothing: while a child inspects the model, in training on any screen, in a merge."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,10 +18,14 @@ import pytest
 
 from fsdp_tune.cli import app
 from fsdp_tune.core.atomic import staged_directory
+from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.core.processes import StoppedBySignal, stop_signals_raise
 from fsdp_tune.jobs import validate as checks
 from fsdp_tune.merge import merging
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.forked import Fork, command, ended
+from tests.launch.links import until
 from tests.recipe.loading import MINIMAL
 
 
@@ -79,3 +86,55 @@ def test_stopped_merge_removes_its_partial_output(tmp_path: Path, monkeypatch: p
     done = merge.end()
     assert (done.code, [error["code"] for error in json.loads(done.out)["errors"]]) == (143, ["stopped"])
     assert list(tmp_path.iterdir()) == [started]
+
+
+def started_run(folder: Path, *settings: str, stdout: int) -> tuple[subprocess.Popen[str], RunDir]:
+    """Start a run of many short steps, and wait until it has trained some."""
+    run = RunDir(folder / "run")
+    keys = (f"output_dir={run.path}", "training.max_steps=5000", "training.logging_steps=1", "training.save_steps=4000", *settings)
+    words = [word for key in keys for word in ("--set", key)]
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
+    process = subprocess.Popen(command, cwd=folder, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    until(lambda: process.poll() is not None or sum("loss" in line for line in read_metrics(run)) > 40, seconds=200)
+    assert process.poll() is None
+    return process, run
+
+
+@pytest.mark.e2e
+@pytest.mark.ranks
+def test_signal_saves_while_nobody_reads_the_screen(tmp_path: Path) -> None:
+    """`train | less`: the pipe is full after a few lines."""
+    screen, into = os.pipe()
+    fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 4096)
+    process, run = started_run(tmp_path, stdout=into)
+    os.close(into)
+    assert select.select([screen], [], [], 0)[0]
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    until(lambda: any(run.path.glob("checkpoint-*/manifest.json")), seconds=60)
+    saved_seconds = time.monotonic() - began
+    with open(screen, encoding="utf-8") as file:
+        shown = file.read()
+    assert process.wait(60) == ExitCode.PREEMPTED
+    assert saved_seconds < 20, shown
+    assert "SIGTERM: " in shown
+    assert "SIGTERM: " in (run.logs / "train.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_job_that_is_suspended_beyond_the_limit_goes_on(tmp_path: Path) -> None:
+    """`scontrol suspend`, `docker pause`: every process of the job stands still, then continues."""
+    process, run = started_run(tmp_path, "launch.hang_timeout=6s", stdout=subprocess.DEVNULL)
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for each in tree:
+        each.suspend()
+    time.sleep(20)
+    for each in reversed(tree):
+        each.resume()
+    step = len(read_metrics(run))
+    until(lambda: process.poll() is not None or len(read_metrics(run)) > step + 40, seconds=60)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == ExitCode.PREEMPTED
+    [line] = [line for line in read_metrics(run) if line.get("event") == "continued"]
+    assert 18 < line["seconds"] < 25

@@ -6,7 +6,10 @@ import ast
 import importlib.util
 import json
 import operator
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +80,25 @@ def test_value_outside_of_the_declaration_is_refused() -> None:
 def test_value_that_cannot_be_read_is_an_error_of_the_command() -> None:
     document = json.loads(run("p", "--size", "much", "--json"))
     assert document["errors"][0]["code"] == "bug", "a reader that raises no usage error is a bug inside the boundary"
+
+
+def test_arguments_and_directories_that_are_not_utf_8_are_refused_at_the_door(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    command = [sys.executable, "-m", "fsdp_tune", "validate", "--json", "--config"]
+    for cwd, name, what in ((tmp_path, f"{folder.name}.yaml", "the argument"), (folder, "gpt2_smoke", "the current directory")):
+        done = subprocess.run([*command, name], cwd=cwd, capture_output=True, text=True, check=False)
+        [error] = json.loads(done.stdout)["errors"]
+        assert (done.returncode, error["code"]) == (2, "usage")
+        assert error["message"].startswith(what), error
+        assert "caf\\udce9" in error["message"]
+
+
+def test_word_of_thousands_of_characters_is_not_echoed(cli: Cli) -> None:
+    for arguments in (["9" * 5000], ["merge-checkpoint", "x", "--step", "9" * 5000], ["report", "--no-such-" + "9" * 5000]):
+        done = cli(*arguments)
+        assert done.returncode == 2
+        assert len(done.stderr) < 300
 
 
 def test_bare_call_prints_help_on_stdout(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -130,6 +131,44 @@ def test_value_with_the_shape_of_a_secret_is_recognised_and_masked_in_any_text(v
 @pytest.mark.parametrize("text", ["DB_PASS=hunter2", "--api-key=hunter2", "# export OPENAIKEY='hunter2 x'", "https://u:12/hunter2@host/x"])
 def test_value_of_a_secret_name_in_text_is_masked(text: str) -> None:
     assert "hunter2" not in mask_text(text)
+
+
+NAMES = ["password", "aws_secret_access_key", "HF_TOKEN", "db-passwd", "apiKey", "client_secret", "WANDB_API_KEY"]
+SYNTAXES = [
+    *("# {name}: {value}", "  - {name}: '{value}'", '{name}: "{value}"  # of the cluster', "{{{name}: {value}, b: 2}}"),
+    *('{{"{name}": "{value}"}}', "{{'{name}': '{value}', 'b': 2}}", '"{name}":"{value}"', '{{"a": 1, "{name}" : "{value}"}}'),
+    *("{name} = '{value}'", '{name} = "{value}"', "# {name} = {value}", "export {name}={value}", "--{name}={value}", "{name}='{value}'"),
+    *("https://host/x?a=1&{name}={value}", "https://{value}:{value}@host/x"),
+]
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("name", NAMES)
+def test_value_of_a_secret_name_is_masked_in_every_syntax(name: str, syntax: str) -> None:
+    text = syntax.format(name=name, value="hunter-correct2horse")
+    masked_text = mask_text(text)
+    assert "hunter" not in masked_text
+    assert "horse" not in masked_text
+    assert mask_text(masked_text) == masked_text
+
+
+def test_a_token_without_a_word_more_is_masked_and_a_sentence_about_tokens_is_not() -> None:
+    assert mask_text('{"token": "hunter"}') == '{"token": "***"}'
+    assert mask_text("token: hunter2hunter2") == "token: ***"
+    for text in ("the keys: names of columns", "tokens: 4,096", "supervised_tokens: 81920", "pad_token: <|pad|>", "eos_token: endoftext"):
+        assert mask_text(text) == text
+
+
+@pytest.mark.parametrize("pattern", ["configs/*.yaml", "docs/**/*.md", "fsdp_tune/recipe/**/*.yaml"])
+def test_recipes_and_pages_of_this_repository_are_kept(pattern: str, repository: Path) -> None:
+    for path in repository.glob(pattern):
+        text = path.read_text(encoding="utf-8")
+        changed = [(was, now) for was, now in zip(text.splitlines(), mask_text(text).splitlines(), strict=False) if was != now]
+        assert [pair for pair in changed if path.suffix != ".md" or not SAYS_SO.search(pair[0])] == [], path
+
+
+SAYS_SO = re.compile(r"token|secret|passw|key", re.IGNORECASE)
+"""Pages have examples of secrets."""
 
 
 @pytest.mark.parametrize(

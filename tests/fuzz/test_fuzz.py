@@ -49,8 +49,9 @@ def test_resumed_trial_changes_only_free_keys() -> None:
         assert all(effect_of(name).on_resume == "free" for name in changed - {"fsdp.modules_to_wrap"}), (seed, changed)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("seed", [5, pytest.param(9, marks=pytest.mark.slow), pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [5, 9, 13])
 def test_drawn_recipe_follows_the_plain_loop(tmp_path: Path, seed: int) -> None:
     from tests.fuzz.__main__ import trial
     from tests.fuzz.space import draw

@@ -142,7 +142,6 @@ BASE: dict[str, Any] = {
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0,
         "weight_decay": 0.0,
-        "adam_epsilon": 1e-4,
         "max_steps": STEPS,
         "logging_steps": 1,
         "save_steps": SAVED_STEP,
@@ -222,7 +221,7 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
         warmup_steps=math.ceil(warmup * STEPS) if 0 < warmup < 1 else int(warmup),
         weight_decay=training.get("weight_decay", 0.0),
         betas=(training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
-        epsilon=training["adam_epsilon"],
+        epsilon=training.get("adam_epsilon", 1e-8),
         max_grad_norm=training.get("max_grad_norm", 1.0),
         optimizer="adamw" if training.get("optim", "adamw").startswith("adamw") else training["optim"],
         schedule=training["lr_scheduler_type"],
@@ -234,6 +233,7 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
         compute_dtype=compute,
         stored_dtype=torch.bfloat16 if tree["model"].get("dtype") == "bf16" else torch.float32,
         skipped=frozenset({draw.bad_step} if draw.bad_step else ()),
+        schedule_waits=False,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_tune.core.clocks import Gap, LivedClock
 from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.launch.supervise import rank_watch as watches
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
@@ -43,6 +44,7 @@ class Ranks:
         self.processes: dict[int, Any] = {rank: SimpleNamespace(pid=rank, status=self._status(rank)) for rank in range(count)}
         self.reads = 0
         monkeypatch.setattr(watches, "time", clock)
+        monkeypatch.setattr(watches, "LIVED", SimpleNamespace(now=clock.monotonic, at=lambda monotonic: monotonic))
         monkeypatch.setattr(watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted})
         monkeypatch.setattr(watches, "is_alive", lambda process: True)
         monkeypatch.setattr(watches, "read_heartbeat", lambda _, rank, launch: self._read(rank))
@@ -110,6 +112,19 @@ def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: C
     found = ranks.hang_found_after(watch, 60, moves=ranks.progress)
     assert found is not None
     assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 3
+
+
+def test_job_that_was_suspended_as_a_whole_does_not_hang(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, lived = ranks_of(2), LivedClock()
+    monkeypatch.setattr(watches, "LIVED", SimpleNamespace(now=lambda: lived.at(ranks.clock.now), at=lived.at))
+    watch = RankWatch(ranks.run, range(2))
+    assert ranks.hang_found_after(watch, 10, moves=ranks.progress) is None
+    lived.gaps.append(Gap(ranks.clock.now, ranks.clock.now + 10_000))
+    ranks.clock.now += 10_000
+    assert ranks.hang_found_after(watch, LIMIT_SECONDS - 5) is None
+    found = ranks.hang_found_after(watch, LIMIT_SECONDS)
+    assert found is not None, "what hangs after it is found as ever"
+    assert found <= 5 + 3
 
 
 def test_progress_of_one_rank_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:

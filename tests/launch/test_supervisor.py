@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_tune.core.clocks import Gap
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -26,6 +27,7 @@ from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.metrics_file import read_metrics
 from tests.launch.fake_ranks import ENDS_WELL, FINISHED, SAVES_ON_SIGNAL, PlanOf, end_of, messages
 from tests.launch.links import until
 from tests.launch.orphans import children, left_over
@@ -124,6 +126,35 @@ def ignoring() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_signal_reaches_the_ranks_while_the_reader_of_the_events_waits(plan_of: PlanOf) -> None:
+    """As a screen that takes nothing makes it wait."""
+    plan = plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL})
+
+    def wait_for_outcomes(supervisor: Supervisor) -> None:
+        until(lambda: supervisor._run.metrics_jsonl.read_text().count("\n") == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: all(supervisor._run.rank_outcome(rank).exists() for rank in plan.ranks))
+
+    ended, events = drive(plan, wait_for_outcomes)
+    assert (ended.exit_code, ended.problem) == (ExitCode.PREEMPTED, None)
+    assert sum(text.startswith("SIGTERM: ") for text in messages(events)) == 1
+
+
+def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise.LIVED, "gaps", [*supervise.LIVED.gaps])
+
+    def suspend(_supervisor: Supervisor) -> None:
+        supervise.LIVED.gaps.append(Gap(time.monotonic() - 3600, time.monotonic()))
+
+    plan = plan_of({"0": [["beat", "training", 7], ["log", {"step": 7}], ["sleep", 1.0], *ENDS_WELL]})
+    ended, events = drive(plan, suspend)
+    assert ended.exit_code == ExitCode.OK
+    [text] = [text for text in messages(events) if "suspended" in text]
+    assert text == "this command was stopped or suspended for 1h00m00s, which no limit counts, and continues"
+    [line] = [line for line in read_metrics(plan.run) if line.get("event") == "continued"]
+    assert (line["step"], line["seconds"], line["message"]) == (7, pytest.approx(3600), text)
 
 
 @pytest.mark.usefixtures("ignoring")

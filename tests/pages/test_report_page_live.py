@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.pages import report_page as report_pages
 from fsdp_tune.pages.report_page import LivePage, report_page
 from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
@@ -115,6 +117,36 @@ def test_bug_ends_the_command() -> None:
     with pytest.raises(ZeroDivisionError):
         page.run()
     requested.join(10)
+
+
+def connected(page: LivePage) -> socket.socket:
+    return socket.create_connection(page.server_address, timeout=10)  # type: ignore[arg-type]
+
+
+def test_silent_connections_take_no_more_than_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_pages, "REQUEST_SECONDS", 2.0)
+    with serving(lambda: "the page") as page, ExitStack() as silent:
+        for _ in range(report_pages.CONNECTIONS + 10):
+            silent.enter_context(connected(page))
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            fetched(page)
+        time.sleep(2.5)
+        assert fetched(page)[2] == "the page"
+
+
+def test_request_that_arrives_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_pages, "REQUEST_SECONDS", 0.5)
+    with serving(lambda: "the page") as page, connected(page) as slow:
+
+        def drip() -> None:
+            while time.monotonic() - began < 10:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            drip()
+        assert time.monotonic() - began < 5
 
 
 def test_port_in_use_and_port_out_of_range_are_usage_errors() -> None:

@@ -44,6 +44,8 @@ def told(tmp_path: Path, text: str, *overrides: str) -> list[tuple[str, str, str
         (MINIMAL + 'output_dir: "runs\\x"\n', "3:18", "escape sequence", r"`'runs\x'`"),
         (MINIMAL + 'output_dir: "C:\\runs"\n', "3:1", "control character", "single quotes"),
         (HEAD + 'data: {train: [{path: x}], cache_dir: "C:\\runs"}\n', "2:28", "control character", "single quotes"),
+        ('model: {name_or_path: gpt2, revision: "a\\0"}\ndata: {train: [{path: x}]}\n', "1:29", "character `\\x00`", "single quotes"),
+        (MINIMAL + 'checkpoint: {mirror: "s3://bucket/\\0"}\n', "3:14", "contains the character `\\x00`", "single quotes"),
         (MINIMAL + 'launch: {env: {NCCL_DEBUG: "IN\\0FO"}}\n', "3:16", r"`\x00`", "single quotes"),
         (MINIMAL + 'output_dir: "D:\\data\\Users"\n', "3:16", "escape sequence", r"`'D:\data\Users'`"),
         (MINIMAL + "training:\n  seed: 1\t# fixed\n", "4:10", "a tab before the comment", "a space"),

@@ -119,6 +119,7 @@ def cpu_seconds(program: str) -> float:
     return min(times)
 
 
+@pytest.mark.slow
 def test_start_up_costs_at_most_twice_its_libraries() -> None:
     help_program = "import sys; sys.argv = ['fsdp-tune', '--help']; from fsdp_tune.cli.app import main; main()"
     assert cpu_seconds(help_program) <= 2 * cpu_seconds(REFERENCE_IMPORTS)

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.core.parent_death import LAUNCHER_PID
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat, Outcome, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, read_heartbeat, read_outcome
 from fsdp_tune.worker import callbacks, rank
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
@@ -118,6 +119,23 @@ def test_rank_inherits_ignored_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
     StopRequest().install()
     assert [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.mark.parametrize(("is_supervised", "seconds"), [(True, 7 * 24 * 3600), (False, 30 * 60 + 300)])
+def test_a_collective_of_supervised_ranks_outlives_a_suspension(is_supervised: bool, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()) if is_supervised else "")
+    assert rank._collective_limit(RECIPE).total_seconds() == seconds
+
+
+@pytest.mark.parametrize(("boot", "gone_seconds"), [("this one", 600.0), ("an earlier one", 4200.0), ("", 4200.0)])
+def test_max_runtime_does_not_follow_the_date(boot: str, gone_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The date was set forward by an hour. After another boot nothing else is known."""
+    run, launch = RunDir(tmp_path), SimpleNamespace(max_runtime="2h")
+    LaunchRecord(started_at=time.time() - 4200.0, boot=boot, boot_seconds=1000.0).write(run.launch_json)
+    monkeypatch.setattr(worker_main, "seconds_since_boot", lambda: ("this one" if boot else "", 1600.0))
+    deadline = worker_main._deadline(run, cast(Any, SimpleNamespace(launch=launch)), time.time())
+    assert deadline is not None
+    assert deadline - time.monotonic() == pytest.approx(7200 - gone_seconds, abs=5)
 
 
 def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

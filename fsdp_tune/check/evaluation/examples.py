@@ -274,7 +274,7 @@ class AnswerSettings:
     """0: the most probable token, always."""
     top_p: float
     seed: int
-    """Of each answer, so that it does not depend on the answers before it."""
+    """Of what is drawn, with the prompt and its number among equal ones: an answer does not depend on the prompts before it."""
     shows_special_tokens: bool
 
 

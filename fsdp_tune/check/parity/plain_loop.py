@@ -86,6 +86,12 @@ class LoopSettings:
     """A PEFT adapter that is trained on the frozen model, by PEFT's own model."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
+    schedule_waits: bool = True
+    """Whether the schedule does not advance in skipped steps, as under fp16; under `on_nonfinite: skip` it does."""
+
+    def position(self, step: int) -> int:
+        """Return the position of the schedule in a step, from 0."""
+        return step - (sum(each <= step for each in self.skipped) if self.schedule_waits else 0)
 
 
 @dataclass
@@ -120,15 +126,15 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
             parameter.grad = (gradients[name] * factor).to(parameter.dtype) if name in gradients else None
         if step == 0:
             result.first_gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        rate = settings.learning_rate * _schedule(step, settings)
+        share = _schedule(settings.position(step), settings)
         for optimizer in optimizers if step + 1 not in settings.skipped else ():
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * _schedule(step, settings)
+                group["lr"] = group["peak"] * share
             optimizer.step()
         model.zero_grad()
         result.losses.append(loss)
         result.grad_norms.append(norm)
-        result.learning_rates.append(rate)
+        result.learning_rates.append(settings.learning_rate * share)
         result.supervised_tokens.append(tokens)
     result.final = _copy(model, settings)
     if eval_rows:

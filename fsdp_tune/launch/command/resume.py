@@ -46,7 +46,7 @@ from fsdp_tune.run.records import read_object
 
 AUTO = "auto"
 # Keys that set the length of a run. If they are unchanged, a finished run stays finished.
-LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
+LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from fsdp_tune.core.atomic import DISK, needs_filling, staged_directory, stages_inside, undo_fill, write_file
+from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.secrets import mask_text
@@ -94,7 +95,8 @@ def _keep_earlier(run: RunDir) -> None:
     DISK.mkdir(run.history)
     number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
     with staged_directory(run.history / f"{number:03d}") as earlier:
-        for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
+        of_start = (run.launch_json, run.environment_json, run.data_json, run.resume_json, run.readback_json)
+        for path in (run.recipe_yaml, run.recipe_json, *of_start):
             if path.exists():
                 shutil.copy2(path, earlier / path.name)
 
@@ -122,7 +124,9 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
     facts = files.plan.to_json() | ({"first_machine": dict(files.first_machine)} if files.first_machine is not None else {})
     recipes = _digests(run, files.recipe)
-    LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, recipes).write(run.launch_json)
+    boot, boot_seconds = seconds_since_boot()
+    record = LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds, recipes)
+    record.write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     start = files.start

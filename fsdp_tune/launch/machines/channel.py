@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Protocol, cast
 from pydantic import TypeAdapter
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, Route
@@ -99,7 +99,7 @@ class Channel:
         self._link: Link | None = None
         self._sent_to: tuple[Link, str] | None = None
         self._is_closing = False
-        self._began = time.monotonic()
+        self._began = LIVED.now()
         self.last = Exchanged()
         """The last line of the exchange."""
         self._last_at = self._began
@@ -128,13 +128,13 @@ class Channel:
         """Return the seconds since the last sign of life of a machine; None before the first one."""
         with self._state:
             known = self._others.get(machine)
-            return None if known is None or known.told_at is None else known.silent_seconds + time.monotonic() - known.told_at
+            return None if known is None or known.told_at is None else known.silent_seconds + LIVED.now() - known.told_at
 
     def unchanged_seconds(self, machine: int) -> float:
         """Return the seconds since the document of a machine last changed, at most those since the channel was opened."""
         with self._state:
             known = self._others.get(machine)
-            return time.monotonic() - max(self._began, known.changed_at if known is not None else 0.0)
+            return LIVED.now() - max(self._began, known.changed_at if known is not None else 0.0)
 
     def idle_seconds(self, machines: Iterable[int]) -> float:
         """Return the most seconds for which one of these machines has not changed its document, as it does while it counts work."""
@@ -150,7 +150,7 @@ class Channel:
     def refused_seconds(self) -> float:
         """Seconds for which the first machine has answered without serving a store; 0 if it serves one, or does not answer."""
         with self._state:
-            return self.last.fault_seconds + time.monotonic() - self._last_at if self.last.is_refused else 0.0
+            return self.last.fault_seconds + LIVED.now() - self._last_at if self.last.is_refused else 0.0
 
     def refuse_fatal(self) -> None:
         """Raises: FailedError if the store cannot be served, without which no machine can join."""
@@ -194,7 +194,7 @@ class Channel:
 
     def _receive(self, told: Exchanged) -> None:
         with self._state:
-            now = time.monotonic()
+            now = LIVED.now()
             self.fatal, self.notice = told.fatal or self.fatal, told.notice or self.notice
             self.last, self._last_at = told, now
             for machine, document in told.documents.items():

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsdp_tune.core.atomic import json_safe, write_json
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
@@ -125,8 +126,8 @@ class Machines:
     def advance(self, n: int = 1) -> None:
         """Count work before a launch (rows, bytes), so that the others see that the first machine makes progress."""
         self._work += n
-        if self._open_channel is not None and time.monotonic() - self._work_at >= WORK_SECONDS:
-            self._work_at = time.monotonic()
+        if self._open_channel is not None and LIVED.now() - self._work_at >= WORK_SECONDS:
+            self._work_at = LIVED.now()
             self._channel.refuse_fatal()
             self._publish(work=self._work)
 
@@ -156,7 +157,7 @@ class Machines:
         self._begin(launch, range(self._count) if members is None else members)
         if self._open_channel is None:
             return None
-        started = time.monotonic()
+        started = LIVED.now()
         facts: dict[str, Any] = {"members": self.members, "files": self._directory.offer(), "relayed": Relayed()}
         self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
@@ -166,7 +167,7 @@ class Machines:
             present = [machine for machine in ready if self._is_there(machine)]
             if len(present) == len(self.others):
                 break
-            waited = time.monotonic() - started
+            waited = LIVED.now() - started
             idle = min(waited, self._channel.idle_seconds(set(self.others) - set(present)))
             is_final = launch == 0 or is_enough is None
             if is_final and (ended := self._ended_before()) is not None:
@@ -189,12 +190,12 @@ class Machines:
         """
         if self._open_channel is None or isinstance(self._directory, SharedDirectory):
             return []
-        started, others = time.monotonic(), set(self.expected()) - {self._machine}
+        started, others = LIVED.now(), set(self.expected()) - {self._machine}
         while True:
             self.advance()
             self._channel.refuse_fatal()
             found = {machine: held for machine in others if (held := self._held_by(machine)) is not None}
-            waited = time.monotonic() - started
+            waited = LIVED.now() - started
             idle = min(waited, self._channel.idle_seconds(others - found.keys()))
             if len(found) == len(others) or (limit_seconds is not None and idle > limit_seconds):
                 return [each for held in found.values() for each in held]
@@ -226,8 +227,8 @@ class Machines:
         """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is not a consequence of another."""
         if ended.problem is None or not self.others:
             return ended
-        deadline = time.monotonic() + GATHER_SECONDS
-        while (open_ones := self._unreported()) and time.monotonic() < deadline:
+        deadline = LIVED.now() + GATHER_SECONDS
+        while (open_ones := self._unreported()) and LIVED.now() < deadline:
             if not any(self._is_heard(machine) for machine in open_ones):
                 break
             time.sleep(READ_SECONDS)
@@ -357,9 +358,9 @@ class Machines:
 
     def is_poll_due(self) -> bool:
         """Return whether to read the other machines: at most once a second, never on a single machine."""
-        if not self.others or time.monotonic() - self._polled_at < POLL_SECONDS:
+        if not self.others or LIVED.now() - self._polled_at < POLL_SECONDS:
             return False
-        self._polled_at = time.monotonic()
+        self._polled_at = LIVED.now()
         return True
 
     def failure_elsewhere(self) -> Problem | None:
@@ -396,7 +397,7 @@ class Machines:
         """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
         if self.others and is_quiet != self._report.is_quiet:
             self._publish(is_quiet=is_quiet)
-        if self.others and not is_quiet and time.monotonic() - self._work_at >= ATTESTED_SECONDS / 3:
+        if self.others and not is_quiet and LIVED.now() - self._work_at >= ATTESTED_SECONDS / 3:
             self.advance()
         return self._are_quiet() and (self._machine == 0 or not self._attests(0) or self._reports[0].relayed.are_quiet)
 
@@ -418,8 +419,8 @@ class Machines:
     def share(self, rank_states: Sequence[RankState], silent_seconds: float) -> list[RankState]:
         """Publish the rank_states of this machine and wait for those of the others. Returns all known rank_states by rank."""
         self._publish(rank_states=tuple(rank_states), silent_seconds=silent_seconds)
-        deadline = time.monotonic() + SHARE_SECONDS
-        while not self._has_all_states() and time.monotonic() < deadline:
+        deadline = LIVED.now() + SHARE_SECONDS
+        while not self._has_all_states() and LIVED.now() < deadline:
             time.sleep(READ_SECONDS)
         reports = self._read_others().values()
         every = {each.rank: each for report in reports for each in (*report.relayed.rank_states, *report.rank_states)}

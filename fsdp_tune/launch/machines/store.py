@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.clocks import LIVED
 
 PERIOD_SECONDS = 0.5
 OPERATION_SECONDS = 10.0
@@ -138,7 +139,7 @@ class StoreExchange:
                 self._archives.fetch(self._store, documents.get(0))
         except (StoreFault, RuntimeError, OSError) as error:  # torch's errors of a store are RuntimeErrors
             self._store = None
-            now = time.monotonic()
+            now = LIVED.now()
             self._faulty_since = now if self._faulty_since is None else self._faulty_since
             is_refused = isinstance(error, StoreFault) and error.is_refused
             return self._exchanged({}, fault=str(error).partition("\n")[0], is_refused=is_refused, fault_seconds=now - self._faulty_since)
@@ -174,7 +175,7 @@ class StoreExchange:
                 seen, clock_seconds = int(beat["seen"]), float(beat["time"]) - time.time()
             except (KeyError, TypeError, ValueError, OverflowError):  # not written by this program
                 continue
-            peer.beat, peer.changed_at, peer.clock_seconds = raw, time.monotonic(), clock_seconds
+            peer.beat, peer.changed_at, peer.clock_seconds = raw, LIVED.now(), clock_seconds
             if self._machine == 0:
                 peer.seen = seen
             if version != peer.version and (document := _object(store.get(f"document/{number}"))):
@@ -185,7 +186,7 @@ class StoreExchange:
 
     def _exchanged(self, documents: dict[int, JsonObject], **facts: Any) -> Exchanged:
         seen = {number: peer for number, peer in self._peers.items() if peer.changed_at is not None}
-        now = time.monotonic()
+        now = LIVED.now()
         silent = {number: now - (peer.changed_at or now) for number, peer in seen.items()}
         return Exchanged(documents, silent, {number: peer.clock_seconds for number, peer in seen.items()}, **facts)
 
@@ -197,7 +198,7 @@ class StoreExchange:
         """
         if self._machine > 0:
             return self._published == version or self._peers[0].changed_at is not None or not awaits_unseen
-        now = time.monotonic()
+        now = LIVED.now()
         return all(
             peer.seen >= version or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= PRESENT_SECONDS)
             for peer in self._peers.values()
@@ -316,8 +317,8 @@ def exchange(
         elif ended:
             return
         if ended:
-            deadline = time.monotonic() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS) if deadline is None else deadline
-            if time.monotonic() > deadline:
+            deadline = LIVED.now() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS) if deadline is None else deadline
+            if LIVED.now() > deadline:
                 return
             time.sleep(PERIOD_SECONDS / 5)
         else:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, NATIVE_ENDS, ExitCode, ExitReason, Problem, Where, device_failure, device_fault
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
@@ -239,7 +240,7 @@ ENDED_PHASES = ("finished", "failed")
 
 
 class HeartbeatTimes:
-    """The last heartbeat of one rank, in monotonic seconds of this machine."""
+    """The last heartbeat of one rank, in seconds that this process lived through (`core.clocks`)."""
 
     def __init__(self, now: float) -> None:
         self.beat: Heartbeat | None = None
@@ -247,20 +248,20 @@ class HeartbeatTimes:
         """When the rank last made progress and when its file last changed, at the latest when that was read."""
 
     def read(self, run: RunDir, rank: int, launch: str | None) -> None:
-        beat, now = read_heartbeat(run, rank, launch), time.monotonic()
+        beat, now = read_heartbeat(run, rank, launch), LIVED.now()
         if beat is None:
             return
         if self.beat is None or beat.time != self.beat.time:
             self.written_at = now
-        self.beat, self.progressed_at = beat, beat.progressed_at
+        self.beat, self.progressed_at = beat, LIVED.at(beat.progressed_at)
 
 
 class RankWatch:
-    """The ranks of one machine. Call `poll` a few times a second. Times are monotonic seconds."""
+    """The ranks of one machine. Call `poll` a few times a second. Times are seconds that this process lived through (`core.clocks`)."""
 
     def __init__(self, run: RunDir, ranks: range, launch: str | None = None) -> None:
         """`launch`: files of ranks of another launch are left out; None: there can be none."""
-        now = time.monotonic()
+        now = LIVED.now()
         self._run, self._launch = run, launch
         self._ranks = ranks
         self._signs = {rank: HeartbeatTimes(now) for rank in ranks}
@@ -282,7 +283,7 @@ class RankWatch:
         return self._signs[self._ranks.start].beat
 
     def poll(self, launcher_pid: int) -> None:
-        now = time.monotonic()
+        now = LIVED.now()
         if len(self.processes) < len(self._ranks):
             self.processes.update(find_ranks(launcher_pid, self._ranks))
             if self.processes and self._first_seen is None:
@@ -319,11 +320,11 @@ class RankWatch:
             outcome = read_outcome(self._run, rank, self._launch)
             if outcome is not None:
                 self.outcomes[rank] = outcome
-                self._outcome_seen[rank] = time.monotonic()
+                self._outcome_seen[rank] = LIVED.now()
 
     def read_all(self) -> None:
         """Read the files of every rank of this machine now."""
-        self._all_read_at = time.monotonic()
+        self._all_read_at = LIVED.now()
         for rank in self._ranks:
             self._read(rank)
             self._read_outcome(rank)
@@ -356,7 +357,7 @@ class RankWatch:
 
     def lingering(self, seconds: float) -> list[psutil.Process]:
         """Return the ranks that wrote their outcome so long ago and are still alive."""
-        now = time.monotonic()
+        now = LIVED.now()
         return [
             self.processes[rank]
             for rank, seen in self._outcome_seen.items()
@@ -377,7 +378,7 @@ class RankWatch:
             return None
         if self.silent_seconds <= limit_seconds:
             return self._frozen_seconds(limit_seconds)
-        if not others_are_quiet or time.monotonic() - self._all_read_at < ALL_ROUND_SECONDS:
+        if not others_are_quiet or LIVED.now() - self._all_read_at < ALL_ROUND_SECONDS:
             return None
         self.read_all()
         silent_seconds = self.silent_seconds
@@ -387,11 +388,11 @@ class RankWatch:
     def silent_seconds(self) -> float:
         """Seconds since any rank of this machine made progress or ended."""
         progressed = (sign.progressed_at for sign in self._signs.values())
-        return time.monotonic() - max([*progressed, *self._ended.values(), *self._outcome_seen.values()])
+        return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values()])
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
         """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit."""
-        now = time.monotonic()
+        now = LIVED.now()
         for rank, sign in self._signs.items():
             if rank not in self._ended and rank not in self.outcomes and now - sign.written_at > limit_seconds:
                 self._read(rank)

@@ -30,6 +30,7 @@ import yaml
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.ownership import is_alive, temporary_directory
 from fsdp_tune.core.processes import ends_with_parent, without_ignored
@@ -41,9 +42,9 @@ from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, 
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import TrainStarted, read_event
+from fsdp_tune.run.events import Continued, TrainStarted, read_event
 from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear
-from fsdp_tune.run.metrics_file import Follower
+from fsdp_tune.run.metrics_file import Follower, append_event
 
 EARLY_POLL_SECONDS = 0.02
 
@@ -64,8 +65,8 @@ class EarlyLaunch:
 
     def inspection(self, limit_seconds: float) -> str:
         """Wait for the document of the first rank's inspection of the model. Empty if the rank did not make it within the limit."""
-        deadline = time.monotonic() + limit_seconds
-        while self.is_waiting and not self.files.inspection_json.exists() and time.monotonic() < deadline:
+        deadline = LIVED.now() + limit_seconds
+        while self.is_waiting and not self.files.inspection_json.exists() and LIVED.now() < deadline:
             time.sleep(EARLY_POLL_SECONDS)
         with contextlib.suppress(OSError):
             return self.files.inspection_json.read_text(encoding="utf-8")
@@ -182,7 +183,9 @@ class Supervisor:
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
-        self._is_forwarded = False
+        self._launcher: subprocess.Popen[str] | None = None
+        self._is_forwarded = self._is_announced = False
+        self._gaps = len(LIVED.gaps)
         self._gave_up_saving = False
         self._stuck: Problem | None = None
         self._elsewhere: Problem | None = None
@@ -208,12 +211,13 @@ class Supervisor:
         logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
-            launcher = self._start()
+            self._launcher = launcher = self._start()
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
                     self._copy_early_log(watch)
-                    yield from self._pass_on_signals(launcher, watch)
+                    yield from self._noticed_gaps()
+                    yield from self._pass_on_signals(watch)
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
                     watch.poll(launcher.pid)
@@ -283,7 +287,8 @@ class Supervisor:
         """Record signals instead of dying of them. SIGKILL cannot be caught; `core.processes` covers it."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
-            self._signals.append((number, time.monotonic()))
+            self._signals.append((number, LIVED.now()))
+            self._forward()
 
         before = {number: signal.signal(number, note) for number in without_ignored(FORWARDED)}
         try:
@@ -292,14 +297,31 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on_signals(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
-        """Send the first signal to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
+    def _forward(self) -> None:
+        """Send the first signal to the launcher, whose agent passes it to the ranks. The handler calls it too: the loop may wait."""
+        if self._launcher is not None and self._signals and not self._is_forwarded:
+            self._is_forwarded = True
+            self._launcher.send_signal(self._signals[0][0])
+
+    def _noticed_gaps(self) -> Iterator[Event]:
+        """Record in the metrics for how long the whole job did not run."""
+        while self._gaps < len(LIVED.gaps):
+            gap = LIVED.gaps[self._gaps]
+            self._gaps += 1
+            message = f"this command was stopped or suspended for {format_seconds(gap.seconds)}, which no limit counts, and continues"
+            yield Message(message)
+            if self._plan.machine_rank == 0:
+                with contextlib.suppress(OSError):
+                    append_event(self._run, Continued(self._last_logged_step, gap.seconds, message))
+
+    def _pass_on_signals(self, watch: RankWatch) -> Iterator[Event]:
+        """Say where the ranks stop after the first signal; a second one ends the wait for them."""
         if not self._signals:
             return
         (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
-        if not self._is_forwarded:
-            self._is_forwarded = True
-            launcher.send_signal(first)
+        self._forward()
+        if not self._is_announced:
+            self._is_announced = True
             watch.read_all()
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
@@ -308,7 +330,7 @@ class Supervisor:
             yield Message(f"{signal.Signals(last).name}: stopping at once")
 
     def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
-        now = time.monotonic()
+        now = LIVED.now()
         others_are_quiet = self._machines.share_quiet(is_quiet=watch.is_quiet(self._hang_seconds))
         silent_seconds = watch.silence(self._hang_seconds, others_are_quiet=others_are_quiet) if self._stuck is None else None
         if self._machines.is_poll_due():

@@ -27,6 +27,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
 from fsdp_tune.core.tensors.file_formats import header_bytes
+from fsdp_tune.merge.copy.decode import DecodingReader, reader_of
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,
@@ -133,8 +134,9 @@ def plan_layout(
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
-        has_update = tensor.update is not None
-        dtype = target_dtype(tensor.dtype, dtype_option, keeps_fp32=keeps_fp32(tensor.name), is_updated=has_update)
+        kept, has_update = keeps_fp32(tensor.name), tensor.update is not None
+        target = target_dtype(tensor.dtype, dtype_option, keeps_fp32=kept, is_updated=has_update)
+        dtype = tensor.dtype if tensor.is_carried else target
         size_bytes = tensor.elements * dtype.item_bytes
         if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
@@ -247,7 +249,7 @@ class _Contribution:
     """One checkpoint's contribution to a tensor of the output."""
 
     tensor: SourceTensor
-    reader: TensorReader
+    reader: TensorReader | DecodingReader
     delta: Delta | ExpertDelta | None
 
     @classmethod
@@ -257,7 +259,7 @@ class _Contribution:
             delta = ExpertDelta(tensor)
         elif tensor.update is not None:
             delta = Delta(tensor, buffers.raw, buffers.scratch)
-        return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
+        return cls(tensor, reader_of(tensor, buffers.scratch), delta)
 
     def finish(self) -> None:
         self.reader.finish()

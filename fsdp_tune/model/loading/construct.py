@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
@@ -24,8 +24,8 @@ from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
-from fsdp_tune.model.loading.stored_tensors import untie
-from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
+from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.recipe.read.loader import architecture
@@ -68,6 +68,7 @@ def tie_notices(recipe: Recipe) -> list[Notice]:
 
 def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     refuse_other_quantisation(recipe, config)
+    without_quantisation(config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name, value in recipe.model.config_overrides.items():
         if name not in known:
@@ -168,9 +169,27 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
     return TORCH_DTYPE[recipe.model.dtype]
 
 
-def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
+_TEXT_ALONE = (
+    "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
+    "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
+    "text = AutoModelForCausalLM.from_config(full.config.get_text_config(), dtype=full.dtype); "
+    "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
+    "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
+)
+
+
+def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
+    """Return the error for a model of several modalities of which transformers has no causal LM."""
+    hint = f'write its language model to a directory and name that: python -c "{_TEXT_ALONE.format(name=str(recipe.model.name_or_path))}"'
+    message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
+    return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
+
+
+def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
+    if config.get_text_config() is not config and "configuration class" in reason:
+        return _of_other_modalities(recipe, config)
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"
@@ -193,7 +212,7 @@ def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> P
             own, dtype=dtype, attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
         )
     except (ValueError, ImportError) as error:
-        raise _refused(recipe, error) from error
+        raise _refused(recipe, config, error) from error
     return model
 
 
@@ -228,22 +247,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         # The weights of a run are loaded from its sharded checkpoint after this model is wrapped.
         model = _from_config(recipe, config)
     else:
-        name = str(recipe.model.name_or_path)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=copy.deepcopy(config),
-                revision=recipe.model.revision,
-                # Rounded to bf16 first, some weights would get other codes in 4 bits.
-                dtype=storage_dtype(recipe) if recipe.quantization is None else torch.float32,
-                attn_implementation=attention(recipe, config),
-                trust_remote_code=recipe.model.trust_remote_code,
-                low_cpu_mem_usage=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError) as error:
-            raise model_not_found(name, error) from error
-        model, loading = loaded
+        model, loading = _from_files(recipe, config)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
         _settle(recipe, model)
@@ -255,6 +259,53 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
                 parameter.data = parameter.data.to(storage_dtype(recipe))
     start_adapters(recipe, model)
     return model
+
+
+def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
+    name, files = str(recipe.model.name_or_path), None
+    options: dict[str, Any] = {
+        # Rounded to bf16 first, some weights would get other codes in 4 bits.
+        "dtype": storage_dtype(recipe) if recipe.quantization is None else torch.float32,
+        "attn_implementation": attention(recipe, config),
+        "low_cpu_mem_usage": True,
+        "output_loading_info": True,
+    }
+    try:
+        files = find_weight_files(recipe)
+        if files is not None and files.has_codes:
+            return _from_codes(recipe, config, files, options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=copy.deepcopy(config),
+            revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise model_not_found(name, error) from error
+    return loaded
+
+
+def _from_codes(
+    recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model whose quantised weights are decoded as transformers reads each of them."""
+    with torch.device("meta"):
+        empty = _from_config(recipe, config)
+    state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
+    loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
+    return loaded
+
+
+class _Lazy:
+    """A stored tensor that transformers reads by `tensor[...]`, as it does a slice of safetensors."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return read_whole(self._stored).view(self._stored.shape)
 
 
 @torch.no_grad()

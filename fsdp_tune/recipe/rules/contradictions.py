@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.core.units import printable, shown
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
-from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, SCHEDULE_RULES, TRAINING_RULES, rounds_stochastically
+from fsdp_tune.recipe.rules.rates import RATE_RULES
+from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, STRATEGIES, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -175,6 +177,26 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
             yield Finding(code, (key,), f"`{key}` contains the control character `{escape}`", hint)
 
 
+def no_nul_characters(recipe: Recipe) -> Iterator[Finding]:
+    """No path, name or text of a recipe may have one: the operating system ends a name there."""
+    for key, text in _texts(recipe.model_dump(by_alias=True), ""):
+        if "\0" in text and not key.startswith(("launch.env.", "output_dir", "data.cache_dir")):  # these have rules of their own
+            hint = "in double quotes `\\0` is one character: write the value in single quotes"
+            yield Finding("wrong-value", (key,), f"`{key}` contains the character `\\x00`", hint)
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each text below a value."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in cast("dict[object, object]", value).items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(cast("Sequence[object]", value)):
+            yield from _texts(inner, f"{key}[{at}]")
+
+
 def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
     scaling = recipe.model.rope_scaling
     if scaling is None:
@@ -266,9 +288,9 @@ def mlp_slices(recipe: Recipe) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
-    *(no_shell_variables_in_paths, written_paths, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
+    *(no_shell_variables_in_paths, written_paths, no_nul_characters, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
-    *(*SCHEDULE_RULES, *SEQUENCE_RULES),
+    *(*RATE_RULES, *SEQUENCE_RULES),
 )
 
 

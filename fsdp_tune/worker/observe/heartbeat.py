@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
@@ -181,8 +182,8 @@ class HeartbeatWriter:
                 self._compared_at = now
                 self.is_superseded()
             self._write()
-            since = max(self._progressed_at, reported_at)
-            if self._silence_seconds is not None and self._on_silence is not None and now - since > self._silence_seconds:
+            since = LIVED.at(max(self._progressed_at, reported_at))
+            if self._silence_seconds is not None and self._on_silence is not None and LIVED.now() - since > self._silence_seconds:
                 reported_at = now
                 try:
                     self._on_silence()
@@ -204,7 +205,7 @@ class HeartbeatWriter:
         now = self._written_at = time.monotonic()
         if self.step != self._written_step:
             self._written_step, self._step_written_at = self.step, now
-        silent_seconds = round(now - self._progressed_at, 3)
+        silent_seconds = round(LIVED.now() - LIVED.at(self._progressed_at), 3)
         beat = Heartbeat(
             self._rank,
             os.getpid(),
