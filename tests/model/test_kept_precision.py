@@ -91,7 +91,7 @@ def test_names_of_files_are_kept_as_their_parameters() -> None:
     layout = BaseLayout(
         {"model.layers.3.mlp.gate.bias": "backbone.layers.3.router.bias"},
         (FileTensor("backbone.layers.0.experts.{}.scale", (4,), (piece,), 2),),
-        {"bf16": ("model.layers.{}.mlp.gate.bias", "model.layers.{}.mlp.scales")},
+        kept_in_fp32={"bf16": ("model.layers.{}.mlp.gate.bias", "model.layers.{}.mlp.scales")},
     )
     is_kept = layout.keeps_fp32("bf16")
     assert is_kept("backbone.layers.3.router.bias")
