@@ -29,13 +29,13 @@ from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
+from fsdp_tune.run.event_parts import SpikeRow
 from fsdp_tune.run.events import (
     NAMED_ROWS,
     GradientSpike,
     LossScaleBackedOff,
     LossSpike,
     SpikeEvent,
-    SpikeRow,
     StepSkipped,
     WeightsLookRandom,
     ZeroGradient,

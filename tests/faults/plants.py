@@ -247,7 +247,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("closed terminal ends the run", "cli.terminal:write_text", condition("errno.EPIPE", "error.errno"), rows="F060"),
     plant(
         "deleted working directory reported as a bug",
-        "cli.verbs:_file_system_problem",
+        "cli.failures:_file_system_problem",
         never("FileNotFoundError error.filename"),
         rows="F039",
     ),

@@ -108,6 +108,7 @@ CONTRADICTIONS = [
     ('output_dir: "runs/{name"', 3, "`{name`"),
     ("output_dir: ~/runs/x", 3, "~"),
     ('output_dir: "runs\\0x"', 3, r"`\x00`"),
+    ('checkpoint: {mirror: "file:///m\\0x"}', 3, r"`\x00`"),
     ("output_dir: $SCRATCH/runs/{name}", 3, "`$SCRATCH`"),
     ("output_dir: runs/${USER}", 3, "`${USER}`"),
     ("launch: {env: {MY_API_KEY: x}}", 3, "secret"),

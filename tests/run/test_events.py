@@ -103,6 +103,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
     "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
     "machines_changed": ({"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"}, []),
+    "continued": ({"seconds": 60.0, "message": "stopped for 1m00s"}, []),
     "recipe_changed": ({"changes": [{"key": "training.max_steps", "old": 1, "new": None, "class": "trajectory"}]}, []),
 }
 """Event → its fields, and what the terminal prints."""

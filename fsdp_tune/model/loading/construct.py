@@ -216,8 +216,8 @@ def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> P
     return model
 
 
-def _settle(recipe: Recipe, model: PreTrainedModel) -> None:
-    keep_precision(model, storage_dtype(recipe), TORCH_DTYPE[recipe.compute_dtype])
+def _settle(recipe: Recipe, model: PreTrainedModel, like: PreTrainedModel | None = None) -> None:
+    keep_precision(model, storage_dtype(recipe), TORCH_DTYPE[recipe.compute_dtype], like)
     require_rotary_scaling(recipe, model)
     fix_rotary_frequencies(model, recipe.data.max_length)
 
@@ -228,6 +228,12 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
         model = _from_config(recipe, config or model_config(recipe))
         _finish(recipe, model, vocabulary)
     return model
+
+
+def _constructed(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the class in the dtype of the recipe, on the meta device: weights to be quantised are read in fp32."""
+    with torch.device("meta"):
+        return construct(recipe, config, storage_dtype(recipe))
 
 
 def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -250,7 +256,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         model, loading = _from_files(recipe, config)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
-        _settle(recipe, model)
+        _settle(recipe, model, _constructed(recipe, config) if recipe.quantization is not None else None)
     _finish(recipe, model, vocabulary)
     if recipe.quantization is not None:  # trained parameters were read in fp32 too
         kept = kept_in_fp32(model)

@@ -24,13 +24,15 @@ from fsdp_tune.run.base_model import kind_of_name
 HALVES = ("bf16", "fp16")
 
 
-def keep_precision(model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype) -> None:
+def keep_precision(model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype, like: PreTrainedModel | None = None) -> None:
     """Give each parameter and persistent buffer of a bare model, constructed in `stored`, the dtype in which `from_pretrained` loads
     it, and record the names of those that are in fp32 although the model is stored or computes in 16 bits: `kept_in_fp32`.
 
+    `like`: the model constructed in `stored`, if this one is in another dtype for now.
+
     Weights that are stored in fp32 and computed in 16 bits have the names that the class keeps at the compute dtype.
     """
-    kept = names_in_fp32(model, stored) | patterns_in_fp32(model, computed)
+    kept = names_in_fp32(like if like is not None else model, stored) | patterns_in_fp32(model, computed)
     for name, tensor in _state(model):
         if name in kept and tensor.dtype != torch.float32:
             tensor.data = tensor.data.float()
