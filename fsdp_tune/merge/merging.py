@@ -103,7 +103,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         copy = _plan(contents, selection, companions, settings, adapter, carried, has_base=options.base is not None)
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
-            place.check_space(target, layout)
+            place.check_space(target, layout, companions)
             leftovers += place.clear_leftovers(target)
             replace = options.overwrite and target.exists()
             with place.stage_owned(target), staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage:

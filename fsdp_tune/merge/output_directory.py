@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,7 +42,9 @@ from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment, read_object
 from fsdp_tune.run.written_files import seal_record
 
-_SPARE_BYTES = 64 << 20
+_RECORD_BYTES, _RECORD_BYTES_OF_TENSOR = 256 << 10, 1 << 10
+"""Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with a line for each tensor."""
+_MADE_FILES = 8
 _CANNOT_WRITE = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -148,19 +149,23 @@ def _nearest(target: Path) -> Path:
     return folder
 
 
-def check_space(target: Path, layout: Layout) -> None:
-    """Raises: FailedError if the disk has no room for the output."""
+def check_space(target: Path, layout: Layout, companions: Companions) -> None:
+    """Raises: FailedError if the disk has no room for the output, in bytes or in files."""
     folder = _nearest(target)
-    free_bytes = shutil.disk_usage(folder).free
-    needed_bytes = layout.size_bytes + _SPARE_BYTES
-    if free_bytes < needed_bytes:
-        raise failed_error(
-            "merge-disk-full",
-            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for the files next to it; "
-            f"{format_bytes(free_bytes)} are free",
-            where=Where(str(folder)),
-            hint="free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`",
-        )
+    disk = os.statvfs(folder)
+    free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    copied = [path.stat().st_size for path in companions.files.values() if path.exists()]
+    beside_bytes = sum(copied) + _RECORD_BYTES + _RECORD_BYTES_OF_TENSOR * len(layout.tensors)
+    files = len(layout.files) + len(copied) + _MADE_FILES
+    message = None
+    if free_bytes < layout.size_bytes + beside_bytes:
+        parts = f"{format_bytes(layout.size_bytes)}, and {format_bytes(beside_bytes)} for the files next to it"
+        message = f"the merged model needs {parts}; {format_bytes(free_bytes)} are free"
+    elif disk.f_files > 0 and free_files < files:  # some file systems count none
+        message = f"the merged model has {files} files, and the disk has room for {free_files} more files (`df -i`)"
+    if message is not None:
+        hint = "free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`"
+        raise failed_error("merge-disk-full", message, where=Where(str(folder)), hint=hint)
 
 
 def bring_back(target: Path) -> list[Notice]:
