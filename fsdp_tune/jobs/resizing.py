@@ -178,7 +178,7 @@ class OwnRun:
             reasons=record.reasons,
             plan=self.plan,
             environment=Environment(versions(), host(), recorded_devices(), [each.as_dict() for each in self.extensions], environment.base),
-            data=replace(data, skipped=theirs.skipped),
+            data=replace(data, skipped=theirs.skipped, attempts=theirs.attempts),
             start=self._start(request, is_new=is_new),
             save_model=partial(_copy_files, received.model),
             profile=record.profile,

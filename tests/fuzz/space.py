@@ -198,6 +198,12 @@ def draw(seed: int) -> Draw:
         switches.pop("model.dtype", None)
         switches["precision.mixed_precision"] = "no"
     overrides = {"output_router_logits": True} if family in EXPERTS and dice.random() < 0.6 else {}
+    if str(switches.get("training.optim", "adamw")).startswith("adamw"):
+        switches.setdefault("training.adam_epsilon", 1e-4)
+    else:  # a recipe refuses what its optimizer does not read
+        switches = {name: value for name, value in switches.items() if not name.startswith("training.adam_")}
+    if switches.get("training.lr_scheduler_type") == "constant":
+        switches.pop("training.warmup_steps", None)
     if switches.get("training.optim") in ("adagrad", "rmsprop"):  # their first steps are signs, which amplify rounding
         switches["training.learning_rate"] = 1e-3
     bad_step = dice.randint(2, SAVED_STEP) if dice.random() < 0.25 else None

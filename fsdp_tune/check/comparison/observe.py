@@ -43,11 +43,12 @@ from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_leng
 from fsdp_tune.check.rehearsal.scale_down import scale_down_config
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.batches import RowOrder, collate, example_ids, row_order
+from fsdp_tune.data.batches import collate, example_ids
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import InputAccount
+from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
@@ -153,8 +154,7 @@ class Side:
         keys = self._keys(store)
         rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
         self.stages["rows"] = StageFacts(rows)
-        size = self.recipe.global_batch_size
-        self.stages["batch"] = StageFacts({"sequences": size})
+        self.stages["batch"] = StageFacts({"sequences": self.recipe.global_batch_size})
         of_rows = row_order(recipe, store.lengths)
         in_order = recipe.model_copy(update={"data": recipe.data.model_copy(update={"shuffle": False})})
         walked = row_order(in_order, store.lengths) if self.is_beside_tool else of_rows
@@ -181,7 +181,7 @@ class Side:
             )
         else:
             self._complete_data(prepared.report.inputs, keys, store, of_rows)
-        if size > len(store):
+        if (size := self.recipe.global_batch_size) > len(store):
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
 
     def _complete_data(self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder) -> None:

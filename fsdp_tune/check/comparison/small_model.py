@@ -14,6 +14,7 @@ from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.written_files import model_files
 
 
 def raw_config(recipe: Recipe) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def raw_config(recipe: Recipe) -> dict[str, Any]:
     try:
         local_only = not (Path(name).exists() or hub_is_reachable())
         options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
-        found, _ = PreTrainedConfig.get_config_dict(run.model if run else name, **options)
+        found, _ = PreTrainedConfig.get_config_dict(model_files(run) if run else name, **options)
     except OSError:
         facts = architecture(name)
         if facts is None:

@@ -137,6 +137,8 @@ class Model(Section):
     """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
+    leave_out: Annotated[list[Text], Effect(NOTHING, REFUSED)] = []
+    """Parts of the base that are neither trained nor written into the merged model (`[mtp, visual]`). Others are written unchanged."""
     tokens: Tokens = Tokens()
 
     @property
@@ -292,7 +294,7 @@ class Data(Section):
     on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
     """skip counts bad rows and writes them to a file."""
     max_bad_share: Annotated[float, Field(ge=0.0, le=1.0), Description("a number from 0 to 1"), Effect(NOTHING, FREE)] = 0.01
-    """Largest share of bad rows to skip; more is an error. Fewer than 1,000 rows count as 1,000."""
+    """Largest share of bad rows to skip, of all rows; more is an error. Of a stream: of the rows that a lane has read, from 1,000 on."""
     num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
     """Processes that tokenise; auto = min(16, cores)."""
     cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -291,8 +292,15 @@ def _steps(text: str) -> int:
     return int(text)
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
 def _coefficients(text: str) -> tuple[float, ...]:
-    numbers = tuple(map(float, text.split("/")))
+    numbers = tuple(map(_number, text.split("/")))
     if len(numbers) != 3:
         raise ValueError(text)
     return numbers
@@ -304,7 +312,7 @@ def _adjustment(text: str) -> str:
     return text
 
 
-_NUMBER, _SWITCH = OptimizerArgument("a number", float), OptimizerArgument("true or false", _switch)
+_NUMBER, _SWITCH = OptimizerArgument("a number", _number), OptimizerArgument("true or false", _switch)
 _ROUNDING = {STOCHASTIC: _SWITCH}
 _BLOCKS = {BLOCK: OptimizerArgument("a power of two, 16 or more", _block), **_ROUNDING}
 _RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps"), _NUMBER), "centered": _SWITCH}
@@ -360,6 +368,27 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
     """Return the given arguments, parsed. The rules of the recipe have refused invalid ones."""
     arguments = OPTIMIZERS[optimizer_name(training)].arguments
     return {name: arguments[name].read(value) for name, value in pairs_of(training) if value is not None}
+
+
+OPTIMIZER_FIELDS = tuple(name for name in TRAINING_FIELDS.fields if name.startswith(("adam_", "optim_")) and name != "optim_args")
+"""Fields of which an optimizer reads some. Every one reads `optim_args`, as far as its row in `OPTIMIZERS` has the argument."""
+
+
+def optimizer_options(training: Training) -> dict[str, Any]:
+    """Return the keyword arguments of the class of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
+    name, given = optimizer_name(training), optimizer_arguments(training)
+    options: dict[str, Any] = {"lr": training.learning_rate}
+    if name in ("sgd", "adagrad", "rmsprop"):
+        return options | given
+    if name == "adafactor":
+        return options | {"scale_parameter": False, "relative_step": False}
+    options["betas"] = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
+    options["eps"] = training_value(training, "adam_epsilon")
+    if state_bits(training) is not None:
+        return {**options, BLOCK: given.get(BLOCK, DEFAULT_BLOCK), STOCHASTIC: given.get(STOCHASTIC, False)}
+    if name == "muon":
+        return options | {"fused": True, "muon": MUON_DEFAULTS | given}
+    return options | ({"fused": True} if name == "adamw_torch_fused" else {})
 
 
 def state_bits(training: Training) -> int | None:
