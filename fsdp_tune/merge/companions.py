@@ -17,6 +17,7 @@ from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.merge.source import INDEX_NAME, Selection
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.run.written_files import model_files
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -58,7 +59,7 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
     run = selection.run
     named = _named_companions(base, origin) if base is not None else None
     if run is not None and (run.model / CONFIG_NAME).is_file():
-        return replace(read_folder(run.model), is_of_run=True)
+        return replace(read_folder(model_files(run)), is_of_run=True)
     if named is not None:
         return named
     weights = selection.weights[0]

@@ -23,6 +23,7 @@ from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, card_cell, without_folders
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
+from fsdp_tune.run.written_files import require_unchanged_output, unsealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
     Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
     """
     files = _listed(folder)
+    require_unchanged_output(folder)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -257,7 +259,7 @@ def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
             copy = stage / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path.name in PROVENANCE:
-                document = without_folders(json.loads(read_regular(path)))
+                document = unsealed(without_folders(json.loads(read_regular(path))))
                 write_file(copy, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
             else:
                 copy.symlink_to(path.resolve())

@@ -31,6 +31,7 @@ from fsdp_tune.run.directory import (
     complete_checkpoints,
     inspect_checkpoint,
 )
+from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -380,14 +381,14 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
 
 def _best_metric(run: RunDir) -> tuple[str, bool]:
     """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and whether greater is better."""
-    training = _read_object(run.recipe_json).get("training") or {}
+    training = _resolved(run).get("training") or {}
     name = str(training.get("metric_for_best_model") or "loss")
     return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _resolved(run: RunDir) -> dict[str, Any]:
     try:
-        value = json.loads(read_regular(path))
+        value = json.loads(read_recipe_json(run))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -465,7 +466,7 @@ def _require_base(run: RunDir) -> None:
 def _recipe(run: RunDir) -> Recipe | None:
     """Return the resolved recipe; None if another tool wrote the `checkpoint-N` directories."""
     try:
-        return Recipe.model_validate_json(read_regular(run.recipe_json))
+        return Recipe.model_validate_json(read_recipe_json(run))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -96,6 +96,8 @@ class RunDir:
     """The base of an adapter."""
     base_layout_json = _Inside("model/base_layout.json")
     """Names and shapes of the weights in files of the base."""
+    tensors_json = _Inside("model/tensors.json")
+    """What becomes of each tensor in the files of the base."""
     resume_json = _Inside("resume.json")
     accelerate_yaml = _Inside("accelerate.yaml")
     environment_json = _Inside("environment.json")
@@ -146,9 +148,14 @@ class RunDir:
     def recipe_digest(self) -> str | None:
         """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a recipe."""
         try:
-            return f"blake2b:{hashlib.blake2b(read_regular(self.recipe_json), digest_size=32).hexdigest()}"
+            return digest_of_recipe(read_regular(self.recipe_json))
         except FileNotFoundError:
             return None
+
+
+def digest_of_recipe(content: bytes) -> str:
+    """Return the digest of a recipe.json with this content."""
+    return f"blake2b:{hashlib.blake2b(content, digest_size=32).hexdigest()}"
 
 
 def checkpoint_step(path: Path) -> int | None:

@@ -14,6 +14,7 @@ import pytest
 from fsdp_tune.pages.report_page import MAX_BYTES, report_page
 from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import read_object
 from tests.pages.browser import CHROMIUM, OPTIONS
 from tests.pages.written import training_line, written
 
@@ -60,7 +61,7 @@ def hostile_run(folder: Path) -> RunDir:
         {"event": "samples", "step": 2, "seconds": 1.0, "samples": [{"prompt": HOSTILE, "text": HOSTILE}]},
     ]
     run = written(folder, lines, text=f"# {HOSTILE}\n", torch=HOSTILE)
-    data = json.loads(run.data_json.read_text())
+    data = read_object(run.data_json)
     data["report"]["inputs"][0]["label"] = HOSTILE
     run.data_json.write_text(json.dumps(data))
     run.readback_json.write_text(json.dumps({"ranks": [], "differences": [HOSTILE], "warnings": [HOSTILE]}))

@@ -40,13 +40,14 @@ from fsdp_tune.run.directory import (
     name_aside,
     refuse_when_held,
 )
-from fsdp_tune.run.events import ChangedKey
-from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, train_command
+from fsdp_tune.run.event_parts import ChangedKey
+from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, read_recipe_json, train_command
 from fsdp_tune.run.manifest import Progress
+from fsdp_tune.run.records import read_object
 
 AUTO = "auto"
 # Keys that set the length of a run. If they are unchanged, a finished run stays finished.
-LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
+LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,10 +388,11 @@ def _longer(run: RunDir, recipe: Recipe) -> str:
 def read_resolved(run: RunDir) -> Recipe:
     """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read it."""
     try:
-        raw = read_regular(run.recipe_json)
+        recipe = parse_resolved(read_regular(run.recipe_json), str(run.recipe_json))
+        read_recipe_json(run)
     except OSError as error:
         raise _unreadable(str(run.recipe_json), error) from error
-    return parse_resolved(raw, str(run.recipe_json))
+    return recipe
 
 
 def parse_resolved(raw: bytes, source: str) -> Recipe:
@@ -412,7 +414,7 @@ def _unreadable(source: str, error: Exception) -> FsdpTuneError:
 def read_data_key(run: RunDir) -> str | None:
     """Return the content key in RUN/data.json, or None."""
     try:
-        raw: Any = json.loads(read_regular(run.data_json))
+        raw = read_object(run.data_json)
         return str(raw["key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -289,7 +289,7 @@ def _is_causal(layers: Layers, model: Mapping[str, Any] | None) -> bool:
     """Return whether the model has a head, by its config; without one, by what the adapter changes."""
     if model is None:
         return any(is_head(f"{module}.weight") for module in layers.factors) or any(map(is_head, layers.replaced))
-    return any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
+    return any(word in kind for kind in model.get("architectures") or () for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
 
 
 def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, Any] | None) -> None:
