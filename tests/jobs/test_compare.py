@@ -401,6 +401,7 @@ def test_code_of_a_model_is_refused_of_a_run_too(here: Path) -> None:
     raw = json.loads(run.recipe_json.read_text())
     raw["model"] |= {"trust_remote_code": True, "name_or_path": "base", "from_config": None}
     run.recipe_json.write_text(json.dumps(raw))
+    run.launch_json.unlink()  # it has the digest of the recipe
     with pytest.raises(FsdpTuneError) as refused:
         compared(a="one", b="a.yaml")
     assert refused.value.problems[0].code == "remote-code-not-trusted"
