@@ -229,10 +229,13 @@ def batch_order(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts
     """The order of a million rows on the last rank: to the first batch of an epoch, and the steps after."""
     import numpy as np
 
-    from fsdp_tune.data.batches import RowOrder
+    from fsdp_tune.data.row_order import Attempt, RowOrder
     from fsdp_tune.worker.rows.training_rows import MicroBatches
 
-    order = RowOrder(lambda epoch, lengths: np.random.default_rng(epoch).permutation(len(lengths)), np.full(ROWS, 9), ranks * 4)
+    def shuffled(epoch: int, lengths: np.ndarray, _: int) -> np.ndarray:
+        return np.random.default_rng(epoch).permutation(len(lengths))
+
+    order = RowOrder(shuffled, np.full(ROWS, 9), [Attempt(0, ranks * 4)])
     rows = MicroBatches(order, data_rank=ranks - 1, data_size=ranks, micro_batch=1, accumulation=4)
     began = time.perf_counter()
     batches = iter(rows)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fsdp_tune.cli.terminal import NARROW, Terminal, printable, trend
-from fsdp_tune.core.units import MIB, format_seconds
+from fsdp_tune.core.units import MIB, format_clock, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +31,12 @@ class ScreenBar:
         self._phase, self._phase_began = "", time.monotonic()
         self._started, self._done_at_start = time.monotonic(), 0
         self._updated = self._started
+        self._estimate: Callable[[], float | None] | None = None
         self._lock = threading.Lock()
+
+    def estimate_by(self, seconds_left: Callable[[], float | None]) -> None:
+        """Take the time left from the caller, which knows more than counts, and show the time of the end too."""
+        self._estimate = seconds_left
 
     def advance(self, n: int = 1) -> None:
         """Add `n` finished units; may be called from several threads."""
@@ -60,10 +65,22 @@ class ScreenBar:
 
     def seconds_left(self) -> float | None:
         """Estimate the time left; None before a unit is finished, and if the total is unknown."""
+        if self._estimate is not None:
+            return self._estimate()
         if self._total is None or self._done <= self._done_at_start:
             return None
         each = (self._updated - self._started) / (self._done - self._done_at_start)
         return max(0.0, each * (self._total - self._done) - (time.monotonic() - self._updated))
+
+    def left(self) -> str:
+        """Return the time left as text; "" while it is unknown, and at the end."""
+        seconds = self.seconds_left()
+        return f"{format_seconds(seconds)} left" if seconds else ""
+
+    def end(self) -> str:
+        """Return the time of the end as text, if the caller estimates it; else ""."""
+        seconds = self.seconds_left() if self._estimate is not None else None
+        return f"ends {format_clock(time.time() + seconds, time.time())}" if seconds else ""
 
     def _changed(self) -> None: ...
 
@@ -105,8 +122,7 @@ class PlainBar(ScreenBar):
     def _print(self) -> None:
         share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
         of = f" of {self._total:,}" if self._total else ""
-        left = self.seconds_left()
-        rest = ", ".join([*([self._detail] if self._detail else []), *([f"{format_seconds(left)} left"] if left else [])])
+        rest = ", ".join(part for part in (self._detail, self.left(), self.end()) if part)
         self._screen.message(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
         self._lines += 1
         self._last = time.monotonic()
@@ -175,12 +191,11 @@ class LiveBar(ScreenBar):
 
         is_narrow = self._console.width < NARROW
         fields = [Text(self._label, "bold"), Text(f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}")]
-        left = self.seconds_left()
         if self._phase:
             fields.append(Text(f"{self._phase} {format_seconds(time.monotonic() - self._phase_began)}", "cyan"))
-        elif left:
-            fields.append(Text(f"{format_seconds(left)} left"))
-        fields += [Text(self._detail)] if self._detail else []
+        elif left := self.left():
+            fields.append(Text(left))
+        fields += [Text(text) for text in (self._detail, "" if self._phase else self.end()) if text]
         if not self._draws:
             return fields
         if drawn := trend(self._trend, is_narrow=is_narrow):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 WIDTH, WIDEST = 80, 110
 LONGEST_VALUE = 200
+NAMED_STAGES = 3
+"""Stages that were not compared, as the verdict names them; more are counted."""
 OWN_KINDS = ("recipe", "run", "model", "server")
 SIGNS = {"equal": "✓", "different": "≠", "not_compared": "–"}
 CLASSES = {"equal": "yes", "different": "no", "not_compared": "tight"}
@@ -58,8 +60,8 @@ def compare(
     or of a model and the server that serves it, from the tokens of prompts to greedy answers.
 
     The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
-    the keys that differ. Two runs are compared by their files first. `--set` changes B. What cannot be compared is listed.
-    Exit code 0: all that was compared is equal; 1: it is not, or a tool failed; 2: a side cannot be read.
+    the keys that differ. Two runs are compared by their files first. `--set` changes B. The verdict names what was compared.
+    Exit code 0: equal; 1: different; 2: a side cannot be read; 6: not comparable, since nothing that shows it could be compared.
 
     \b
     Examples:
@@ -83,8 +85,11 @@ def compare(
     if html is not None:
         write_file(html, comparison_page(found))
         screen.message(f"the page is {html}")
-    if not found.equal:
-        raise typer.Exit(ExitCode.FAILED)
+    if found.verdict != "equal":
+        raise typer.Exit(EXIT_CODES[found.verdict])
+
+
+EXIT_CODES = {"different": ExitCode.FAILED, "not_comparable": ExitCode.NOT_COMPARABLE}
 
 
 def show_comparison(screen: Screen, found: CompareAnswer) -> None:
@@ -112,7 +117,7 @@ def show_comparison(screen: Screen, found: CompareAnswer) -> None:
         screen.message("not compared:")
     for line in found.not_compared:
         _print(screen, "  – " if signs is SIGNS else "  - ", line)
-    screen.message(f"{verdict_of(found)} (tolerance {found.tolerance:g})")
+    _print(screen, "", f"{verdict_of(found)} (tolerance {found.tolerance:g})")
 
 
 def _with_overrides(side: SideAnswer) -> str:
@@ -120,18 +125,20 @@ def _with_overrides(side: SideAnswer) -> str:
 
 
 def verdict_of(found: CompareAnswer) -> str:
-    changing = any(key.changes_numbers for key in found.keys)
-    compared = sum(stage.status != "not_compared" for stage in found.stages)
-    is_whole = compared == len(found.stages)
-    where = "in all that was compared" if is_whole else f"in the {compared} of {len(found.stages)} stages that could be compared"
-    verdict = f"equal {where}" if found.equal else "different"
-    if found.failed and found.first is None:
-        return f"not equal: {compared} of {len(found.stages)} stages could be compared, since a tool failed"
-    if not found.equal and found.first is None and changing:
-        verdict = "no stage differs, but keys that may change later steps do"
-    elif not found.equal and found.first is None:
-        verdict = "nothing could be compared"
-    return verdict
+    """Return the verdict with what it rests on and what it leaves out."""
+    compared = [stage for stage in found.stages if stage.status != "not_compared"]
+    missing = [stage.title for stage in found.stages if stage.status == "not_compared"]
+    head = {"equal": "equal", "different": "different", "not_comparable": "not comparable"}[found.verdict]
+    of_stages = f"{len(compared)} of {len(found.stages)} stages compared" if compared else "nothing was compared"
+    parts = [of_stages, *(line for line in found.compared if " of A" in line)]
+    if found.first is None and found.unsettled:
+        parts.append(f"none differs, but keys that may change rows or results do: {', '.join(found.unsettled)}")
+    if found.failed:
+        parts.append("a tool failed")
+    if found.not_compared:
+        named = f"{', '.join(missing)}, and " if 0 < len(missing) <= NAMED_STAGES else ""
+        parts.append(f"not compared: {named}what is listed above ({len(found.not_compared):,})")
+    return f"{head}: {'; '.join(parts)}"
 
 
 def comparison_page(found: CompareAnswer) -> str:

@@ -156,7 +156,7 @@ def import_config(
 
     Each key is kept, converted, computed with others, dropped with the reason, or a question: a line `# DECIDE:` in the recipe.
 
-    Exit code 1 with --check: the recipe is written, and the comparison shows a difference.
+    Exit code 1 or 6 with --check: the recipe is written, and the comparison shows a difference, or could not be made.
 
     \b
     Examples:
@@ -164,8 +164,7 @@ def import_config(
         fsdp-tune import axolotl.yaml --output recipe.yaml --check
         fsdp-tune import fsdp.yaml --set model.name_or_path=Qwen/Qwen3-8B --set 'data.train=[{path: chats.jsonl}]'
     """
-    from fsdp_tune.cli.compare import show_comparison
-    from fsdp_tune.core.errors import ExitCode
+    from fsdp_tune.cli.compare import EXIT_CODES, show_comparison
     from fsdp_tune.jobs.make_recipe import check_import, nothing_to_check
 
     if options.check and options.output is None:
@@ -180,8 +179,8 @@ def import_config(
     screen.document(found.answer())
     if found.check is not None:
         show_comparison(screen, found.check)
-        if not found.check.equal:
-            raise typer.Exit(ExitCode.FAILED)
+        if found.check.verdict != "equal":
+            raise typer.Exit(EXIT_CODES[found.check.verdict])
 
 
 PIPE_WIDTH = 100

@@ -17,7 +17,7 @@ from fsdp_tune.cli.terminal import trend
 from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, usage_error
-from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.core.units import format_bytes, format_clock, format_seconds
 from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
 
@@ -95,29 +95,57 @@ def _show_answer(screen: Screen, answer: RunStatus | DirectoryStatus) -> None:
         show_runs(screen, answer.runs)
 
 
+STATE_ORDER = ("running", "starting or merging", "", "finished", "not started")
+"""Order of the states in a table of runs; "": every other one, which are failures."""
+DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss")
+"""Columns of a table of runs that a terminal gets only if they fit, the least important first."""
+
+
 def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run. A narrow terminal gets those columns that fit 80 characters."""
-    wide = [] if screen.is_narrow else ["tokens/s/device", "memory"]
-    columns = ["run", "state", "step", "left", "loss", *wide, *(["losses"] if screen.draws else [])]
+    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit."""
+    now = time.time()
+    columns = ["run", "state", "step", "left", "ends", "loss", "eval loss", "best eval", "tokens/s/device", "memory"]
+    columns += ["losses", "eval losses"] if screen.draws else []
     rows: list[list[str]] = []
-    for run in runs:
+    for run in sorted(runs, key=_order):
         of = f"/{run.total_steps:,}" if run.total_steps else ""
-        left = "" if run.seconds_left is None else format_seconds(run.seconds_left)
-        speed = "" if run.tokens_per_second_per_device is None else f"{run.tokens_per_second_per_device:,.0f}"
-        peak = run.peak_reserved_gib or run.peak_host_gib
-        memory = f"{peak:.2f} GiB" if peak else ""
-        cells = [Path(run.run_dir).name, run.state, f"{run.step or 0:,}{of}", left, _loss(run), *([speed, memory] if wide else [])]
-        rows.append([*cells, *([_trend(screen, run)] if screen.draws else [])])
-    screen.table("", columns, rows)
+        peak, evaluation = run.peak_reserved_gib or run.peak_host_gib, run.evaluation
+        cells = [
+            Path(run.run_dir).name,
+            run.state,
+            f"{run.step or 0:,}{of}",
+            "" if run.seconds_left is None else format_seconds(run.seconds_left),
+            "" if run.ends_at is None else format_clock(run.ends_at, now),
+            _loss(run),
+            "" if evaluation is None else _evaluated(evaluation.last),
+            "" if evaluation is None or evaluation.best is None else f"{evaluation.best:.4f}",
+            "" if run.tokens_per_second_per_device is None else f"{run.tokens_per_second_per_device:,.0f}",
+            f"{peak:.2f} GiB" if peak else "",
+        ]
+        trends = [_drawn(screen, run.recent_losses), _drawn(screen, evaluation.recent if evaluation is not None else [])]
+        rows.append([*cells, *(trends if screen.draws else [])])
+    kept = [at for at, name in enumerate(columns) if name in ("run", "state", "step", "loss") or any(row[at] for row in rows)]
+    screen.table("", [columns[at] for at in kept], [[row[at] for at in kept] for row in rows], droppable=DROPPED_FIRST)
+
+
+def _order(run: RunStatus) -> tuple[int, float, float, str]:
+    """Return the position of a run among others: by state, then by its best evaluation loss, then by its loss; unknown ones last."""
+    state = STATE_ORDER.index(run.state) if run.state in STATE_ORDER else STATE_ORDER.index("")
+    best = run.evaluation.best if run.evaluation is not None else None
+    return state, math.inf if best is None else best, math.inf if run.loss is None else run.loss, run.run_dir
 
 
 def _loss(run: RunStatus) -> str:
     return f"{run.loss:.4f}" if run.loss is not None else "not finite" if run.recent_losses else ""
 
 
-def _trend(screen: Screen, run: RunStatus) -> str:
-    """Return the sparkline of the last losses; "" if there are less than two."""
-    return trend([math.nan if loss is None else loss for loss in run.recent_losses], is_narrow=screen.is_narrow)
+def _evaluated(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _drawn(screen: Screen, losses: Sequence[float | None]) -> str:
+    """Return the sparkline of losses, oldest first; "" if there are less than two, or the terminal does not show any."""
+    return trend([math.nan if loss is None else loss for loss in losses], is_narrow=screen.is_narrow) if screen.draws else ""
 
 
 def _memory(run: RunStatus) -> str:
@@ -130,18 +158,12 @@ def _memory(run: RunStatus) -> str:
 
 
 def show_status(screen: Screen, facts: RunStatus) -> None:
+    """Print the status of a run: what decides about it first, then speed and ranks, then paths and spikes."""
     first = f"; metrics, events and the end of the run are in {facts.first_machine}" if facts.first_machine else ""
     screen.message(f"{facts.run_dir}: {facts.state}" + (f" ({facts.owner})" if facts.owner else "") + first)
-    step, total = facts.step, facts.total_steps
-    age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
-    screen.message(
-        f"step {step if step is not None else 0}{f' of {total}' if total else ''}"
-        + (f", {format_seconds(facts.seconds_left)} left" if facts.seconds_left is not None else "")
-        + f", {age}"
-        + (f", loss {_loss(facts)}" if facts.recent_losses else "")
-    )
-    if screen.draws and (drawn := _trend(screen, facts)):
-        screen.message(f"last losses: {drawn}")
+    if facts.problem:
+        screen.message(f"ended with: {facts.problem}")
+    _show_progress(screen, facts)
     speed = facts.tokens_per_second_per_device
     figures = [*([f"{speed:,.0f} tokens/s/device"] if speed is not None else []), *([memory] if (memory := _memory(facts)) else [])]
     if figures:
@@ -149,24 +171,46 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
     if (slow := facts.slow_rank) is not None:
         costs = "is slow: it costs" if facts.is_active else "was slow at the end: it cost"
         screen.message(f"rank {slow.rank} {costs} {slow.share:.0%} of each step ({slow.part})")
-    rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
-    if rows:
-        screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
-    screen.message(f"newest complete checkpoint: {facts.checkpoint or 'none'}")
-    if facts.mirror is not None:
-        _show_mirror(screen, facts.mirror)
-    if facts.spike is not None:
-        _show_spike(screen, facts.spike)
-    for bad in facts.rejected_checkpoints:
-        screen.message(f"not complete: {bad.path}: {bad.reason}")
-    if facts.starts:
-        _show_starts(screen, facts.starts)
-    if facts.merged:
-        screen.message(f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: {facts.merged}")
-    if facts.problem:
-        screen.message(f"ended with: {facts.problem}")
     for way in facts.ways_on:
         _show_way(screen, way)
+    rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
+    if rows:
+        screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows, droppable=("pid", "phase"))
+    if facts.starts:
+        _show_starts(screen, facts.starts)
+    _show_files(screen, facts)
+    if facts.spike is not None:
+        _show_spike(screen, facts.spike)
+
+
+def _show_progress(screen: Screen, facts: RunStatus) -> None:
+    """Print step, time left and loss, then the evaluation loss."""
+    step, total = facts.step, facts.total_steps
+    age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
+    ends = f", ends {format_clock(facts.ends_at, time.time())}" if facts.ends_at is not None else ""
+    screen.message(
+        f"step {step if step is not None else 0}{f' of {total}' if total else ''}"
+        + (f", {format_seconds(facts.seconds_left)} left{ends}" if facts.seconds_left is not None else "")
+        + f", {age}"
+        + (f", loss {_loss(facts)}" if facts.recent_losses else "")
+    )
+    if drawn := _drawn(screen, facts.recent_losses):
+        screen.message(f"last losses: {drawn}")
+    if (found := facts.evaluation) is not None:
+        best = f", best {found.best:.4f} at step {found.best_step:,}" if found.best is not None else ""
+        drawn = _drawn(screen, found.recent)
+        screen.message(f"evaluation loss {_evaluated(found.last)} at step {found.step:,}{best}{f': {drawn}' if drawn else ''}")
+
+
+def _show_files(screen: Screen, facts: RunStatus) -> None:
+    """Print where the checkpoint, the mirror, the merged model and the logs are."""
+    screen.message(f"newest complete checkpoint: {facts.checkpoint or 'none'}")
+    for bad in facts.rejected_checkpoints:
+        screen.message(f"not complete: {bad.path}: {bad.reason}")
+    if facts.mirror is not None:
+        _show_mirror(screen, facts.mirror)
+    if facts.merged:
+        screen.message(f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: {facts.merged}")
     screen.message(f"logs: {facts.logs}")
 
 
@@ -256,16 +300,28 @@ def report(
     show_report(screen, done)
 
 
+RANKING_DROPPED_FIRST = ("memory (GiB)", "state", "tokens/s/device", "done", "last evaluation loss", "loss")
+"""Columns of the ranking that a terminal gets only if they fit, the least important first; the keys that differ are kept longest."""
+
+
 def show_report(screen: Screen, done: RunReport) -> None:
-    rows = [
-        [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
-        for each in (run.summary() for run in done.runs)
-    ]
-    screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], rows)
-    if changed := done.differences.recipe:
-        screen.table(
-            "recipes", ["key", *(run.label for run in done.runs)], [[key, *(value or "" for value in row)] for key, row in changed.items()]
-        )
+    """Print the ranking of several runs, or the figures of one."""
+    from fsdp_tune.pages.ranking import ranking_of
+
+    if len(done.runs) > 1:
+        ranking = ranking_of(done.runs, done.differences.recipe)
+        columns = ["run", *(column.title for column in ranking.columns)]
+        rows = [[run.label, *(f"{cell.text}{' *' if cell.is_best else ''}" for cell in run.cells)] for run in ranking.runs]
+        keys = [column.title for column in reversed(ranking.columns) if column.full]
+        screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
+        marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
+        hidden = f"{ranking.hidden_keys} more keys of the recipes differ" if ranking.hidden_keys else ""
+        if notes := "; ".join(part for part in (marked, hidden) if part):
+            screen.message(notes)
+    else:
+        (each,) = (run.summary() for run in done.runs)
+        cells = [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
+        screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], [cells])
     if done.page is not None:
         screen.message(f"the page is {done.page}")
 

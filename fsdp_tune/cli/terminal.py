@@ -299,15 +299,27 @@ class Terminal:
                 else:
                     self.warn(line)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, pipe_width: int | None = None) -> None:
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        *,
+        pipe_width: int | None = None,
+        droppable: Sequence[str] = (),
+    ) -> None:
         """Print a table under its title. A pipe gets one line for each row, unless a width is given.
+
+        Where the table is wider than that, `droppable` columns are left out, the first ones first.
 
         Within a width the last column is wrapped to fit. If the others leave no room for it, its words are below each row; if they do not
         fit either, rows are printed as records.
         """
         width = self._width() if self.talk.isatty() else pipe_width
         cells = [[printable(str(cell)) for cell in row] for row in rows]
-        widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
+        if width is not None:
+            columns, cells = _fitting_columns(columns, cells, width, droppable)
+        widths = _widths(columns, cells)
         if title:
             self.message(title)
         indent = 2 + sum(width + 2 for width in widths[:-1])
@@ -364,6 +376,23 @@ class Terminal:
             document["errors"] = [problem.as_dict() for problem in problems]
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
         write_text(sys.stdout, text + "\n", is_result=True)
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(line[index]) for line in [columns, *cells]) for index in range(len(columns))]
+
+
+def _fitting_columns(
+    columns: Sequence[str], cells: Sequence[list[str]], width: int, droppable: Sequence[str]
+) -> tuple[Sequence[str], Sequence[list[str]]]:
+    """Return the columns that fit into `width` after those of `droppable` that are needed for it are left out, the first ones first."""
+    for name in droppable:
+        if sum(each + 2 for each in _widths(columns, cells)) <= width:
+            break
+        if name in columns:
+            at = columns.index(name)
+            columns, cells = [*columns[:at], *columns[at + 1 :]], [[*row[:at], *row[at + 1 :]] for row in cells]
+    return columns, cells
 
 
 class TerminalLog:

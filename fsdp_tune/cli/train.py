@@ -48,7 +48,7 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
             overrides=list(loaded.overrides),
             arithmetic=arithmetic,
             rate=rate.removeprefix("rate: "),
-            model=found.model.as_dict() if found.model is not None else {},
+            model=found.model.model_copy(update={"adapter_tensors": {}}).as_dict() if found.model is not None else {},
             data=found.inputs,
             unchecked=list(found.unchecked),
         )

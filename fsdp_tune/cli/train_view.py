@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune.cli.bars import ScreenBar
-from fsdp_tune.cli.terminal import TREND, Terminal
+from fsdp_tune.cli.terminal import TREND, Terminal, trend
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
@@ -33,9 +33,10 @@ from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.events import AnyEvent, FirstStep, SamplesGenerated, Stopping, TrainStarted, read_event
+from fsdp_tune.run.events import AnyEvent, FirstStep, SamplesGenerated, Stopping, TrainStarted, number, read_event
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
+from fsdp_tune.run.time_left import TimeLeft
 
 Line = dict[str, Any]
 CARD_SAMPLES = 3
@@ -272,15 +273,23 @@ class StepView:
         """Finished steps when the ranks started."""
         self._has_started = False
         self._detail = ""
+        """Text next to the bar."""
+        self._loss, self._last_evaluation = "", ""
         self._losses: deque[float] = deque(maxlen=TREND)
+        self._evaluations: list[float] = []
+        """Losses that are numbers, oldest first."""
+        self._left = TimeLeft()
+        bar.estimate_by(lambda: self._left.seconds_left(self._at))
         bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:
+        self._left.add(line)
         if (event := read_event(line)) is not None:
             self._event(event)
         elif "loss" in line:
             self._step(line)
         elif "eval_loss" in line:
+            self._evaluated(line)
             sets = [
                 f"{name.removeprefix('eval_').removesuffix('_loss')} {value:.4f}" for name, value in line.items() if _is_eval_of_a_set(name)
             ]
@@ -288,10 +297,26 @@ class StepView:
                 f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
             )
 
+    def _evaluated(self, line: dict[str, Any]) -> None:
+        self._last_evaluation = f"eval loss {_number(line['eval_loss'], '.4f')}"
+        if (value := number(line["eval_loss"])) is not None:
+            self._evaluations.append(value)
+        self._detail = self._beside_the_bar()
+        self._bar.at(self._at, self._detail, self._losses)
+
+    def _beside_the_bar(self) -> str:
+        """Return the loss, and last, best and trend of the evaluation loss."""
+        if not self._last_evaluation:
+            return self._loss
+        best = f" (best {min(self._evaluations):.4f})" if self._evaluations else ""
+        drawn = trend(self._evaluations, is_narrow=True) if self._screen.draws else ""
+        return "  ".join(part for part in (self._loss, f"{self._last_evaluation}{best}", drawn) if part)
+
     def move(self, step: int, phase: str, done: int, planned: int) -> None:
         """Move the bar to the step of the first rank, and show its phase if that is not the training itself."""
         if self._total:  # heartbeats are read later than lines
             self._at = min(max(step, self._at), self._total)
+            self._left.see(self._at)
             self._bar.at(self._at, self._detail, self._losses)
         if phase in TRAINING_PHASES:
             phase = "first step" if self._at == self._start else ""
@@ -322,13 +347,15 @@ class StepView:
         loss = f"loss {_number(line['loss'], '.4f')}"
         if self._at == self._start:
             self._bar.enter("")
-        self._at, self._detail = step, loss
+        self._at, self._loss = step, loss
+        self._detail = self._beside_the_bar()
         self._losses.append(float(line["loss"]))
-        self._bar.at(step, loss, self._losses)
-        left = self._bar.seconds_left()
+        self._bar.at(step, self._detail, self._losses)
+        left, end = self._bar.left(), self._bar.end()
+        ends = [end] if end and step < self._total else []
         first = [
             f"step {step}{f'/{self._total}' if self._total else ''}",
-            *([f"{format_seconds(left)} left"] if left is not None and step < self._total else []),
+            *([left] if left and step < self._total else []),
             loss,
         ]
         norm, rate = _number(line.get("grad_norm"), ".3f"), f"lr {_number(line.get('learning_rate'), '.2e')}"
@@ -342,7 +369,7 @@ class StepView:
         slow = [f"rank {line['slow_rank']} costs {line['slow_rank_share']:.0%} ({line['slow_rank_part']})"] if "slow_rank" in line else []
         first += slow
         self._screen.fields(
-            [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide)],
+            [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide), *ends],
             narrow=[*first, f"{speed} tok/s", *short, *gib, *mfu, f"grad {norm}", rate],
         )
 

@@ -6,13 +6,10 @@ The shell completes words by the metavar of an option or argument; no library th
 
 from __future__ import annotations
 
-import errno
 import inspect
 import io
 import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -21,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from fsdp_tune.cli.terminal import Terminal, printable, write_text
+from fsdp_tune.cli.failures import problem_of
+from fsdp_tune.cli.terminal import Terminal, printable
 from fsdp_tune.core.command import Argument, Bar, Only, Option
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, as_os_error, usage_error
-from fsdp_tune.core.limits import is_panic, limit_problem
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.limits import is_panic
 from fsdp_tune.core.processes import stop_signals_raise
-from fsdp_tune.core.units import MIB, shown
+from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
@@ -300,12 +298,12 @@ def command(json_output: bool) -> Iterator[Screen]:
         screen.close([Problem("interrupted", "interrupted")])
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except OSError as error:
-        screen.close([limit_problem(error) or _file_system_problem(error, _log_traceback(screen.log_directory))])
+        screen.close([problem_of(error, screen.log_directory)])
         raise typer.Exit(ExitCode.FAILED) from None
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        screen.close([limit_problem(error) or _unexpected_problem(error, _log_traceback(screen.log_directory))])
+        screen.close([problem_of(error, screen.log_directory)])
         raise typer.Exit(ExitCode.FAILED) from None
     else:
         screen.close()
@@ -327,50 +325,6 @@ def _is_text(word: str) -> bool:
         return bool(word.encode()) or True
     except UnicodeEncodeError:
         return False
-
-
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
-    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
-    errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
-}
-
-
-def _file_system_problem(error: OSError, log: str) -> Problem:
-    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
-        return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
-    what = error.strerror or type(error).__name__
-    given = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    names = " → ".join(map(shown, given) if error.errno == errno.ENAMETOOLONG else given)
-    remedy = _REMEDIES.get(error.errno or 0)
-    hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
-    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
-
-
-def _unexpected_problem(error: BaseException, log: str) -> Problem:
-    """Return the problem of an exception that nothing has caught: a file that a Rust library could not use, or a bug of this package."""
-    found = as_os_error(error)
-    if isinstance(found, OSError):
-        return _file_system_problem(found, log)
-    return Problem(
-        "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
-    )
-
-
-def _log_traceback(directory: Path | None) -> str:
-    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else to stderr."""
-    text = traceback.format_exc()
-    for parent in (directory, None):
-        try:
-            handle, name = tempfile.mkstemp(prefix="fsdp-tune-traceback-", suffix=".log", dir=parent)
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            return name
-        except OSError:
-            continue
-    write_text(sys.stderr, printable(text))
-    return "the lines above (no log file could be written)"
 
 
 # ---- Options

@@ -23,6 +23,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 3
     NON_FINITE = 4
     LOST_RANK = 5
+    NOT_COMPARABLE = 6
     INTERRUPTED = 130
     PREEMPTED = 143
 

@@ -243,6 +243,39 @@ def tie_setting(config: Mapping[str, object]) -> bool | None:
     return next((each for each in settings if isinstance(each, bool)), None)
 
 
+NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers", "num_mtp_modules")
+"""Fields of a configuration with the number of layers that predict further tokens, which no class of transformers trains."""
+_NEXT_TOKEN = re.compile(r"(^|\.)(mtp|nextn)[^.]*\.")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_WRAPPERS = ("model", "language_model", "transformer")
+
+
+def part_of(name: str, layers: int) -> str:
+    """Return the part of a model that a tensor of its files is in, as a user names it: `mtp`, `visual`, `vision_tower`.
+
+    `layers`: those of the language model; one beyond them predicts further tokens (DeepSeek V3, GLM), and is part of `mtp`.
+    """
+    layer = _LAYER.search(name)
+    if _NEXT_TOKEN.search(name) or (layer is not None and layers and int(layer[2]) >= layers):
+        return "mtp"
+    parts = name.split(".")
+    while len(parts) > 2 and parts[0] in _WRAPPERS:
+        parts = parts[1:]
+    return parts[0]
+
+
+def without_next_token_layers(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config.json without the layers of `NEXT_TOKEN_LAYERS`, nested configurations included."""
+    return {
+        name: without_next_token_layers(json_object(value))
+        if _is_nested(name, value)
+        else 0
+        if name in NEXT_TOKEN_LAYERS and isinstance(value, int)
+        else value
+        for name, value in config.items()
+    }
+
+
 def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return {head: embedding} by name and shape."""
     embeddings = [name for name, shape in shapes.items() if is_embedding(name) and len(shape) == 2]
@@ -300,7 +333,7 @@ def family_of(model_type: object) -> Family:
 
 COMPANION = re.compile(
     r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|[\w.-]+\.(model|tiktoken)|chat_template\.(jinja|json)|additional_chat_templates/[\w.-]+\.jinja|(pre)?processor_config\.json"
+    r"|[\w.-]+\.(model|tiktoken)|chat_template\.(jinja|json)|additional_chat_templates/[\w.-]+\.jinja|(video_)?(pre)?processor_config\.json"
 )
 CODE = re.compile(r"[\w-]+\.py")
 

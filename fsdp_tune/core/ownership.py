@@ -33,6 +33,8 @@ from typing import Any
 
 import psutil
 
+from fsdp_tune.core.files import read_regular
+
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of flock on a file system without locks."""
 FOREIGN_SILENCE_SECONDS = 300.0
@@ -105,7 +107,7 @@ def is_running(owner: Owner) -> bool | None:
 def read_owner(path: Path) -> Owner | None:
     """Return the record in a lock file, of a live owner or a dead one; None if the file has no readable record."""
     try:
-        return parse_owner(path.read_bytes())
+        return parse_owner(read_regular(path))
     except OSError:
         return None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -63,6 +64,14 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m{rest_seconds:02d}s"
     return f"{minutes}m{rest_seconds:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def format_clock(at: float, now: float) -> str:
+    """Format a time in the local zone, both in seconds since the epoch: `14:32` today, `Tue 14:32` within six days, else with the date."""
+    then, today = time.localtime(at), time.localtime(now)
+    if then[:3] == today[:3]:
+        return time.strftime("%H:%M", then)
+    return time.strftime("%a %H:%M" if 0 <= at - now < 6 * 86_400 else "%Y-%m-%d %H:%M", then)
 
 
 def format_age(seconds: float) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
-from fsdp_tune.data.format.row_account import IGNORE_KEY, account_line, ignored_by_none, ignoring_hint, listed_keys
-from fsdp_tune.data.inputs import TRAIN, Input, bad_row_problem
-from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.data.format.row_account import IGNORE_KEY, account_line, ignored_by_none, listed_keys
+from fsdp_tune.data.inputs import TRAIN, Input
 from fsdp_tune.data.report import DataReport, DecodedExample, InputAccount, NamedRows, SetAccount, Spread
 from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples, PackedRows
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
@@ -174,79 +173,10 @@ def examples_of(row: Row) -> list[Row]:
 
 # ---- Check the account of the data: refuse data that cannot be trained on, and return notices about the rest.
 
-SHOWN_BAD_ROWS = 5
 SHOWN_DETAILS = 8
-FEWEST_ROWS = 1000
-"""With fewer rows than this, a share of bad rows is one of this many: the first ten of 0.01 are always skipped."""
-NO_GOOD_ROW = "no row can be used: check the columns, `data.format` and `data.chat_template`"
 POOR_FILL = 0.8
 MANY_REPEATS = 4
 """Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
-
-
-def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int, encoded: int, most: float) -> None:
-    """Raise a usage error with the first bad rows (file, line and column) and their number, if there are any.
-
-    `encoded` of the rows were rendered and encoded, until one was bad; the others were only read.
-    """
-    if not bad:
-        return
-    shown = first_problems(bad, names)
-    sampled = 0 < encoded < rows
-    ways = ignoring_unread(bad) or skipping(len(bad), encoded if sampled else rows, most, is_sample=sampled)
-    total = Problem(
-        "bad-rows",
-        f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
-        hint=ways,
-    )
-    raise FsdpTuneError(*shown, total)
-
-
-def ignoring_unread(bad: Sequence[tuple[int, BadRow]]) -> str | None:
-    """Return a hint with the option that ignores what no format reads in any of the bad rows; None if that would not be enough."""
-    if not all(row.unread for _, row in bad):
-        return None
-    return ignoring_hint(name for _, row in bad for name in row.unread)
-
-
-def first_problems(bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> list[Problem]:
-    return [bad_row_problem(names[file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
-
-
-def exceeds_bad_share(bad: int, rows: int, most: float) -> bool:
-    """Return whether more than the share `most` of the rows read so far is bad. Fewer than FEWEST_ROWS rows count as that many."""
-    return bad > most * max(rows, FEWEST_ROWS)
-
-
-def skipping(bad: int, rows: int, most: float, *, is_sample: bool = False) -> str:
-    """Return a hint with the options that leave out `bad` of `rows` rows: with another `data.max_bad_share` if there are more than `most`.
-
-    `is_sample`: more rows follow, with about the same share of bad ones.
-    """
-    if bad >= rows:
-        return NO_GOOD_ROW
-    options = "--set data.on_bad_row=skip"
-    if is_sample:
-        options += f" --set data.max_bad_share={min(1.0, bad / rows + 0.1):.1g}" if bad > most * rows else ""
-    elif exceeds_bad_share(bad, rows, most):
-        options += f" {_raised_share(bad, rows)}"
-    return f"fix them, or skip them with `{options}` (they are then counted and listed)"
-
-
-def _raised_share(bad: int, rows: int) -> str:
-    percent = next((percent for percent in range(100) if not exceeds_bad_share(bad, rows, percent / 100)), 100)
-    return f"--set data.max_bad_share={percent / 100:g}"
-
-
-def refuse_bad_share(bad: int, rows: int, most: float, *, hint: str, first: Sequence[Problem] = (), unread: str | None = None) -> None:
-    """Raise a usage error if more than `data.max_bad_share` of the rows is bad.
-
-    `first` are problems of the first bad rows; `unread` is the hint if every row is bad because of keys that no format reads.
-    """
-    if exceeds_bad_share(bad, rows, most):
-        message = f"{bad:,} of {rows:,} rows cannot be used, more than `data.max_bad_share: {most}`"
-        ways = unread or NO_GOOD_ROW if bad >= rows else f"{hint}, or leave them out: `{_raised_share(bad, rows)}`"
-        raise FsdpTuneError(*first, Problem("too-many-bad-rows", message, hint=ways))
 
 
 def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,100 +45,16 @@ def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_b
     return np.concatenate([batches.reshape(-1), order[whole:]])
 
 
-def order_of(recipe: Recipe, epoch: int, lengths: Int64) -> Int64:
-    """Return the order of an epoch for a resolved recipe and the lengths of its rows."""
+def order_of(recipe: Recipe, epoch: int, lengths: Int64, global_batch_size: int | None = None) -> Int64:
+    """Return the order of an epoch for a resolved recipe and the lengths of its rows. `global_batch_size` None: that of the recipe."""
     return epoch_order(
         lengths,
         seed=recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed,
         epoch=epoch,
         shuffle=recipe.data.shuffle,
         group_by_length=not recipe.data.packing,
-        global_batch_size=recipe.global_batch_size,
+        global_batch_size=recipe.global_batch_size if global_batch_size is None else global_batch_size,
     )
-
-
-Removed = tuple[int, Int64]
-"""(step, rows): rows that are left out of all global batches after this many steps."""
-
-
-class RowOrder:
-    """The global batches of a run: which rows of each epoch, in which order. A pure function of its arguments, on every rank.
-
-    An epoch begins with the rows that are not left out yet, in the order of `order`. Where more rows are removed within it, the
-    rows of the steps before stay, and the other rows close up. So an epoch may have fewer steps than another.
-    """
-
-    def __init__(self, order: Callable[[int, Int64], Int64], lengths: Int64, global_batch: int, removed: Sequence[Removed] = ()) -> None:
-        """`order(epoch, lengths)` returns a permutation of the indices of `lengths`, which are those of all rows of the store."""
-        self.global_batch = global_batch
-        self._order, self._lengths = order, lengths
-        self._removed = sorted(removed, key=lambda each: each[0])
-        self._first_steps = [0]
-        self.rows_of = lru_cache(maxsize=1)(self._rows_of)  # sorting millions of rows takes seconds
-
-    def _rows_of(self, epoch: int) -> Int64:
-        """Return the rows of an epoch in their order."""
-        step = self.first_step(epoch)
-        rows = self._order(epoch, self._lengths)
-        if not self._removed:
-            return rows
-        gone = np.zeros(len(self._lengths), bool)
-        for at, removed in self._removed:
-            if at <= step:
-                gone[removed] = True
-        if gone.any():
-            kept = np.flatnonzero(~gone)
-            rows = kept[self._order(epoch, self._lengths[kept])]
-        done: list[Int64] = []
-        for at, removed in self._removed:
-            taken = (at - step) * self.global_batch
-            if taken > 0:
-                done, rows, step = [*done, rows[:taken]], rows[taken:], at
-                rows = rows[~np.isin(rows, removed)]
-        return np.concatenate([*done, rows])
-
-    def steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        return self.first_step(epoch + 1) - self.first_step(epoch)
-
-    def first_step(self, epoch: int) -> int:
-        """Return the number of steps before an epoch."""
-        while len(self._first_steps) <= epoch:
-            self._first_steps.append(self._first_steps[-1] + self._count(len(self._first_steps) - 1))
-        return self._first_steps[epoch]
-
-    def _count(self, epoch: int) -> int:
-        first = self._first_steps[epoch]
-        rows = len(self._lengths) - sum(len(removed) for at, removed in self._removed if at <= first)
-        steps = math.ceil(rows / self.global_batch)
-        if any(first < at < first + steps for at, _ in self._removed):
-            steps = math.ceil(len(self._rows_of(epoch)) / self.global_batch)
-        return max(steps, 1)
-
-    def locate(self, step: int) -> tuple[int, int]:
-        """Return (epoch, steps of it) after `step` steps of the run."""
-        while self._first_steps[-1] <= step:
-            self.first_step(len(self._first_steps))
-        epoch = bisect.bisect_right(self._first_steps, step) - 1
-        return epoch, step - self._first_steps[epoch]
-
-    def batch_after(self, step: int) -> Int64:
-        """Return the rows of the global batch after `step` steps of the run."""
-        epoch, index = self.locate(step)
-        return self.rows_of(epoch)[index * self.global_batch : (index + 1) * self.global_batch]
-
-    def total_steps(self, epochs: float) -> int:
-        """Return the steps of a number of epochs, which need not be whole, rounded as the Trainer rounds them."""
-        whole = math.floor(epochs)
-        if epochs == whole:
-            return self.first_step(whole)
-        of_epoch = self.steps(whole)
-        return self.first_step(whole) + math.ceil(epochs * of_epoch) - whole * of_epoch
-
-
-def row_order(recipe: Recipe, lengths: Int64, removed: Sequence[Removed] = ()) -> RowOrder:
-    """Return the global batches of a resolved recipe. `lengths` are those of all rows of the store."""
-    return RowOrder(partial(order_of, recipe), lengths, recipe.global_batch_size, removed)
 
 
 def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Int64]:

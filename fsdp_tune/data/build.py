@@ -15,19 +15,16 @@ import numpy as np
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.devices import available_cores
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.data.account import (
     data_notices,
-    first_problems,
-    ignoring_unread,
-    refuse_bad_rows,
-    refuse_bad_share,
     refuse_empty_set,
     refuse_nothing,
     rows_named,
     set_account,
     source_accounts,
 )
+from fsdp_tune.data.bad_rows import BadRows
 from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.read.file_access import Stamp
@@ -151,11 +148,9 @@ def build_store(
         writer.close()
     if list(stamps) != [opened.source.stamps() for opened in inputs]:
         raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when the file is complete")
-    if recipe.data.on_bad_row == "error":
-        refuse_bad_rows(found.bad, names, rows=found.counts["rows"], encoded=found.counts["encoded"], most=recipe.data.max_bad_share)
-    first = first_problems(found.bad, names)
-    unread = ignoring_unread(found.bad)
-    refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint=unread or "fix them", first=first, unread=unread)
+    bad = BadRows(found.bad, names, found.counts["rows"], found.counts["unencoded"], found.counts["bad_unencoded"])
+    if wrong := bad.problems(recipe.data):
+        raise FsdpTuneError(*wrong)
     _write_bad_rows(stage, found.bad, names)
     examples = found.examples()
     if recipe.data.streaming and len({opened.set_name for opened in inputs}) > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, suggestion, template_of_source
@@ -156,7 +157,7 @@ def _first_row(source: RowSource) -> dict[str, Any]:
         if len(bad) == 1000:
             break
     if bad:
-        raise FsdpTuneError(*(bad_row_problem(source.names[file], row) for file, row in bad[:5]))
+        raise FsdpTuneError(*bad_row_examples(bad, source.names))
     raise usage_error("no-rows", "it holds no rows", where=Where(source.names[0], key=source.key))
 
 
@@ -362,7 +363,3 @@ def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> Non
             where=Where(name),
             hint="put files with other columns in a separate entry",
         )
-
-
-def bad_row_problem(name: str, row: BadRow) -> Problem:
-    return Problem("bad-row", row.reason, Where(name, row.number, row.column), hint=row.hint)

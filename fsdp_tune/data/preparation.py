@@ -16,8 +16,8 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
-from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, refuse_bad_share, spread_indices
-from fsdp_tune.data.batches import RowOrder, row_order
+from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, spread_indices
+from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
@@ -25,6 +25,8 @@ from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
+from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
+from fsdp_tune.data.row_record import RowRecord
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
@@ -35,6 +37,8 @@ from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import RunDir, checkpoint_step
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import Manifest
 from fsdp_tune.run.records import Document
 
@@ -71,6 +75,8 @@ class Prepared(Document):
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
     skipped: tuple[SkippedRow, ...] = ()
     """Rows that the run leaves out (`--skip-rows`)."""
+    attempts: tuple[Attempt, ...] = ()
+    """The starts of the run with another global batch than before, up to this one; empty before it starts."""
 
     @property
     def is_stream(self) -> bool:
@@ -80,13 +86,25 @@ class Prepared(Document):
         """Open the training rows; of a stream, those of its beginning, none left out."""
         return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
 
-    def skipping_from(self, step: int) -> Prepared:
-        """Return the data of a start after `step` steps: rows that an earlier start left out later are left out from there."""
-        return replace(self, skipped=tuple(replace(each, step=min(each.step, step)) for each in self.skipped))
+    def continued(self, global_batch_size: int, step: int, record: RowRecord | None = None) -> Prepared:
+        """Return the data of a start after `step` steps with this global batch.
+
+        Rows that an earlier start left out later are left out from there.
+        `record`: of the checkpoint from which it starts; None: the attempts that these data have.
+        """
+        before = {each.origin: each.step for each in (record.skipped or () if record is not None else ())}
+        skipped = tuple(replace(each, step=before.get(each.origin, min(each.step, step))) for each in self.skipped)
+        attempts = self.attempts if record is None else record.attempts
+        return replace(self, skipped=skipped, attempts=continued(attempts, step, global_batch_size))
+
+    def record(self, recipe: Recipe) -> RowRecord:
+        """Return what the checkpoints of a start with these data have."""
+        seed = recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed
+        return RowRecord(self.attempts, self.skipped, self.key, seed, recipe.data.shuffle)
 
     def order(self, recipe: Recipe, store: RowStore) -> RowOrder:
         """Return the global batches of `training_store`, which is not a stream's."""
-        return row_order(recipe, store.lengths, removed_rows(store, self.skipped))
+        return row_order(recipe, store.lengths, self.attempts, removed_rows(store, self.skipped))
 
     def without(self, recipe: Recipe, named: Sequence[NamedRow], earlier: Sequence[SkippedRow], step: int) -> Prepared:
         """Return the data of a run that leaves out the `named` rows from `step` on, and those that it has left out `earlier`.
@@ -129,7 +147,8 @@ def prepare(
     """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data, with file and line.
 
     With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of
-    all sources and of the cached data, instead of comparing sizes and times. `run` is the run that will read the data.
+    all sources, instead of comparing sizes and times; cached data are always compared with their digests. `run` is the run that will
+    read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
     cache_dir = Path(recipe.data.cache_dir)
@@ -155,7 +174,7 @@ def prepare(
     def build(stage: Path) -> dict[str, Any]:
         return build_store(stage, recipe, encoder, inputs, stamps, progress)
 
-    manifest, reused = built(path, build, digests=verify)
+    manifest, reused = built(path, build, digests=True)  # damaged data are built again
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and compiles(recipe):
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
@@ -329,12 +348,21 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
 
 
 def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
-    """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read."""
+    """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read.
+
+    `data_json` and `recipe` are those of a start of the run, from its directory or its `history/`. Steps before this start are those of
+    the attempts that it continued.
+    """
     try:
         prepared = Prepared.read(data_json)
         if prepared is None or recipe.data.streaming:
             return None
-        store = prepared.training_store()
+        request = ResumeRequest.read(RunDir(data_json.parent).resume_json)
+        if request is not None:  # a restart of the same command may have continued an earlier checkpoint
+            size = prepared.attempts[-1].global_batch_size if prepared.attempts else recipe.global_batch_size
+            prepared = prepared.continued(size, checkpoint_step(Path(request.resume_from or "")) or 0)
+        # Rows that were left out later were trained, and are named.
+        store = RowStore(prepared.train, [each.origin for each in prepared.skipped if each.step < step])
     except (OSError, ValueError, FsdpTuneError):
         return None
     return store.describe_rows(prepared.order(recipe, store).batch_after(step - 1).tolist())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.data.batches import Removed
+from fsdp_tune.data.row_order import Removed
 from fsdp_tune.data.store import ROW_BITS, Origin, RowStore
 
 SHOWN_PROBLEMS = 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.run.events import ChangedKey
+from fsdp_tune.run.event_parts import ChangedKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,28 +34,23 @@ from fsdp_tune.check.comparison.environments import TOOLS, ObservingChild, ToolC
 from fsdp_tune.check.comparison.openai_server import is_url
 from fsdp_tune.check.comparison.stages import (
     DATA_STAGES,
-    FP32_TOLERANCE,
-    HALF_TOLERANCE,
     NEVER_COMPARED,
-    TOLERANCE,
     ComparedStage,
-    DifferentStep,
     Observation,
-    compare_digests,
-    compare_lines,
     compare_observations,
-    compare_stage,
     open_words,
-    other_tolerance,
+    tolerances,
     without_weights,
 )
+from fsdp_tune.check.comparison.verdicts import evidence_of, unsettled_keys, verdict
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.data.format.templates import BUNDLED
-from fsdp_tune.data.preparation import rows_of_step
+from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.jobs.answers import ImportedKey
+from fsdp_tune.jobs.compared_runs import ComparedRuns, cause_not_shown, compare_runs
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.recipes import refuse_code, resolve_recipe
@@ -65,7 +60,6 @@ from fsdp_tune.jobs.served import (
     LaterDifference,
     SideAnswer,
     cause_in_tool,
-    cause_not_shown,
     cause_of_keys,
     cause_of_versions,
     compare_with_server,
@@ -73,12 +67,13 @@ from fsdp_tune.jobs.served import (
     not_compared_lines,
 )
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.pages.run_record import differences, read_run
+from fsdp_tune.pages.run_record import differences
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file, options_of
 from fsdp_tune.recipe.read.foreign.ledger import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import chooses_by_evaluation
 from fsdp_tune.run.directory import RunDir
 
 _TEMPLATES = frozenset(BUNDLED)
@@ -139,12 +134,13 @@ def compare(
         other = _read(str(b), overrides, options, observer)
         options = _with_interpreter(one, other, options, observer)
         paths = list(different_paths(one.resolved, other.resolved))
-        keys = [different_key(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
-        keys.sort(key=lambda key: not key.changes_numbers)
+        chooses = any(chooses_by_evaluation(side.recipe.training) for side in (one, other))
+        values = [(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
+        keys = {path: different_key(path, a, b, chooses_by_evaluation=chooses) for path, a, b in values}
         result = _Result(one, other, keys, options)
         if one.run is not None and other.run is not None:
-            result.compare_runs(one.run, other.run)
-        if not result.is_of_runs or options.python is not None or any(key.changes_numbers for key in keys):
+            result.runs = compare_runs(one.run, other.run, (one.recipe, other.recipe), list(keys.values()), options.tolerance)
+        if not result.is_of_runs or options.python is not None or result.unsettled():
             with ExitStack() as stack:
                 folder = stack.enter_context(temporary_directory("compare-"))
                 _Walk(result, folder, stack, observer).run()
@@ -201,18 +197,16 @@ class _Result:
 
     a: _Side
     b: _Side
-    keys: list[DifferentKey]
+    keys: dict[KeyPath, DifferentKey]
+    """That differ in the resolved recipes."""
     options: CompareOptions
     tolerance: float = 0.0
     environment: dict[str, list[str | None]] = field(default_factory=dict[str, "list[str | None]"])
-    before: list[ComparedStage] = field(default_factory=list[ComparedStage])
-    """Stages of two runs that come before those of the recipes."""
+    runs: ComparedRuns = field(default_factory=ComparedRuns)
+    """Of two runs: their files. Its stages come before and after those of the recipes."""
     stages: list[ComparedStage] = field(default_factory=list[ComparedStage])
-    after: list[ComparedStage] = field(default_factory=list[ComparedStage])
+    observations: tuple[Observation, Observation] | None = None
     causes: list[LaterDifference] = field(default_factory=list[LaterDifference])
-    first_step: DifferentStep | None = None
-    first_bits: DifferentStep | None = None
-    rows_of_step: str | None = None
     left_out: list[str] = field(default_factory=list[str])
     failed: list[str] = field(default_factory=list[str])
     interpreters: tuple[str | None, str | None] = (None, None)
@@ -222,61 +216,59 @@ class _Result:
     def is_of_runs(self) -> bool:
         return self.a.run is not None and self.b.run is not None
 
-    def compare_runs(self, a: RunDir, b: RunDir) -> None:
-        one, other = read_run(a, "A"), read_run(b, "B")
-        self.environment = differences([one.environment, other.environment])
-        key, other_key = (each.data.key if each.data else None for each in (one, other))
-        self.before = [compare_digests("data", key, other_key, "data.json")]
-        order, other_order = (each.readback.facts.data_order_digest if each.readback else None for each in (one, other))
-        self.before.append(compare_digests("data_order", order, other_order, "readback.json"))
-        is_fp32 = all(side.recipe.compute_dtype == "fp32" for side in (self.a, self.b))
-        given = self.options.tolerance
-        self.tolerance = given if given is not None else FP32_TOLERANCE if is_fp32 else HALF_TOLERANCE
-        lines = compare_lines(one.lines.losses, other.lines.losses, self.tolerance)
-        self.after, self.first_step, self.first_bits = [lines.stage], lines.first, lines.first_bits
-        self.left_out += lines.left_out
-        if lines.first is not None:
-            self.rows_of_step = rows_of_step(a.data_json, self.a.recipe, lines.first.step)
-            if self.rows_of_step is None:
-                self.left_out.append(f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream")
+    def all_stages(self) -> list[ComparedStage]:
+        return [*self.runs.before, *self.stages, *self.runs.after]
+
+    def unsettled(self) -> list[KeyPath]:
+        """Return the keys that change rows, numbers or the delivered model, and are not shown to make no difference."""
+        changing = [path for path, key in self.keys.items() if key.changes_numbers]
+        digests = FileDigests(default_cache_directory())
+        return unsettled_keys(changing, (self.a.resolved, self.b.resolved), self.all_stages(), self.observations, digests)
 
     def answer(self) -> CompareAnswer:
-        stages = [*self.before, *self.stages, *self.after]
-        changing = [key for key in self.keys if key.changes_numbers]
-        status = {stage.status for stage in stages}
-        is_equal = not (changing or self.failed) and "different" not in status and "equal" in status
+        stages, unsettled = self.all_stages(), self.unsettled()
+        environment = self.runs.environment | self.environment
+        found = first_of(stages)
+        causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
+        shown_cause = causes[0].cause if causes else None
+        keys = sorted(self.keys.values(), key=lambda key: not key.changes_numbers)
+        open_keys = [self.keys[path] for path in unsettled]
+        by_lines = {"steps", "evaluations"}
+        return CompareAnswer(
+            equal=(outcome := verdict(stages, unsettled, failed=bool(self.failed))) == "equal",
+            a=self._side_answer(0),
+            b=self._side_answer(1),
+            keys=keys,
+            environment=environment,
+            stages=stages,
+            first=found,
+            cause=shown_cause or (cause_not_shown(found, open_keys, environment, stages) if found else None),
+            later=causes[1:] if causes else self.causes,
+            first_step=self.runs.first,
+            first_bits=self.runs.first_bits,
+            rows_of_step=self.runs.rows_of_step,
+            tolerance=self.tolerance or self.runs.tolerance,
+            not_compared=self._not_compared(stages, unsettled),
+            failed=self.failed,
+            verdict=outcome,
+            compared=[*evidence_of([stage for stage in stages if stage.name not in by_lines]), *self.runs.compared],
+            unsettled=[key.key for key in open_keys],
+        )
+
+    def _not_compared(self, stages: Sequence[ComparedStage], unsettled: Sequence[KeyPath]) -> list[str]:
         missing = ((each.title, str(each.detail)) for each in stages if each.status == "not_compared")
-        left_out = [*self.left_out, *not_compared_lines(missing)]
+        left_out = [*self.left_out, *self.runs.left_out, *not_compared_lines(missing)]
         for side in (self.a, self.b):
             left_out += not_compared_lines((f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried)
             if side.imported is not None and side.options is None:
                 left_out.append(f"what {side.kind} computes: {side.name} is the recipe that `import` makes of it")
             left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
-        found = first_of(stages)
-        causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
-        shown_cause = causes[0].cause if causes else None
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
         if self.stages and not self.failed and all(each.cause is not None and each.cause.is_shown for each in self.causes):
             written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
-            unseen = [key.key for key in changing if not is_named(key.key, shown) and is_named(key.key, written)]
+            unseen = [dotted(path) for path in unsettled if not is_named(dotted(path), shown) and is_named(dotted(path), written)]
             left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
-        return CompareAnswer(
-            equal=is_equal,
-            a=self._side_answer(0),
-            b=self._side_answer(1),
-            keys=self.keys,
-            environment=self.environment,
-            stages=stages,
-            first=found,
-            cause=shown_cause or (cause_not_shown(found.stage, changing, self.environment) if found else None),
-            later=causes[1:] if causes else self.causes,
-            first_step=self.first_step,
-            first_bits=self.first_bits,
-            rows_of_step=self.rows_of_step,
-            tolerance=self.tolerance,
-            not_compared=list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())])),
-            failed=self.failed,
-        )
+        return list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())]))
 
     def _side_answer(self, index: int) -> SideAnswer:
         side = (self.a, self.b)[index]
@@ -315,7 +307,7 @@ class _Walk:
         if python is not None:
             self._there = stack.enter_context(ObservingChild(find_interpreter(python), folder, **settings))
         self._tools = {side.name: self._tool_of(side) for side in tools}
-        self._tolerance = self._tolerance_of()
+        self._tolerance, self._of_steps = self._tolerance_of()
 
     def _tool_of(self, side: _Side) -> ToolChild:
         """Return the process in which a tool computes a side, on the rows and the model of the recipe that `import` makes."""
@@ -351,8 +343,8 @@ class _Walk:
         )
         if self._there is not self._here or self._tools:
             result.environment |= {name: found for name, found in versions.items() if name in a.versions and name in b.versions}
-        result.tolerance = result.tolerance or self._tolerance
-        result.stages = compare_observations(a, b, self._tolerance)
+        result.tolerance = self._tolerance
+        result.stages, result.observations = self._all_compared(a, b), (a, b)
         models = [(side.recipe.model.name_or_path, side.recipe.model.revision) for side in (result.a, result.b)]
         if self._options.model == "small" and models[0] != models[1]:
             result.stages = without_weights(result.stages, *(str(name) for name, _ in models))
@@ -386,9 +378,14 @@ class _Walk:
         except FsdpTuneError:
             return side
 
-    def _compared(self, stage: str, kept: Observation, changed: Observation) -> ComparedStage:
-        sides = (changed, kept) if self._is_turned else (kept, changed)
-        return compare_stage(stage, *sides, self._tolerance)
+    def _all_compared(self, kept: Observation, changed: Observation, *, is_turned: bool = False) -> list[ComparedStage]:
+        sides = (changed, kept) if is_turned else (kept, changed)
+        return compare_observations(*sides, self._tolerance, of_steps=self._of_steps, grows=self._options.tolerance is None)
+
+    def _compared(self, name: str, kept: Observation, changed: Observation) -> ComparedStage:
+        found = self._all_compared(kept, changed, is_turned=self._is_turned)
+        absent = ComparedStage(name, name, "not_compared", "it was not computed")
+        return next((stage for stage in found if stage.name == name), absent)
 
     def _causes(self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
         """Yield the first difference with its cause, then what is left with the kept side's values of that cause, and so on."""
@@ -405,7 +402,7 @@ class _Walk:
             fixed = (*fixed, *keys)
             kept, changed = self._observe(self._kept, "update"), self._changed_with(fixed, "update", self._there)
             assert changed is not None, "it was computed to find the cause"
-            stages = compare_observations(*((changed, kept) if self._is_turned else (kept, changed)), self._tolerance)
+            stages = self._all_compared(kept, changed, is_turned=self._is_turned)
 
     def _changed_with(self, paths: Sequence[KeyPath], until: str, child: ObservingChild) -> Observation | None:
         """Compute the changed side with values of the kept one; None for a combination that no recipe may have."""
@@ -442,11 +439,13 @@ class _Walk:
         lost = [row.path for row in rows if value_at(side.options, row.path) is not None]
         return causing(lost, lambda chosen: compared(_without(side, chosen)).is_settled)
 
-    def _tolerance_of(self) -> float:
+    def _tolerance_of(self) -> tuple[float, float | None]:
+        """Return the tolerance, and that of stages of a step if it is another one."""
         if self._options.tolerance is not None:
-            return self._options.tolerance
+            return self._options.tolerance, None
         is_fp32 = bool(self._tools) or all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
-        return TOLERANCE if self._there is self._here and not self._tools else other_tolerance(is_fp32=is_fp32)
+        is_one = self._there is self._here and not self._tools
+        return tolerances(is_fp32=is_fp32, is_one_environment=is_one, keys=map(dotted, self._result.keys))
 
     def _cause(
         self, stage: str, kept: Observation, versions: Versions, fixed: tuple[KeyPath, ...]

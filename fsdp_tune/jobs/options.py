@@ -359,7 +359,9 @@ class GenerateOptions:
     max_new_tokens: Annotated[int, Option("Longest answer.", metavar="N", minimum=1)] = 512
     temperature: Annotated[float, Option("0 = the most probable token, always; above it, tokens are drawn.", metavar="T")] = 0.0
     top_p: Annotated[float, Option("Draw from the most probable tokens that have this share of the probability.", metavar="P")] = 1.0
-    seed: Annotated[int, Option("Of what is drawn, for each answer.", metavar="N", minimum=0)] = 0
+    seed: Annotated[
+        int, Option("Of what is drawn, with each prompt; copies of a prompt get different answers.", metavar="N", minimum=0)
+    ] = 0
     system: Annotated[str | None, Option("System message of the chat.", metavar="TEXT")] = None
     base: Annotated[
         bool, Option("Answer with the base too. That of an adapter is the same weights without it; that of a full fine-tuning is loaded.")

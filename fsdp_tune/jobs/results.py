@@ -39,7 +39,7 @@ from fsdp_tune.run.remote_files import ContentError, UrlError
 
 if TYPE_CHECKING:
     from fsdp_tune.pages.report_page import Differences
-    from fsdp_tune.pages.run_record import RunRecord
+    from fsdp_tune.pages.run_record import RunReader, RunRecord
 
 OPTIMIZER_FILES = ("optimizer_0/", "optimizer.safetensors", "rng_state_")
 """Beginnings of the names of files that a merge does not read: two thirds of a checkpoint."""
@@ -300,19 +300,22 @@ class RunReport:
 def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> RunReport:
     """Read run directories, also of runs that are training, and compare them; with `output`, write the page there, replacing it.
 
-    The page is readable by its owner only, like the recipe and the logs that it cites. No run is changed.
+    The umask decides who may read the page, so that it can be shared: secrets in recipes and commands are masked in it. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
-    from fsdp_tune.pages.report_page import differences_of, report_page
-
     page = Path(output) if output is not None else None
     if page is not None:
         check_output_file(page, replaces=True)
-    records = _read(runs)
-    html = report_page(records, _now())
+    found = _report([reader.read() for reader in _readers(runs)], page)
     if page is not None:
-        write_file(page, html, private=True)
-    return RunReport(records, differences_of(records), html, page)
+        write_file(page, found.html)
+    return found
+
+
+def _report(records: list[RunRecord], page: Path | None = None) -> RunReport:
+    from fsdp_tune.pages.report_page import differences_of, report_page
+
+    return RunReport(records, differences_of(records), report_page(records, _now()), page)
 
 
 def follow_report(
@@ -331,7 +334,8 @@ def follow_report(
     from fsdp_tune.launch.run_status import run_status
     from fsdp_tune.pages.report_page import LivePage, report_page
 
-    first = report(runs)  # before the port is taken, so that a mistake is reported at once
+    readers = _readers(runs)  # each keeps what it has read of metrics.jsonl
+    first = _report([reader.read() for reader in readers])  # before the port is taken, so that a mistake is reported at once
     watched = [each.run for each in first.runs]
 
     def watch() -> None:
@@ -342,16 +346,16 @@ def follow_report(
                     if ended is not None:
                         ended(run.path, now.state, not watched)
 
-    page = LivePage(lambda: report_page(_read(runs), _now(), is_live=True), port=port, watch=watch)
+    page = LivePage(lambda: report_page([reader.read() for reader in readers], _now(), is_live=True), port=port, watch=watch)
     serving(first, page.url)
     page.run()
 
 
-def _read(runs: Sequence[Path | str]) -> list[RunRecord]:
-    from fsdp_tune.pages.run_record import labels_of, read_run
+def _readers(runs: Sequence[Path | str]) -> list[RunReader]:
+    from fsdp_tune.pages.run_record import RunReader, labels_of
 
     found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
-    return [read_run(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
+    return [RunReader(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
 
 
 def _now() -> str:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.check.comparison.causes import DifferentKey, yaml_value
 from fsdp_tune.check.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
+from fsdp_tune.check.comparison.runs import DifferentStep
 from fsdp_tune.check.comparison.served import (
-    OF_ONE_TOKEN,
     TOLERANCE,
     Exchange,
     ServedNumbers,
-    cause_of_tokens,
     compare_served,
+    is_near,
     numbers_of,
     score_request,
 )
-from fsdp_tune.check.comparison.stages import ComparedStage, DifferentStep, StageDifference
+from fsdp_tune.check.comparison.served_causes import begun_otherwise, served_cause
+from fsdp_tune.check.comparison.stages import ComparedStage, StageDifference
+from fsdp_tune.check.comparison.verdicts import Verdict, evidence_of, verdict
 from fsdp_tune.check.evaluation.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
@@ -85,7 +87,7 @@ class CompareAnswer(JsonAnswer):
     """The result, and the document of `compare --json`."""
 
     equal: bool
-    """Whether all that was compared is equal, something was, and no tool failed. What was not compared is in `not_compared`."""
+    """Whether the verdict is `equal`."""
     a: SideAnswer
     b: SideAnswer
     keys: list[DifferentKey]
@@ -108,26 +110,18 @@ class CompareAnswer(JsonAnswer):
     """Why a tool did not compute its side, or not all of it."""
     served: ServedNumbers | None = None
     """Of a server: how far its log-probabilities are from the model's."""
+    verdict: Verdict = "not_comparable"
+    """equal: rows and what is computed from them were compared and are equal, and no key that differs may change the result; different;
+    not_comparable: nothing that shows it was compared, or a tool failed. What the verdict rests on and what it leaves out:"""
+    compared: list[str] = field(default_factory=list[str])
+    """What was compared, and how much of it."""
+    unsettled: list[str] = field(default_factory=list[str])
+    """Keys that differ, affect rows, numbers or the delivered model, and are not shown to make no difference."""
 
 
 def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     found = next((stage for stage in stages if stage.difference is not None), None)
     return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
-
-
-def cause_not_shown(stage: str, changing: list[DifferentKey], environment: dict[str, list[str | None]]) -> Cause:
-    """Return what may be the cause, where none was shown."""
-    if changing:
-        named = ", ".join(f"`{key.key}`" for key in changing)
-        return Cause(changing, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
-    if stage == "data":
-        text = "not shown; the recipes read the same, so the files of the data or the tokenizer changed between the runs"
-        return Cause([], environment, is_shown=False, text=text, hint=None)
-    if environment:
-        named = ", ".join(environment)
-        text = f"not shown; the recipes have the same numbers, and the environments differ: {named}"
-        return Cause([], environment, is_shown=False, text=text, hint=None)
-    return Cause([], {}, is_shown=False, text="not found: recipes and environments are equal", hint=None)
 
 
 def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
@@ -198,6 +192,15 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
     loading = GenerateOptions(max_new_tokens=options.max_new_tokens, device="cpu", dtype="fp32", allowed=options.allowed)
     with open_model(a, loading, observer=observer) as model:
         exchanges, special, refused = _exchanges(model, server, prompts, options.max_new_tokens, observer)
+        found = _answer(a, server, exchanges, special, refused, model, options)
+    stored = server.stored_type or ""
+    is_off = any(stage.status == "different" for stage in found.stages if stage.name in ("logprobs", "same_tokens"))
+    if not is_off or options.tolerance is not None or stored.endswith("F32") or not is_near(exchanges):
+        return found
+    observer.phase("computing A in half precision")
+    dtype = "fp16" if stored.endswith("F16") and not stored.endswith("BF16") else "bf16"
+    with open_model(a, replace(loading, dtype=dtype), observer=observer) as model:
+        _score(model, exchanges, special, is_half=True)
         return _answer(a, server, exchanges, special, refused, model, options)
 
 
@@ -249,7 +252,7 @@ def _exchanges(
             exchanges.append(each)
             bar.advance()
     observer.phase("computing the log-probabilities of A")
-    _score(model, exchanges)
+    _score(model, exchanges, special)
     return exchanges, special, refused
 
 
@@ -262,14 +265,27 @@ def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) ->
     return server.chat_prompt(messages, extra), server.chat(messages, extra, max_tokens)
 
 
-def _score(model: AnsweringModel, exchanges: Sequence[Exchange]) -> None:
-    """Add the model's log-probabilities of the server's answers."""
-    answers = [(each.reference.ids, answer) for each in exchanges for answer in (each.answer, each.same) if answer is not None]
-    scores = iter(model.scores([score_request(ids, answer) for ids, answer in answers]))
-    for each in exchanges:
-        each.score = next(scores)
-        if each.same is not None:
-            each.same_score = next(scores)
+def _score(model: AnsweringModel, exchanges: Sequence[Exchange], special: ReferenceTokens, *, is_half: bool = False) -> None:
+    """Add the model's log-probabilities of the server's answers. `is_half`: the model computes in the server's dtype."""
+    begun = [None if is_half else begun_otherwise(each, special) for each in exchanges]
+    requests = [
+        request
+        for each, ids in zip(exchanges, begun, strict=True)
+        for request in (
+            score_request(each.reference.ids, each.answer),
+            *([score_request(each.reference.ids, each.same)] if each.same is not None else []),
+            *([score_request(ids, each.answer)] if ids is not None else []),
+        )
+    ]
+    scores = iter(model.scores(requests))
+    for each, ids in zip(exchanges, begun, strict=True):
+        own = next(scores)
+        same = next(scores) if each.same is not None else None
+        if is_half:
+            each.half_score, each.half_same_score = own, same
+        else:
+            each.score, each.same_score = own, same
+            each.begun_score = next(scores) if ids is not None else None
 
 
 def _answer(
@@ -288,20 +304,14 @@ def _answer(
     stages, left_out = compare_served(exchanges, special, server.properties, tolerance, decode)
     numbers = numbers_of(exchanges, server.kind, server.model, server.stored_type)
     found = first_of(stages)
-    status = {stage.status for stage in stages}
     missing = not_compared_lines((stage.title, str(stage.detail)) for stage in stages if stage.status == "not_compared")
     cause = None
     if found is not None:
-        is_equal = {stage.name: stage.status == "equal" for stage in stages}
-        text, hint = cause_of_tokens(exchanges, special, decode) or ("", None)
-        is_shown = bool(text) and is_equal["same_tokens"]
-        if is_shown:
-            text += "; with A's tokens as the prompts its log-probabilities are A's"
-        elif not text:
-            text, hint = _of_numbers(found, numbers.scale, server, tolerance)
-        cause = Cause([], {}, is_shown=is_shown, text=text, hint=hint)
+        why = served_cause(exchanges, special, stages, tolerance, server.stored_type, decode)
+        cause = Cause([], {}, is_shown=why.is_shown, text=why.text, hint=why.hint)
+    outcome = verdict(stages, ())
     return CompareAnswer(
-        equal="different" not in status and is_informative(stages),
+        equal=outcome == "equal",
         a=SideAnswer(name, "model", None, []),
         b=SideAnswer(server.url, "server", None, []),
         keys=[],
@@ -316,21 +326,6 @@ def _answer(
         tolerance=tolerance,
         not_compared=list(dict.fromkeys([*missing, *refused, *left_out, *NEVER_COMPARED])),
         served=numbers,
+        verdict=outcome,
+        compared=evidence_of(stages),
     )
-
-
-def is_informative(stages: Sequence[ComparedStage]) -> bool:
-    """Return whether something was compared that depends on the weights."""
-    return any(stage.status == "equal" and stage.name in ("logprobs", "same_tokens", "answers") for stage in stages)
-
-
-def _of_numbers(found: FirstDifference, scale: float | None, server: OpenAIServer, tolerance: float) -> tuple[str, str | None]:
-    """Return the cause of a difference that is not one of tokens, and what to do."""
-    if found.stage == "special_tokens":
-        return "the server's files name another token", "convert or copy the tokenizer of the model again"
-    if scale is not None:
-        return f"the server's logits are {scale:g} times A's", "a temperature, a scale of the logits or a soft cap: see its settings"
-    stored = f"; its weights are stored as {server.stored_type}" if server.stored_type else ""
-    text = f"not shown: other weights, or weights of another type{stored}"
-    hint = f"is it this model? Rounding is less than `--tolerance {tolerance:g}` on average, and {OF_ONE_TOKEN:g} times that for one token"
-    return text, hint

@@ -22,6 +22,7 @@ from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
 from fsdp_tune.data.stream.row_stream import refuse_changed_files
 from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
@@ -34,7 +35,6 @@ from fsdp_tune.jobs.validate import inspect_model
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
-    check_data,
     commands_to_resume,
     move_aside,
     refuse_beyond_end,
@@ -53,15 +53,13 @@ from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
-from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.rules.training import schedule_of_steps
+from fsdp_tune.recipe.rules.rates import schedule_of_steps
 from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base
+from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base, weights_at_start
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
@@ -344,12 +342,12 @@ class _Job:
         observer.notices(check_vocabulary(model.model, recipe, data.vocabulary_size))
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
-        check_data(start, data.key)
-        data = self._without_skipped(start, data)
+        overwrite = self.options.overwrite
+        data = continued_data(recipe, start, data, self.skipped, observer, run=self.plan.run, overwrite=overwrite)
         base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
-        steps = self._steps(data)
+        steps = steps_of_run(recipe, data)
         refuse_beyond_end(start, steps)
         if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
@@ -361,35 +359,15 @@ class _Job:
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
         return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)
 
-    def _without_skipped(self, start: Start, data: Prepared) -> Prepared:
-        """Leave out the rows that the options name, and those that the resumed run leaves out. Raises: usage error."""
-        trained = start.checkpoint.path.parent if start.checkpoint is not None else self.plan.run.path
-        before = Prepared.read(RunDir(trained).data_json) if start.checkpoint is not None or not start.is_new else None
-        earlier = before.skipped if before is not None else ()
-        if self.options.overwrite:
-            earlier = ()
-        changed = data.without(self.recipe, self.skipped, earlier, start.step)
-        if changed.skipped:
-            kept = f", {len(earlier):,} of them as before" if earlier else ""
-            self.observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{kept}")
-        return changed
-
-    def _steps(self, data: Prepared) -> int | None:
-        """Return the optimizer steps of the run: without skipped rows its epochs are shorter."""
-        epochs = float(training_value(self.recipe.training, "num_train_epochs") or 0)
-        if not data.skipped or data.is_stream or total_steps(self.recipe, None) is not None:
-            return total_steps(self.recipe, data.train_rows)
-        return data.order(self.recipe, data.training_store()).total_steps(epochs)
-
     def write(self, inputs: TrainingInputs, start: Start) -> None:
-        extensions = [each.as_dict() for each in self.extensions]
+        extensions, before = [each.as_dict() for each in self.extensions], None if start.is_new else self.plan.run.environment_json
         files = RunFiles(
             recipe_text=self.loaded.text,
             overrides=self.loaded.overrides,
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment=Environment(versions(), host(), recorded_devices(), extensions),
+            environment=Environment(versions(), host(), recorded_devices(), extensions, weights_at_start(before, self.recipe.model)),
             data=inputs.data,
             start=start,
             save_model=lambda directory: self._save_model(directory, inputs),

@@ -10,11 +10,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +24,21 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, usag
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.data.account import SourceSample, ignoring_unread, sample_sources, skipping
-from fsdp_tune.data.format.row_account import KeyUse, key_account
-from fsdp_tune.data.inputs import Input, bad_row_problem, open_inputs, raw_rows
+from fsdp_tune.data.account import SourceSample, sample_sources
+from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targets
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.data.report import DecodedExample, KeyAccount
+from fsdp_tune.data.report import DecodedExample
 from fsdp_tune.data.tokenise.chat import sample_prompts
-from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
+from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource, bad_first_rows, read_first_rows
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
+from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -53,25 +48,9 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0
-FIRST_ROWS = 200
-RENDERED_BYTES = 1 << 20
-SHOWN_BAD_ROWS = 5
 _UNREACHABLE = re.compile(
     r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedSource(JsonAnswer):
-    """The first rows of a data source."""
-
-    key: str
-    set: str
-    path: str
-    format: str
-    loss_on: str
-    rows_looked_at: int
-    keys: list[KeyAccount]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +156,8 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
             )
         else:
             found.problems.append(problem)
+    if found.model is not None and not found.problems:
+        found.problems += merge_problems(recipe, found.model)
     return found
 
 
@@ -221,8 +202,14 @@ def inspect_data(recipe: Recipe) -> Inspection:
     except FsdpTuneError as error:
         found.add(error)
         return found
-    for opened in inputs:
-        _inspect_rows(opened, recipe, encoder, found)
+    first = [read_first_rows(opened, encoder) for opened in inputs]
+    for each in first:
+        found.inputs.append(each.checked)
+        if each.error is not None:
+            found.add(each.error)
+    bad = bad_first_rows(inputs, first)
+    found.problems.extend(bad.problems(recipe.data))
+    found.notices.extend(bad.notices(recipe.data))
     return found
 
 
@@ -233,47 +220,6 @@ def _find_sources(recipe: Recipe, found: Inspection) -> None:
             find_source(entry, key)
         except FsdpTuneError as error:
             found.add(error)
-
-
-def _inspect_rows(opened: Input, recipe: Recipe, encoder: Encoder, found: Inspection) -> None:
-    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does."""
-    bad: list[tuple[int, BadRow]] = []
-    rows: list[RawRow] = []
-    try:
-        for row in islice(raw_rows([opened]), FIRST_ROWS):
-            if isinstance(row, RawRow):
-                rows.append(row)
-            else:
-                bad.append(row)
-    except FsdpTuneError as error:
-        found.add(error)
-    seen = len(rows) + len(bad)
-    sizes = accumulate(content_bytes(row.values) for row in rows)
-    # Chat templates are rendered under a time limit that only the main thread can have.
-    rendered = sum(size < RENDERED_BYTES for size in sizes) if threading.current_thread() is threading.main_thread() else 0
-    tokeniser = Tokeniser(encoder, (opened.settings,))
-    chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
-    bad += [each for chunk in chunks for each in chunk.bad]
-    bad.sort(key=lambda each: (each[0], each[1].number))
-    names = opened.source.names
-    shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
-    if bad:
-        total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
-        hint = ignoring_unread(bad) or skipping(len(bad), seen, recipe.data.max_bad_share, is_sample=seen == FIRST_ROWS)
-        found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
-    keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
-    settings = opened.settings
-    found.inputs.append(
-        CheckedSource(
-            key=opened.source.key,
-            set=opened.set_name,
-            path=opened.entry.path,
-            format=settings.format,
-            loss_on=settings.loss_on,
-            rows_looked_at=seen,
-            keys=list(keys),
-        )
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.files import open_regular, read_regular
 from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
@@ -19,17 +20,21 @@ from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
-from fsdp_tune.run.events import GradientSpike, LossSpike, SpikeEvent, SpikeRow, TrainStarted, number, read_event
+from fsdp_tune.run.event_parts import SpikeRow
+from fsdp_tune.run.events import SpikeEvent, TrainStarted, number, read_event
 from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.metrics_file import json_objects
+from fsdp_tune.run.metrics_file import json_objects, metrics_with
 from fsdp_tune.run.records import Prediction
+from fsdp_tune.run.time_left import TimeLeft
 
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
 RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
 _CONTINUES = (RUNNING, BUSY, NOT_STARTED)
 RECENT_LINES = 20
-"""Training lines from which the time left is estimated, and whose losses are returned."""
+"""Training lines and evaluations whose losses are returned."""
+SPIKE_MARKER = b'_spike"'
+"""In the lines of `loss_spike` and `gradient_spike`."""
 RECENT_SECONDS = 60.0
 """A heartbeat this recent, from a machine whose processes are not visible, counts as alive."""
 
@@ -97,6 +102,19 @@ class SlowRank(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationLosses(JsonAnswer):
+    """Losses of the evaluations of a run. Null: NaN or infinite."""
+
+    last: float | None
+    step: int
+    """Of the last one."""
+    best: float | None
+    best_step: int | None
+    recent: list[float | None]
+    """The last ones, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus(JsonAnswer):
     """The status of a run, and the document of `status RUN --json`."""
 
@@ -118,9 +136,13 @@ class RunStatus(JsonAnswer):
     """Next commands, with what each does: they continue the run, or use what a finished one has made."""
     logs: str
     seconds_left: float | None
-    """Estimated while ranks run."""
+    """Estimated while ranks run, from the last lines: without first step and saves, with the evaluations to come."""
+    ends_at: float | None
+    """Wall clock at which the run ends if it continues like this; seconds since the epoch."""
     recent_losses: list[float | None]
     """The last ones that were logged, oldest first; null: NaN or infinite."""
+    evaluation: EvaluationLosses | None
+    """Losses of `data.eval`; null before the first evaluation."""
     tokens_per_second_per_device: float | None
     peak_reserved_gib: float | None
     """GPU memory of rank 0."""
@@ -176,6 +198,7 @@ def run_status(run: RunDir) -> RunStatus:
     losses = [number(line["loss"]) for line in logged]
     state = _state(owner, ranks, verdict)
     total_steps = _total_steps(run.metrics_jsonl, lines)
+    left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
     return RunStatus(
         run_dir=str(run.path),
         state=state,
@@ -191,8 +214,10 @@ def run_status(run: RunDir) -> RunStatus:
         problem=verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
         ways_on=[] if state in _CONTINUES else _next_commands(run, recipe, state, checkpoint),
         logs=str(run.logs),
-        seconds_left=_seconds_left(lines, max(rank.step for rank in ranks), total_steps) if state == RUNNING else None,
+        seconds_left=left.seconds_left(at) if state == RUNNING else None,
+        ends_at=left.ends_at(at) if state == RUNNING else None,
         recent_losses=losses,
+        evaluation=_evaluation(run.metrics_jsonl),
         tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
@@ -232,14 +257,21 @@ def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
 
 def newest_spike(path: Path) -> Spike | None:
     """Return the last event of a spike in metrics.jsonl, or None."""
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            at = max(text.rfind(f'{{"event": "{kind.name}"'.encode()) for kind in (LossSpike, GradientSpike))
-            line = text[at : text.find(b"\n", at) + 1] if at >= 0 else b""
-    except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
+    events = map(read_event, reversed(metrics_with(path, SPIKE_MARKER)))
+    found = next((event for event in events if isinstance(event, SpikeEvent)), None)
+    return Spike(found.name, found.step, found.message, found.rows or [], found.rows_total or 0) if found is not None else None
+
+
+def _evaluation(path: Path) -> EvaluationLosses | None:
+    """Return the evaluation losses in metrics.jsonl, or None."""
+    lines = [line for line in metrics_with(path, b'"eval_loss"') if "event" not in line and isinstance(line.get("step"), int)]
+    values = [(number(line.get("eval_loss")), int(line["step"])) for line in lines]
+    if not values:
         return None
-    found = next(map(read_event, json_objects(line)), None)
-    return Spike(found.name, found.step, found.message, found.rows or [], found.rows_total or 0) if isinstance(found, SpikeEvent) else None
+    finite = [each for each in values if each[0] is not None]
+    best = min(finite, key=lambda each: each[0] or 0.0, default=(None, None))
+    last, step = values[-1]
+    return EvaluationLosses(last, step, best[0], best[1], [value for value, _ in values[-RECENT_LINES:]])
 
 
 def _training_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -256,16 +288,12 @@ def _planned(run: RunDir) -> float | None:
     return plan.peak_reserved_gib if plan is not None else None
 
 
-def _seconds_left(lines: list[dict[str, Any]], step: int, total_steps: int | None) -> float | None:
-    """Estimate the time left from the last training lines of this launch, with their evaluations and saves."""
-    begin = max((index for index, line in enumerate(lines) if line.get("event") == TrainStarted.name), default=0)
-    logged = _training_lines(lines[begin:])
-    if not logged or total_steps is None:
-        return None
-    first, last = logged[0], logged[-1]
-    steps, seconds = last["step"] - first["step"], last.get("time", 0.0) - first.get("time", 0.0)
-    each = seconds / steps if steps > 0 and seconds > 0 else number(last.get("step_seconds"))
-    return None if each is None else each * max(0, total_steps - max(step, last["step"]))
+def _time_left(lines: list[dict[str, Any]], total_steps: int | None) -> TimeLeft:
+    """Return the estimate from the last lines of metrics.jsonl."""
+    found = TimeLeft(total_steps)
+    for line in lines:
+        found.add(line)
+    return found
 
 
 def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None) -> str:
@@ -313,7 +341,7 @@ def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:
 def _machines_elsewhere(run: RunDir, count: int) -> set[int]:
     """Return the machines of a run over `count` machines other than this one, whose processes are not visible here."""
     try:
-        raw: Any = json.loads(run.machines_json.read_bytes())
+        raw: Any = json.loads(read_regular(run.machines_json))
         return {int(machine) for machine, host in raw.items() if int(machine) < count > 1 and host != socket.gethostname()}
     except (OSError, ValueError, AttributeError):
         return set()
@@ -329,9 +357,9 @@ def _age(path: Path) -> float | None:
 def last_lines(path: Path) -> list[dict[str, Any]]:
     """Return the last lines of a JSON Lines file, without torn ones."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return json_objects(file.read())
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return json_objects(file.read(TAIL_BYTES))
     except FileNotFoundError:
         return []
 
@@ -340,7 +368,7 @@ def _total_steps(path: Path, last: list[dict[str, Any]]) -> int | None:
     """Return the steps of the newest start among the `last` lines of the file, or else of the first one at its start."""
     newest = next((event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None)
     if newest is None and path.exists():
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             first = json_objects(file.read(TAIL_BYTES))
         newest = next((event for line in first if isinstance(event := read_event(line), TrainStarted)), None)
     return newest.total_steps if newest is not None else None

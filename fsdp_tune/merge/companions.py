@@ -11,11 +11,13 @@ from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.merge.source import INDEX_NAME, Selection
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.run.written_files import model_files
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -57,7 +59,7 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
     run = selection.run
     named = _named_companions(base, origin) if base is not None else None
     if run is not None and (run.model / CONFIG_NAME).is_file():
-        return replace(read_folder(run.model), is_of_run=True)
+        return replace(read_folder(model_files(run)), is_of_run=True)
     if named is not None:
         return named
     weights = selection.weights[0]
@@ -109,9 +111,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     refuse_outside(path, folder)
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

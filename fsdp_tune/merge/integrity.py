@@ -275,14 +275,20 @@ def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
     return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/guide/merging.md)"
 
 
-def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:
-    """Raises: FailedError unless transformers loads the output without reporting keys, and its logits are finite."""
+def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite: bool) -> list[Notice]:
+    """Load the output with transformers. `carried`: tensors that the model does not have.
+
+    Raises: FailedError if transformers reports other keys, or if the logits are not finite.
+    """
     with Child("forward", stage) as child:
         answer = child.answer()
     if isinstance(answer, str):
         raise _does_not_load(f"transformers does not load the output: {answer}")
-    if answer["report"]:
-        what = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in answer["report"].items())
+    report = {
+        name: [key for key in keys if name != "unexpected_keys" or not _is_carried(key, carried)] for name, keys in answer["report"].items()
+    }
+    if report := {name: keys for name, keys in report.items() if keys}:
+        what = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in report.items())
         raise _does_not_load(f"transformers loads the output, but reports {what}")
     if answer["finite"] is False and not allow_nonfinite:
         raise _does_not_load("the model loads, and the logits of its first tokens are not finite")
@@ -294,6 +300,12 @@ def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:
             )
         ]
     return []
+
+
+def _is_carried(key: str, carried: Collection[str]) -> bool:
+    """Return whether a key that transformers does not expect is of a carried tensor, or of a carried layer, whose experts it stacks."""
+    layer = re.match(r".*?\.\d+\.", key)
+    return key in carried or (layer is not None and any(name.startswith(layer[0]) for name in carried))
 
 
 def _does_not_load(message: str) -> FsdpTuneError:

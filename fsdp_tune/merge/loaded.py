@@ -1,8 +1,9 @@
 """Load a model directory with transformers. Run as a child process, the only part of a merge that imports torch.
 
 `python -m fsdp_tune.merge.loaded names DIR` prints the model's own parameter list, from its config alone.
+`python -m fsdp_tune.merge.loaded kept DIR` prints the kinds of tensors that its class keeps in fp32.
 `python -m fsdp_tune.merge.loaded forward DIR` loads the weights and runs a few tokens through them.
-Either prints one JSON object as the last line of stdout.
+Each prints one JSON object as the last line of stdout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MEMORY_SHARE = 0.6
 
 
 def main(mode: str, folder: Path) -> dict[str, Any]:
-    return parameter_list(folder) if mode == "names" else load_and_run(folder)
+    return {"names": parameter_list, "kept": kept_in_fp32, "forward": load_and_run}[mode](folder)
 
 
 def parameter_list(folder: Path) -> dict[str, Any]:
@@ -37,11 +38,18 @@ def parameter_list(folder: Path) -> dict[str, Any]:
     }
 
 
-def _on_meta(folder: Path) -> Any:
+def kept_in_fp32(folder: Path) -> dict[str, Any]:
+    """Return {16-bit dtype: kinds of names}, as `model.loading.kept_precision.kinds_in_fp32`."""
+    from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
+
+    return kinds_in_fp32(lambda dtype: _on_meta(folder, dtype))
+
+
+def _on_meta(folder: Path, dtype: Any = None) -> Any:
     import torch
 
     with torch.device("meta"):
-        return _from_config(folder)
+        return _from_config(folder, dtype)
 
 
 def _config(folder: Path) -> Any:
@@ -55,14 +63,22 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _from_config(folder: Path) -> Any:
-    """Create the model of the config's class on the current default device."""
+def _from_config(folder: Path, dtype: Any = None) -> Any:
+    """Create the model of the config's class on the current default device, in `dtype`, or in that of the config."""
+    import torch
     import transformers
 
     config = _config(folder)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
-    return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    if kind is None:
+        return transformers.AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype or before)
+        return kind(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load_and_run(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk,
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
+from fsdp_tune.merge.precision import find_kept
+from fsdp_tune.merge.read.base import read_carried, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
+from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
-from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 
 _SHOWN = 20
 
@@ -96,10 +99,11 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
-        copy = _plan(contents, selection, companions, settings, adapter, has_base=options.base is not None)
+        carried = {} if exports else read_carried(stack, selection, options.base)
+        copy = _plan(contents, selection, companions, settings, adapter, carried, has_base=options.base is not None)
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
-            place.check_space(target, layout)
+            place.check_space(target, layout, companions)
             leftovers += place.clear_leftovers(target)
             replace = options.overwrite and target.exists()
             with place.stage_owned(target), staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage:
@@ -109,9 +113,11 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
                 write_companions(stage, companions, layout, changes, adapter)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
-                facts = Facts(selection, settings, companions, layout, written, copy.left_out, contents.left_out, adapter, origin)
+                facts = Facts(
+                    selection, settings, companions, layout, written, copy.left_out, contents.left_out, copy.base_tensors, adapter, origin
+                )
                 write_record(stage, target.name, facts)
-    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
+    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *compared, *loaded]
     notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
@@ -155,7 +161,10 @@ class Copy:
     """The heads that are not written and their embeddings, by their names in the output."""
     settings: MergeSettings
     adapter: Adapter | None
+    base_tensors: BaseRecord
+    """What becomes of the base's tensors: those of `carried` are written next to those of the trained model."""
     has_base: bool
+    notices: tuple[Notice, ...] = ()
 
     @property
     def needs_parameter_list(self) -> bool:
@@ -170,7 +179,14 @@ class Copy:
 
 
 def _plan(
-    contents: Contents, selection: Selection, companions: Companions, settings: MergeSettings, adapter: Adapter | None, *, has_base: bool
+    contents: Contents,
+    selection: Selection,
+    companions: Companions,
+    settings: MergeSettings,
+    adapter: Adapter | None,
+    carried: Mapping[str, SourceTensor],
+    *,
+    has_base: bool,
 ) -> Copy:
     """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in."""
     tied = find_ties(companions.config, contents.sources)
@@ -179,10 +195,14 @@ def _plan(
     output = as_base(stored, contents.sources, ordered)
     is_adapter = adapter is not None and adapter.is_exported
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
-    layout = plan_layout(output.ordered, settings.dtype, most_bytes, single_name=file_name)
+    keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
+    sources = tuple(replace(source, tensors={**source.tensors, **carried}) for source in output.sources)
+    written = [*output.ordered, *carried.values()]
+    layout = plan_layout(written, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}
-    return Copy(output.sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, has_base)
+    record = replace(record_of_base(selection), carried=tuple(sorted(carried)))
+    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, has_base, tuple(notices))
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
@@ -250,7 +270,7 @@ def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_n
         return [Notice("merge-not-loaded", "the adapter was not loaded: without its base it is not a model")]
     if copy.companions.config is None:
         return [Notice("merge-not-loaded", "the output was not loaded, since it has no config")]
-    return load_and_run(stage, allow_nonfinite=allow_nonfinite)
+    return load_and_run(stage, copy.base_tensors.carried, allow_nonfinite=allow_nonfinite)
 
 
 def _refuse_non_finite(written: Written, settings: MergeSettings, target: Path) -> None:

@@ -11,10 +11,9 @@ import json
 import os
 import platform
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import yaml
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, stage_lock, stages_inside, staging_path, undo_fill
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
@@ -35,12 +35,17 @@ from fsdp_tune.merge.copy.write import Layout, Written
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.source import Format, MergeSettings, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseRecord
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import RunDir, enclosing_checkpoint
+from fsdp_tune.run.manifest import digest_data, digest_file
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.run.records import Environment
+from fsdp_tune.run.records import Environment, read_object
+from fsdp_tune.run.written_files import seal_record
 
-_SPARE_BYTES = 64 << 20
+_RECORD_BYTES, _RECORD_BYTES_OF_TENSOR = 256 << 10, 1 << 10
+"""Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with a line for each tensor."""
+_MADE_FILES = 8
 _CANNOT_WRITE = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -145,19 +150,23 @@ def _nearest(target: Path) -> Path:
     return folder
 
 
-def check_space(target: Path, layout: Layout) -> None:
-    """Raises: FailedError if the disk has no room for the output."""
+def check_space(target: Path, layout: Layout, companions: Companions) -> None:
+    """Raises: FailedError if the disk has no room for the output, in bytes or in files."""
     folder = _nearest(target)
-    free_bytes = shutil.disk_usage(folder).free
-    needed_bytes = layout.size_bytes + _SPARE_BYTES
-    if free_bytes < needed_bytes:
-        raise failed_error(
-            "merge-disk-full",
-            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for the files next to it; "
-            f"{format_bytes(free_bytes)} are free",
-            where=Where(str(folder)),
-            hint="free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`",
-        )
+    disk = os.statvfs(folder)
+    free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    copied = [path.stat().st_size for path in companions.files.values() if path.exists()]
+    beside_bytes = sum(copied) + _RECORD_BYTES + _RECORD_BYTES_OF_TENSOR * len(layout.tensors)
+    files = len(layout.files) + len(copied) + _MADE_FILES
+    message = None
+    if free_bytes < layout.size_bytes + beside_bytes:
+        parts = f"{format_bytes(layout.size_bytes)}, and {format_bytes(beside_bytes)} for the files next to it"
+        message = f"the merged model needs {parts}; {format_bytes(free_bytes)} are free"
+    elif disk.f_files > 0 and free_files < files:  # some file systems count none
+        message = f"the merged model has {files} files, and the disk has room for {free_files} more files (`df -i`)"
+    if message is not None:
+        hint = "free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`"
+        raise failed_error("merge-disk-full", message, where=Where(str(folder)), hint=hint)
 
 
 def bring_back(target: Path) -> list[Notice]:
@@ -260,6 +269,7 @@ class Facts:
     written: Written
     tied: Mapping[str, str]
     left_out: dict[str, str]
+    base_tensors: BaseRecord
     adapter: Adapter | None = None
     origin: str | None = None
     """The URL that the checkpoint was downloaded from."""
@@ -280,25 +290,33 @@ def write_companions(
         config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
-        put(stage / name, path.read_bytes())
+        put(stage / name, read_regular(path))
 
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
     files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {RECORD_NAME, CARD_NAME}
-    record = _record(facts) | {"files": sorted(files)}
+    record = seal_record(_record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)})
     put(stage / RECORD_NAME, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     rows = [
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
         ("Parameters", f"{facts.layout.total_parameters:,}"),
         ("dtype", facts.layout.main_dtype.name),
+        *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
     ]
     run = facts.selection.run
     name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
     base, is_adapter = (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
     card = model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter)
     put(stage / CARD_NAME, card.encode())
+
+
+def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, Any]:
+    """Return size and digest of each file but the card, which others change: of weights, the digest of the header."""
+    headers = {file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest} for file in layout.files}
+    others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
+    return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
 
 
 def _record(facts: Facts) -> dict[str, Any]:
@@ -315,6 +333,12 @@ def _record(facts: Facts) -> dict[str, Any]:
         "verified": facts.settings.verify,
         "tied": dict(facts.tied),
         "left_out": facts.left_out,
+        "base_tensors": {
+            "counts": facts.base_tensors.counts,
+            "decoded_by": facts.base_tensors.rules,
+            "carried": list(facts.base_tensors.carried),
+            "left_out": list(facts.base_tensors.left_out),
+        },
         "adapter": facts.adapter.as_dict() if facts.adapter is not None else None,
         "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},
         "versions": {
@@ -410,7 +434,7 @@ def without_folders(value: Any) -> Any:
 def _data_values(run: RunDir) -> list[tuple[str, str]]:
     """Return size and digest of the training data; nothing if their account cannot be read."""
     try:
-        data = json.loads(run.data_json.read_bytes())
+        data = read_object(run.data_json)
         report = DataReport.model_validate(data["report"])
         if report.stream_sample_rows is not None:  # the account is of the first rows of each source
             return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
@@ -22,6 +23,7 @@ from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.output_directory import CARD_NAME, RECORD_NAME, card_cell, without_folders
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
+from fsdp_tune.run.written_files import require_unchanged_output, unsealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
     Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
     """
     files = _listed(folder)
+    require_unchanged_output(folder)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -205,7 +208,7 @@ def _listed(folder: Path) -> list[Path]:
     """Return the files that the record of the merge lists and that are there. Raises: usage error without a sound record."""
     record = folder / RECORD_NAME
     try:
-        document = json.loads(record.read_bytes())
+        document = json.loads(read_regular(record))
         files = document["files"] if "files" in document else _files_before_the_list(folder, document)
         paths = [_path_in(folder, str(name)) for name in files]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -256,7 +259,7 @@ def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
             copy = stage / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path.name in PROVENANCE:
-                document = without_folders(json.loads(path.read_bytes()))
+                document = unsealed(without_folders(json.loads(read_regular(path))))
                 write_file(copy, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
             else:
                 copy.symlink_to(path.resolve())

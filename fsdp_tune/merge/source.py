@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
@@ -30,6 +31,7 @@ from fsdp_tune.run.directory import (
     complete_checkpoints,
     inspect_checkpoint,
 )
+from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -251,7 +253,7 @@ def _of_verl(source: Path) -> Path | None:
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
     try:
-        record: Any = json.loads((output / "merge.json").read_bytes())
+        record: Any = json.loads(read_regular(output / "merge.json"))
         steps, reason = list(record["steps"]), str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
@@ -379,14 +381,14 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
 
 def _best_metric(run: RunDir) -> tuple[str, bool]:
     """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and whether greater is better."""
-    training = _read_object(run.recipe_json).get("training") or {}
+    training = _resolved(run).get("training") or {}
     name = str(training.get("metric_for_best_model") or "loss")
     return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _resolved(run: RunDir) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_recipe_json(run))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -464,7 +466,7 @@ def _require_base(run: RunDir) -> None:
 def _recipe(run: RunDir) -> Recipe | None:
     """Return the resolved recipe; None if another tool wrote the `checkpoint-N` directories."""
     try:
-        return Recipe.model_validate_json(run.recipe_json.read_bytes())
+        return Recipe.model_validate_json(read_recipe_json(run))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

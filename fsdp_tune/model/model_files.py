@@ -20,7 +20,7 @@ from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.tokenise.tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import LAYOUT_FILE, BaseLayout
+from fsdp_tune.run.base_model import LAYOUT_FILE, TENSORS_FILE, BaseLayout, BaseRecord
 from fsdp_tune.run.records import PartialFacts
 
 WRITTEN = "set in the recipe"
@@ -61,6 +61,10 @@ class ModelFacts(PartialFacts):
     exported_config: dict[str, Any]
     generation_config: dict[str, Any]
     base_layout: BaseLayout
+    tensors: BaseRecord = BaseRecord()
+    """What becomes of the tensors of the base's files; empty if these are not on this machine."""
+    keeps_architectures: bool = False
+    """Whether a merged model is one of the base's `architectures`, of which the trained class is a part."""
     parameters: int
     trained_parameters: int
     embedding_rows: int
@@ -71,6 +75,8 @@ class ModelFacts(PartialFacts):
     attention: str
     adapter: AdapterFacts | None = None
     adapter_config: dict[str, Any] | None = None
+    adapter_tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
+    """Shapes of the tensors in the trained adapter's file."""
     nf4_weights: tuple[str, ...] = ()
     quantization: str | None = None
     layer_classes: tuple[str, ...] = ()
@@ -118,7 +124,7 @@ class Tokenizer(SavedTokenizer, Protocol):
 
 
 def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
-    """Write config.json, generation_config.json, the tokenizer, base_layout.json, and of an adapter its adapter_config.json.
+    """Write config.json, generation_config.json, the tokenizer, base_layout.json, tensors.json, and of an adapter its adapter_config.json.
 
     `origin` is the tokenizer before the recipe changed it.
     """
@@ -128,11 +134,12 @@ def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, o
     write_file(directory / "config.json", json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n")
     generation = with_special_tokens(facts.generation_config, tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     write_json(directory / "generation_config.json", generation)
-    if "auto_map" in config and facts.base_folder is not None:
-        for path in sorted(Path(facts.base_folder).glob("*.py")):
-            if resolves_inside(path, path.parent):
-                write_file(directory / path.name, path.read_bytes())
+    wanted = ["*.py"] * ("auto_map" in config) + ["*processor_config.json"] * bool(facts.tensors.carried)
+    for path in sorted(each for pattern in wanted if facts.base_folder is not None for each in Path(facts.base_folder).glob(pattern)):
+        if resolves_inside(path, path.parent):
+            write_file(directory / path.name, path.read_bytes())
     facts.base_layout.write(directory / LAYOUT_FILE)
+    facts.tensors.write(directory / TENSORS_FILE)
     if facts.adapter_config is not None:
         write_json(directory / CONFIG_FILE, facts.adapter_config)
 
@@ -149,7 +156,8 @@ def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, Any]:
     # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
     if len(tokenizer) > facts.embedding_rows:
         config["vocab_size"] = len(tokenizer)
-    return changed_fields(before, config) | {"architectures": [facts.architecture]}
+    changed = changed_fields(before, config)
+    return changed if facts.keeps_architectures else changed | {"architectures": [facts.architecture]}
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:

@@ -276,7 +276,6 @@ class LossScale:
     def __init__(self, scale: float = 65536.0) -> None:
         self.scale = scale
         self.good_steps = 0
-        self.skipped_steps = 0
         self.skipped_in_a_row = 0
 
     def update(self, *, finite: bool) -> None:
@@ -287,14 +286,13 @@ class LossScale:
             if self.good_steps % self.growth_interval_steps == 0:
                 self.scale *= self.growth
         else:
-            self.skipped_steps += 1
             self.skipped_in_a_row += 1
             self.good_steps = 0
             self.scale *= self.backoff
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale = float(state["scale"])
-        self.good_steps, self.skipped_steps = int(state["good_steps"]), int(state["skipped_steps"])
+        self.good_steps = int(state["good_steps"])

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from itertools import groupby
@@ -27,22 +28,20 @@ import jinja2
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.version import __version__
-from fsdp_tune.pages.charts import (
-    Chart,
+from fsdp_tune.pages.charts import Chart, charts_of, points_each, step_parts
+from fsdp_tune.pages.html_pages import ASSETS, asset
+from fsdp_tune.pages.ranking import ranking_of
+from fsdp_tune.pages.run_record import RunRecord, differences
+from fsdp_tune.pages.tables import (
     Table,
-    charts_of,
     difference_table,
     events_of,
     plan_table,
-    points_each,
     samples_of,
     source_tables,
     spike_tables,
-    step_parts,
     summary_table,
 )
-from fsdp_tune.pages.html_pages import ASSETS, asset
-from fsdp_tune.pages.run_record import RunRecord, differences
 
 MAX_BYTES = 1_000_000
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)
@@ -51,6 +50,8 @@ EVENTS, PROMPTS, SAMPLE_STEPS, SAMPLE_CHARACTERS, RECIPE_CHARACTERS = 200, 20, 1
 SPIKE_ROWS = 100
 RESOLVED_RECIPES = 8
 """Runs whose every key is on the page; of more runs there are the differences."""
+NAMED_RUNS = 4
+"""Runs in the title."""
 UNCOMPARED_KEYS = ("name", "output_dir")
 UNCOMPARED_FACTS = ("memory available",)
 
@@ -92,12 +93,13 @@ def _rendered(
 ) -> str:
     limit = max(6, int(share * points_each(charts)))
     count = len(runs)
+    events = [events_of(run, max(10, int(share * EVENTS) // count)) for run in runs]
     prompts = samples_of(runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40)
     facts = dict.fromkeys(key for run in runs for key in run.environment)
     scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]
     connect = "connect-src 'self'; " if is_live else ""
     return _template().render(
-        title=", ".join(run.label for run in runs),
+        title=_title(runs),
         written_at=written_at,
         version=__version__,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; {connect}script-src {' '.join(map(_digest, scripts))}",
@@ -110,12 +112,14 @@ def _rendered(
         limit=limit,
         thinned=any(len(series.curve.steps) > limit for chart in charts for series in chart.series),
         runs=runs,
-        without_lines=[run.label for run in runs if not run.lines.losses],
+        without_lines=[run.label for run in runs if not len(run.metrics.losses)],
+        ranking=ranking_of(runs, found.recipe) if count > 1 else None,
         summary=summary_table(runs),
-        parts=[(run.label, parts) for run in runs if (parts := step_parts(run))],
+        **_step_chart(runs),
         plans=plan_table(runs),
         sources=source_tables(runs),
-        events=[events_of(run, max(10, int(share * EVENTS) // count)) for run in runs],
+        events=[each for each in events if each.shown],
+        without_events=[each.label for each in events if not each.shown],
         spikes=spike_tables(runs, max(4, int(share * SPIKE_ROWS) // count)),
         samples=prompts[:PROMPTS],
         more_prompts=max(0, len(prompts) - PROMPTS),
@@ -125,6 +129,19 @@ def _rendered(
         environment=difference_table(found.environment, runs),
         facts=Table(["", *(run.label for run in runs)], [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts]),
     )
+
+
+def _title(runs: Sequence[RunRecord]) -> str:
+    named = ", ".join(run.label for run in runs[:NAMED_RUNS])
+    return f"{named} and {len(runs) - NAMED_RUNS} more" if len(runs) > NAMED_RUNS else named
+
+
+def _step_chart(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
+    bars = [(run.label, parts) for run in runs if (parts := step_parts(run))]
+    longest = max((sum(part.seconds for part in parts) for _, parts in bars), default=1.0)
+    names = list(dict.fromkeys(part.name for _, parts in bars for part in parts))
+    return {"bars": bars, "longest_seconds": longest, "part_names": names}
 
 
 def _resolved(run: RunRecord) -> Table:
@@ -139,6 +156,7 @@ def _digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
+@cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

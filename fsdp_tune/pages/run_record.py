@@ -1,114 +1,63 @@
-"""Curves of a run: one number over the steps, thinned without losing an extreme.
-
-Everything that a report says about one run, read from the files of its directory. Secrets in recipes and commands are masked.
-"""
+"""Everything that a report says about one run, read from the files of its directory. Secrets in recipes and commands are masked."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
+
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.core.units import GIB
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.run_status import RunStatus, run_status
+from fsdp_tune.pages.metrics_table import Curve, Line, MetricsTable, sort_lines
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import AnyEvent, TrainStarted, number, read_event
+from fsdp_tune.run.events import AnyEvent, number
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
+from fsdp_tune.run.metrics_file import MetricsReader, read_metrics
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
-Line = dict[str, Any]
-"""One object of metrics.jsonl."""
 
+class _SortedLines(list[dict[str, Any]]):
+    """Lines as they are in the file, in the order of their steps."""
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A number over the steps of a run."""
+    @property
+    def newest_step(self) -> int:
+        return self[-1]["step"] if self else -1
 
-    steps: Sequence[int]
-    """Increasing."""
-    values: Sequence[float | None]
-    """One for each step; None is a gap: NaN, infinite or unknown."""
+    def add(self, step: int, line: Line) -> None:
+        self.drop_from(step)
+        self.append(dict(line))
 
-    def finite(self) -> list[tuple[int, float]]:
-        """Return (step, value) of the points that are not gaps."""
-        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
-
-    def thinned(self, limit: int) -> Curve:
-        """Return at most `limit` (6 or more) points: the first, the last, and of each bucket between them least, greatest and first gap."""
-        count = len(self.steps)
-        if count <= limit:
-            return self
-        kinds = 3 if None in self.values else 2
-        buckets = (limit - 2) // kinds
-        kept = {0, count - 1}
-        for bucket in range(buckets):
-            begin, end = (1 + (count - 2) * edge // buckets for edge in (bucket, bucket + 1))
-            kept |= _extremes(self.values, range(begin, end))
-        order = sorted(kept)
-        return Curve([self.steps[at] for at in order], [self.values[at] for at in order])
-
-
-def _extremes(values: Sequence[float | None], among: Iterable[int]) -> set[int]:
-    """Return the indices of the least value, the greatest value and the first gap."""
-    found = {at: values[at] for at in among}
-    numbers = {at: value for at, value in found.items() if value is not None}
-    gap = next((at for at, value in found.items() if value is None), None)
-    kept = {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)} if numbers else set[int]()
-    return kept if gap is None else kept | {gap}
-
-
-def curve_of(lines: Iterable[Line], name: str) -> Curve:
-    """Return the curve of a field over the lines that have it."""
-    own = [line for line in lines if name in line]
-    return Curve([line["step"] for line in own], [number(line[name]) for line in own])
+    def drop_from(self, step: int) -> None:
+        while self and self[-1]["step"] >= step:
+            self.pop()
 
 
 @dataclass(frozen=True, slots=True)
 class RunLines:
     """The lines of metrics.jsonl by kind, each in the order of steps; events in the order of the file."""
 
-    losses: list[Line]
-    evals: list[Line]
+    losses: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
     events: list[AnyEvent]
 
 
 def sorted_lines(lines: Iterable[Line]) -> RunLines:
-    """Divide lines by kind. Where a run was resumed at an earlier step, the lines of the later attempt replace those of the earlier one.
-
-    Rank 0 cuts the file back when it resumes, so that steps repeat only in a copy, or in a file that another program has joined.
-    """
-    found = RunLines([], [], [])
-    for line in lines:
-        step = line.get("step")
-        if (event := read_event(line)) is not None:
-            if isinstance(event, TrainStarted):
-                _drop_from(found.losses, event.step + 1)
-                _drop_from(found.evals, event.step + 1)
-            found.events.append(event)
-        elif isinstance(step, int) and "loss" in line:
-            if found.losses and step <= found.losses[-1]["step"]:
-                _drop_from(found.evals, step)
-            _drop_from(found.losses, step)
-            found.losses.append(line)
-        elif isinstance(step, int) and "eval_loss" in line:
-            _drop_from(found.evals, step)
-            found.evals.append(line)
-    return found
-
-
-def _drop_from(lines: list[Line], step: int) -> None:
-    while lines and lines[-1]["step"] >= step:
-        lines.pop()
+    """Return the lines by kind (`metrics_table.sort_lines`)."""
+    losses, evals, events = _SortedLines(), _SortedLines(), list[AnyEvent]()
+    sort_lines(lines, losses, evals, events)
+    return RunLines(losses, evals, events)
 
 
 ENVIRONMENT_VARIABLES = "launch.env."
@@ -123,7 +72,7 @@ class RunRecord:
     """Its name in legends, different from those of the other runs of the report."""
     status: RunStatus
     """`launch.run_status.run_status`."""
-    lines: RunLines
+    metrics: MetricsTable
     recipe: dict[str, str]
     """Every key of the resolved recipe with its value as text."""
     reasons: dict[str, str]
@@ -138,60 +87,114 @@ class RunRecord:
     data: Prepared | None
     readback: ReadBack | None
 
-    def curve(self, name: str) -> Curve:
-        """Return the curve of a field of training lines or of evaluations."""
-        return curve_of(self.lines.evals if name.startswith("eval_") else self.lines.losses, name)
+    @property
+    def lines(self) -> RunLines:
+        """The lines of metrics.jsonl with every value as it is in the file, which is read again."""
+        return sorted_lines(read_metrics(self.run))
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the run as JSON; None for what is not known."""
-        losses = self.lines.losses
-        step = self.status.step or 0
+        metrics, step = self.metrics, self.status.step or 0
         return {
             "run_dir": str(self.run.path),
             "label": self.label,
             "state": self.status.state,
             "steps": step,
             "total_steps": self.status.total_steps,
-            "seconds_in_steps": seconds_in_steps(losses),
-            "tokens": losses[-1].get("tokens") if losses else None,
-            "loss": _ends(self.curve("loss")),
-            "eval_loss": _ends(self.curve("eval_loss")),
-            "tokens_per_second_per_device": _middle(self.curve("tokens_per_second_per_device")),
-            "mfu": _middle(self.curve("mfu")),
-            "peak_reserved_gib": _highest(self.curve("peak_reserved_gib")),
-            "peak_host_gib": _highest(self.curve("peak_host_gib")),
-            "events": dict(Counter(event.name for event in self.lines.events)),
+            "seconds_in_steps": metrics.seconds_in_steps(),
+            "tokens": int(tokens) if (tokens := number(metrics.losses.last.get("tokens"))) is not None else None,
+            "loss": _ends(metrics.curve("loss")),
+            "eval_loss": _ends(metrics.curve("eval_loss")),
+            "tokens_per_second_per_device": _middle(metrics.curve("tokens_per_second_per_device")),
+            "mfu": _middle(metrics.curve("mfu")),
+            "peak_reserved_gib": _highest(metrics.curve("peak_reserved_gib")),
+            "peak_host_gib": _highest(metrics.curve("peak_host_gib")),
+            "events": dict(Counter(event.name for event in metrics.events)),
             "problem": self.status.problem,
         }
 
 
+class RunReader:
+    """Reads a run again and again; of metrics.jsonl each time only what is new."""
+
+    def __init__(self, run: RunDir, label: str) -> None:
+        self.run, self._label = run, label
+        self._metrics, self._reader = MetricsTable(), MetricsReader(run.metrics_jsonl)
+
+    def read(self) -> RunRecord:
+        """Read a run, also one that is being written. The record shares its metrics with those of other calls.
+
+        Raises: usage error `run-unreadable` for damaged files and those of a newer version.
+        """
+        run = self.run
+        lines, are_all = self._reader.read()
+        if are_all:
+            self._metrics = MetricsTable()
+        self._metrics.add(lines)
+        launch, environment = LaunchRecord.read(run.launch_json) or LaunchRecord(), Environment.read(run.environment_json)
+        return RunRecord(
+            run=run,
+            label=self._label,
+            status=run_status(run),
+            metrics=self._metrics,
+            recipe={key: _recipe_text(key, value) for key, value in values_by_key(read_resolved(run)).items()},
+            reasons=launch.reasons,
+            written=_text_of(run.recipe_yaml),
+            command=shlex.join(["fsdp-tune", *map(mask_text, launch.command)]) if launch.command else "",
+            environment=_environment(environment) if environment is not None else {},
+            plan=Prediction.read(run.plan_json),
+            data=Prepared.read(run.data_json),
+            readback=ReadBack.read(run.readback_json),
+        )
+
+
 def read_run(run: RunDir, label: str) -> RunRecord:
-    """Read a run, also one that is being written. Raises: usage error `run-unreadable` for damaged files and those of a newer version."""
-    launch, environment = LaunchRecord.read(run.launch_json) or LaunchRecord(), Environment.read(run.environment_json)
-    return RunRecord(
-        run=run,
-        label=label,
-        status=run_status(run),
-        lines=sorted_lines(read_metrics(run)),
-        recipe={key: _recipe_text(key, value) for key, value in values_by_key(read_resolved(run)).items()},
-        reasons=launch.reasons,
-        written=_text_of(run.recipe_yaml),
-        command=shlex.join(["fsdp-tune", *map(mask_text, launch.command)]) if launch.command else "",
-        environment=_environment(environment) if environment is not None else {},
-        plan=Prediction.read(run.plan_json),
-        data=Prepared.read(run.data_json),
-        readback=ReadBack.read(run.readback_json),
-    )
+    """Read a run once. Raises: as `RunReader.read`."""
+    return RunReader(run, label).read()
+
+
+_WORDS = re.compile(r"(?:[\d.]+e[-+]?\d+|[^-_/])+[-_/]*")
+"""Words of a name; `1e-5` is not divided."""
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
-    """Return a short name for each directory: its own, with as many of its parents as the names need to differ."""
+    """Return a short name for each directory: its own, with as many of its parents as the names need to differ.
+
+    The words that all names begin or end with are left out, as long as each keeps a word with a letter.
+    """
     depth = 1
     while True:
         names = [str(Path(*path.parts[-depth:])) for path in paths]
         if len(set(names)) == len(set(paths)) or depth >= max(len(path.parts) for path in paths):
-            return names
+            break
         depth += 1
+    if len(set(names)) < 2:
+        return names
+    words = [_WORDS.findall(name) for name in names]
+    head, tail = _shared(words), _shared([each[::-1] for each in words])
+    short = [_cut_to(each, head, tail) for each in words]
+    return short if len(set(short)) == len(set(names)) and all(map(_has_letter, short)) else names
+
+
+def _shared(words: Sequence[Sequence[str]]) -> int:
+    """Return how many words all begin with; a separator after a word does not count."""
+    count = 0
+    for each in zip(*words, strict=False):
+        if len({word.rstrip("-_/") for word in each}) > 1:
+            break
+        count += 1
+    return min(count, min(map(len, words)) - 1)
+
+
+def _cut_to(words: Sequence[str], head: int, tail: int) -> str:
+    """Return the name without its first `head` and last `tail` words; a number keeps the word before it."""
+    tail = min(tail, len(words) - head - 1)
+    kept = "".join(words[head : len(words) - tail]).rstrip("-_/")
+    return kept if _has_letter(kept) else "".join(words[max(0, head - 1) : len(words) - tail]).rstrip("-_/")
+
+
+def _has_letter(name: str) -> bool:
+    return any(character.isalpha() for character in name)
 
 
 def differences(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
@@ -209,7 +212,7 @@ def _recipe_text(key: str, value: Any) -> str:
 
 def _text_of(path: Path) -> str:
     try:
-        return mask_text(path.read_text(encoding="utf-8", errors="replace"))
+        return mask_text(read_regular(path).decode(errors="replace"))
     except FileNotFoundError:
         return ""
 
@@ -234,23 +237,28 @@ def _size(size_bytes: Any) -> str:
 
 def _ends(curve: Curve) -> dict[str, Any] | None:
     """Return first, last and best value with its step, and how many values are not finite; None without a value."""
-    if not curve.steps:
+    if not len(curve):
         return None
     points = curve.finite()
-    best = min(points, key=lambda point: point[1], default=(None, None))
+    best = int(points.values.argmin()) if len(points) else None
     return {
-        "first": curve.values[0],
-        "last": curve.values[-1],
-        "best": best[1],
-        "best_step": best[0],
-        "not_finite": len(curve.steps) - len(points),
+        "first": _value(curve.values[0]),
+        "last": _value(curve.values[-1]),
+        "best": float(points.values[best]) if best is not None else None,
+        "best_step": int(points.steps[best]) if best is not None else None,
+        "not_finite": len(curve) - len(points),
     }
+
+
+def _value(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _middle(curve: Curve) -> float | None:
     points = curve.finite()
-    return median(value for _, value in points) if points else None
+    return float(np.median(points.values)) if len(points) else None
 
 
 def _highest(curve: Curve) -> float | None:
-    return max((value for _, value in curve.finite()), default=None)
+    points = curve.finite()
+    return float(points.values.max()) if len(points) else None

@@ -5,6 +5,7 @@ The formulas are those of transformers 5.24 (`optimization.py`), which training 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Rates:
     """Updates at the end whose rate is 0."""
     rises_at: int | None
     """The first step after the peak at which the rate is higher than before; None if it never is."""
+    ends_rising: bool
+    """Whether the last step, as one after the peak, has a higher rate than the step before it."""
 
     def __str__(self) -> str:
         rises = self.peak_step > 1
@@ -64,17 +67,18 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 
 def schedule_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return `training.lr_scheduler_kwargs`; empty if they are not a mapping."""
+    """Return `training.lr_scheduler_kwargs`; empty if they are not a mapping, which a rule refuses."""
     arguments: Any = training_value(recipe.training, "lr_scheduler_kwargs")
     return cast("dict[str, Any]", arguments) if isinstance(arguments, dict) else {}
 
 
 def nominal_steps(recipe: Recipe) -> int:
     """Return a number of steps for a run whose own depends on its data: long enough for each phase of its schedule."""
-    given = schedule_arguments(recipe)
-    phases = [value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int)]
-    warmup = recipe.training.warmup_steps
-    return int(sum(phases) + 2 * (warmup if warmup >= 1 else 0) + _NOMINAL_STEPS)
+    given, warmup = schedule_arguments(recipe), recipe.training.warmup_steps
+    phases = sum(value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int))
+    if "num_stable_steps" in given:  # all phases have a length
+        return math.ceil(phases / (1 - warmup)) if warmup < 1 else int(warmup + phases)
+    return int(phases + 2 * (warmup if warmup >= 1 else 0) + _NOMINAL_STEPS)
 
 
 def rates(recipe: Recipe, steps: int) -> Rates | None:
@@ -86,23 +90,24 @@ def rates(recipe: Recipe, steps: int) -> Rates | None:
     schedule = schedule_of(recipe, steps)
     if schedule is None:
         return None
-    warmup = warmup_steps(recipe.training.warmup_steps, steps)
     # A schedule takes the number of updates so far: 0 in the first step.
-    used = {step: schedule(step - 1) for step in _looked_at(steps, warmup, schedule_arguments(recipe))}
+    used = {step: schedule(step - 1) for step in sampled_steps(recipe, steps)}
     peak = max(used.values())
     peak_step = next(step for step, factor in used.items() if factor >= peak - _TINY)
     later = [(step, factor) for step, factor in used.items() if step >= peak_step]
-    rises = next((late for (_, before), (late, factor) in pairwise(later) if factor > before + _TINY), None)
+    rising = [late for (_, before), (late, factor) in pairwise(later) if factor > before + _TINY]
     idle = next((steps - step for step, factor in reversed(used.items()) if factor > 0), steps)
     after = schedule(steps)
     first, highest, last, beyond, lowest = (
         learning_rate * value for value in (used[1], peak, used[steps], after, min(after, *used.values()))
     )
-    return Rates(steps, first, highest, peak_step, last, beyond, lowest, idle, rises)
+    rises_at = rising[0] if rising else None
+    return Rates(steps, first, highest, peak_step, last, beyond, lowest, idle, rises_at, ends_rising=steps in rising)
 
 
-def _looked_at(steps: int, warmup: int, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the steps to look at, in order, with the first and the last."""
+def sampled_steps(recipe: Recipe, steps: int) -> list[int]:
+    """Return the steps that describe the schedule of a run of `steps`, in order: all of a short run, else some of each phase."""
+    warmup, arguments = warmup_steps(recipe.training.warmup_steps, steps), schedule_arguments(recipe)
     if steps <= _EXACT_STEPS:
         return list(range(1, steps + 1))
     lengths = [value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := arguments.get(name), int)]
@@ -135,11 +140,11 @@ class _Run:
         return (step - self.warmup) / max(1, self.steps - self.warmup)
 
 
-def _constant(_: _Run, **__: object) -> Schedule:
+def _constant(_: _Run) -> Schedule:
     return lambda _: 1.0
 
 
-def _constant_with_warmup(run: _Run, **_: object) -> Schedule:
+def _constant_with_warmup(run: _Run) -> Schedule:
     return run.warmed(lambda _: 1.0)
 
 
@@ -256,3 +261,10 @@ _SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
     "warmup_stable_decay": _warmup_stable_decay,
 }
+
+SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    kind: tuple(inspect.signature(build).parameters)[1:] for kind, build in _SCHEDULES.items()
+}
+"""Arguments of each kind, which are those of transformers' functions; its `get_scheduler` ignores any for the constant ones."""
+LEVEL_KINDS = ("constant", "constant_with_warmup")
+"""Kinds that do not fall."""

@@ -1,5 +1,6 @@
 """What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do
 not hold it. base_layout.json in RUN/model: how files of the base store the parameters that the model stacks or names otherwise.
+tensors.json in RUN/model: what becomes of each tensor in the files of the base.
 
 transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on the hub, transformers 4
 and vLLM have one tensor for each expert and the older names (`WeightConverter` and `WeightRenaming` of transformers'
@@ -9,17 +10,21 @@ and vLLM have one tensor for each expert and the older names (`WeightConverter` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.files import open_regular
 from fsdp_tune.core.units import KIB
-from fsdp_tune.run.records import Document
+from fsdp_tune.recipe.schema.sections import Model
+from fsdp_tune.run.records import Document, Environment
 
-BASE_FILE, LAYOUT_FILE = "base.json", "base_layout.json"
+BASE_FILE, LAYOUT_FILE, TENSORS_FILE = "base.json", "base_layout.json", "tensors.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,30 @@ def describe_base(name: str, revision: str | None) -> BaseModel:
     if not folder.is_dir():
         return BaseModel(name, _commit(name, revision) or revision)
     return BaseModel(str(folder.resolve()), digest=digest_of_weights(folder))
+
+
+def identify_weights(name: str | None, revision: str | None) -> str | None:
+    """Return what tells the weights of a model from others: `REPOSITORY@COMMIT`, or a digest of a local directory's weight files.
+
+    None if neither is known, and for a run, whose weights are in sharded checkpoints.
+    """
+    if name is None:
+        return None
+    folder = Path(name)
+    try:
+        if folder.is_dir():
+            has_weights = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
+            return digest_of_weights(folder) if has_weights else None
+        commit = _commit(name, revision)
+    except (OSError, ValueError):
+        return None
+    return None if commit is None else f"{name}@{commit}"
+
+
+def weights_at_start(environment_json: Path | None, model: Model) -> str | None:
+    """Return the weights that a run starts from: those that its environment.json records if it is resumed, else those of the model now."""
+    recorded = Environment.read(environment_json) if environment_json is not None else None
+    return recorded.base if recorded is not None and recorded.base is not None else identify_weights(model.name_or_path, model.revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +135,7 @@ def digest_of_weights(folder: Path) -> str:
 
     Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
     """
-    return digest_of_samples([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return digest_of_samples([file for pattern in WEIGHT_FILES for file in folder.glob(pattern)])
 
 
 def digest_of_samples(paths: Iterable[Path]) -> str:
@@ -115,7 +144,7 @@ def digest_of_samples(paths: Iterable[Path]) -> str:
     for path in sorted(paths):
         size_bytes = path.stat().st_size
         found.update(f"{path.name} {size_bytes}\n".encode())
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             last = max(0, size_bytes - SAMPLE_BYTES)
             for at in sorted({last * index // (SAMPLES - 1) for index in range(SAMPLES)}):
                 file.seek(at)
@@ -158,16 +187,103 @@ class FileTensor:
             yield FileTensor(self.name.format(index), self.shape, pieces)
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def kind_of_name(name: str) -> str:
+    """Return a parameter's name with `{}` for each number of a layer or an expert."""
+    return _NUMBER.sub("{}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Modules have names that begin with `ours` in the trained model, and with `theirs` in the model that the base publishes."""
+
+    ours: str
+    theirs: str
+    is_ambiguous: bool
+    """Whether the rest of a name is the end of another module's name too, such as one of the vision tower."""
+
+    def name_of(self, module: str) -> str:
+        """Return the published name of a module or tensor."""
+        return self.theirs + module.removeprefix(self.ours) if module.startswith(self.ours) else module
+
+    def target_of(self, module: str) -> str:
+        """Return a module as `target_modules` of adapter_config.json names it: by an end that both models have, if only it has it."""
+        return self.name_of(module) if self.is_ambiguous else module.removeprefix(self.ours)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseLayout(Document):
     renamed: dict[str, str] = field(default_factory=dict[str, str])
     """{parameter: name in the files} of those that are stored as they are."""
     tensors: tuple[FileTensor, ...] = ()
     """Of the parameters that are stored in several tensors, or several in one."""
+    published: Published | None = None
+    """Names of modules in the class that the base's config.json names; None if the trained class is that one."""
+    kept_in_fp32: dict[str, tuple[str, ...]] | None = None
+    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at that dtype}; None: not known."""
 
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
         return self.renamed.get(parameter, parameter)
+
+    def keeps_fp32(self, dtype: str) -> Callable[[str], bool]:
+        """Return the test of whether a tensor of the files, by its name, is made of parameters that the class keeps in fp32."""
+        kept = frozenset((self.kept_in_fp32 or {}).get(dtype, ()))
+        parameters = {new: old for old, new in self.renamed.items()}
+        made_of = {kind_of_name(each.name): each.pieces[0].parameter for each in self.tensors}
+
+        def is_kept(name: str) -> bool:
+            return kind_of_name(made_of.get(kind_of_name(name)) or parameters.get(name, name)) in kept
+
+        return is_kept
+
+    def prefixes(self) -> tuple[str, str] | None:
+        """Return (prefix in the model, prefix in the files) if all renamed parameters differ by one: `model.`, `model.language_model.`."""
+        return common_prefixes(self.renamed)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord(Document):
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Tensors of the base's files by fate: trained, frozen, decoded, carried, left out."""
+    rules: dict[str, int] = field(default_factory=dict[str, int])
+    """Quantised weights by the rule that decodes them."""
+    carried: tuple[str, ...] = ()
+    """Names of the tensors that are not part of the trained model, and that a merge writes unchanged."""
+    left_out: tuple[str, ...] = ()
+    """Names of those that `model.leave_out` keeps out of the merged model."""
+    base: BaseModel | None = None
+    """The model that the carried tensors are read from; None if there are none."""
+
+    def of_base(self, name: str, revision: str) -> BaseRecord:
+        """Return the record with the identity of the base now, if a merge reads tensors from it. Raises: OSError."""
+        return self if self.base is not None or not self.carried else replace(self, base=describe_base(name, revision))
+
+    def describe(self) -> str:
+        """Return the counts as text; empty if every tensor is one of the trained model as it is."""
+        if set(self.counts) <= {"trained", "frozen"}:
+            return ""
+        return ", ".join(f"{count:,} {fate}" for fate, count in sorted(self.counts.items()))
+
+
+def common_prefixes(renamed: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the starts by which all names differ from the new ones, {old: new}; None if there is no such pair."""
+    found = {_differing(name, new) for name, new in renamed.items()}
+    shortest = min(found, key=lambda pair: len(pair[0]), default=None)
+    if shortest is None or not all(ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found):
+        return None
+    return shortest
+
+
+def _differing(name: str, other: str) -> tuple[str, str]:
+    """Return the starts of two names, up to the parts that they end with in common."""
+    left, right = name.split("."), other.split(".")
+    while left and right and left[-1] == right[-1]:
+        left.pop()
+        right.pop()
+    return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
 
 
 def refuse_other_base(base_json: Path, now: BaseModel) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 from fsdp_tune.run.records import Document
@@ -95,6 +96,8 @@ class RunDir:
     """The base of an adapter."""
     base_layout_json = _Inside("model/base_layout.json")
     """Names and shapes of the weights in files of the base."""
+    tensors_json = _Inside("model/tensors.json")
+    """What becomes of each tensor in the files of the base."""
     resume_json = _Inside("resume.json")
     accelerate_yaml = _Inside("accelerate.yaml")
     environment_json = _Inside("environment.json")
@@ -145,9 +148,14 @@ class RunDir:
     def recipe_digest(self) -> str | None:
         """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a recipe."""
         try:
-            return f"blake2b:{hashlib.blake2b(self.recipe_json.read_bytes(), digest_size=32).hexdigest()}"
+            return digest_of_recipe(read_regular(self.recipe_json))
         except FileNotFoundError:
             return None
+
+
+def digest_of_recipe(content: bytes) -> str:
+    """Return the digest of a recipe.json with this content."""
+    return f"blake2b:{hashlib.blake2b(content, digest_size=32).hexdigest()}"
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -308,7 +316,7 @@ class BestStep(NamedTuple):
 def best_so_far(checkpoint: Path) -> BestStep | None:
     """Return the best step by the trainer's metric when `checkpoint` was saved; None if there was none, or its state is unreadable."""
     try:
-        state: Any = json.loads((checkpoint / TRAINER_STATE).read_bytes())
+        state: Any = json.loads(read_regular(checkpoint / TRAINER_STATE))
     except (OSError, ValueError, RecursionError):
         return None
     found = cast("dict[str, Any]", state) if isinstance(state, dict) else {}

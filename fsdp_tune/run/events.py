@@ -5,17 +5,17 @@ Events are written and read through these classes. The reference, the JSON Schem
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from pydantic import AliasChoices, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.run.event_parts import ChangedKey, GeneratedSample, SpikeRow
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
@@ -24,7 +24,6 @@ SHOWN_PHASE_SECONDS = 0.1
 NAMED_ROWS = 200
 """Rows that the event of a spike names at most."""
 SHOWN_SPIKE_ROWS = 3
-SAMPLE_CHARACTERS = 60
 
 
 def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> list[str]:
@@ -145,50 +144,6 @@ def _validator(kind: type[MetricsEvent]) -> TypeAdapter[MetricsEvent]:
     return TypeAdapter(kind)
 
 
-# ---- Parts of events
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedSample(JsonAnswer):
-    """What the model generated for a prompt."""
-
-    prompt: str
-    text: str
-
-    def __str__(self) -> str:
-        """Return the end of the prompt and the beginning of the text on one line."""
-        prompt, text = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (self.prompt, self.text))
-        shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
-        return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class SpikeRow(JsonAnswer):
-    """A row of a spike. A file of such objects, one a line, is one for `train --skip-rows`."""
-
-    file: str
-    row: int
-    """In the file, from 1: its line, where the file has lines."""
-    tokens: int
-    step: int
-    rank: int
-    micro_batch: int
-    """In the step, from 1."""
-    sequence: int
-    """Packed examples share one."""
-    loss: float | None
-    """Mean token loss of the micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedKey(JsonAnswer):
-    key: str
-    old: Any
-    new: Any
-    class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
-    """What the change does to the training."""
-
-
 @dataclass(frozen=True, slots=True)
 class MessageEvent(MetricsEvent):
     """An event with a sentence and nothing else."""
@@ -288,7 +243,7 @@ class WitnessCost(MetricsEvent):
 
 @event("checkpoint_saved", "routine")
 class CheckpointSaved(MetricsEvent):
-    """A checkpoint is complete; `stall_seconds` is how long training stopped for it."""
+    """A checkpoint is complete; `seconds` is the wall time since its request, `stall_seconds` how long training stopped for it."""
 
     seconds: float
     stall_seconds: float
@@ -308,14 +263,16 @@ class CheckpointFailed(MessageEvent):
 
 @event("mirrored", "routine")
 class Mirrored(MetricsEvent):
-    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now."""
+    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now. `verified`: how they were compared there."""
 
     folder: str
     seconds: float
     size_bytes: int
+    verified: str | None
 
     def shown(self) -> list[str]:
-        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}"]
+        how = "" if self.verified is None else f", verified by {self.verified}"
+        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
 
 
 @event("mirror_failed", "alarm")
@@ -483,8 +440,7 @@ class CheckpointRejected(MetricsEvent):
 
 @event("machines_changed", "warning", is_shown=False, marks_curves=True, is_of_run=True)
 class MachinesChanged(MetricsEvent):
-    """The run continues on other machines (`launch.min_machines`): their numbers, and the ranks and micro-batches of a step from here
-    on."""
+    """The run continues on other machines (`launch.min_machines`): their numbers, and ranks and micro-batches of a step from here on."""
 
     machines: list[int]
     ranks: int

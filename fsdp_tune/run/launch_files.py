@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Literal
 
 from fsdp_tune.core.command import JsonAnswer, ProfiledSteps
 from fsdp_tune.core.devices import GpuState
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Document
 
@@ -47,6 +48,28 @@ class LaunchRecord(Document):
     """Id of the boot of the first machine in which the launcher was started."""
     boot_seconds: float = 0.0
     """Seconds from that boot to the start. A change of the date does not matter to them."""
+    recipes: list[str] = field(default_factory=list[str])
+    """Digests (`RunDir.recipe_digest`) of the recipe.json of this start, and of the one that it replaces."""
+
+
+def read_recipe_json(run: RunDir) -> bytes:
+    """Return recipe.json as the last start wrote it. Raises: OSError; usage error if launch.json has other digests of it."""
+    content = read_regular(run.recipe_json)
+    try:
+        record = LaunchRecord.read(run.launch_json)
+    except FsdpTuneError:
+        record = None  # damaged itself; each command that uses it refuses it
+    if record is not None and record.recipes and run.recipe_digest() not in record.recipes:
+        raise usage_error(
+            "run-unreadable",
+            "it is not what the last start of the run wrote (digest differs)",
+            where=Where(str(run.recipe_json)),
+            ways_out=(
+                f"restore it, for example from {run.history} if the recipe was not changed since",
+                "`fsdp-tune train RECIPE --overwrite` starts over",
+            ),
+        )
+    return content
 
 
 def train_command(run: RunDir, *options: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import xxhash
 
 from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.files import UnsuitableFileError, open_regular, read_regular
 
 
 def digest(*parts: str | bytes, size: int = 8) -> str:
@@ -145,7 +146,7 @@ def digest_data(data: bytes) -> FileEntry:
 def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
     """Hash a file. `progress` is called with the number of bytes as they are hashed."""
     digester = Digester()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
             digester.update(chunk)
             if progress is not None:
@@ -163,9 +164,11 @@ def list_files(root: Path) -> list[str]:
 def read_manifest(root: Path) -> Manifest | None:
     """Return the manifest of a directory, or None if it has none and is thus incomplete. Raises: ValueError if it is damaged."""
     try:
-        return Manifest.from_json((root / MANIFEST_NAME).read_bytes())
+        return Manifest.from_json(read_regular(root / MANIFEST_NAME))
     except FileNotFoundError:
         return None
+    except UnsuitableFileError as error:
+        raise ValueError(f"{MANIFEST_NAME} {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +228,7 @@ def mark_damaged(root: Path, names: Collection[str]) -> None:
 
 def _marked(root: Path) -> dict[str, list[int]]:
     try:
-        raw: Any = json.loads((root / DAMAGE_NAME).read_bytes())
+        raw: Any = json.loads(read_regular(root / DAMAGE_NAME))
     except (OSError, ValueError, RecursionError):
         return {}
     return cast(dict[str, list[int]], raw) if isinstance(raw, dict) else {}

@@ -6,16 +6,25 @@ events among its lines are those of `run/events.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
+from pydantic_core import from_json
+
 from fsdp_tune.core.atomic import json_safe
+from fsdp_tune.core.files import LINE_BYTES, lines_of, open_regular, read_regular, refuse_larger
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import EVENTS, MetricsEvent
+
+METRICS_BYTES = 1 << 30
+"""Limit of a metrics.jsonl that is read from its start; a line has half a KiB."""
+TAIL_BYTES = 128
+"""Of the last line that was read, by which a rewritten file is recognised: lines contain their time."""
 
 
 class Follower:
@@ -42,7 +51,7 @@ class Follower:
         self._identity = identity
         if identity[1] == self._offset:
             return []
-        with open(self._path, "rb") as file:
+        with open_regular(self._path) as file:
             file.seek(self._offset)
             fresh = file.read()
         end = fresh.rfind(b"\n") + 1
@@ -58,7 +67,7 @@ class Follower:
 
     def _content(self) -> bytes:
         try:
-            return self._path.read_bytes()
+            return read_regular(self._path, most_bytes=METRICS_BYTES)
         except FileNotFoundError:
             return b""
 
@@ -95,7 +104,7 @@ class MetricsFile:
         if not self._path.exists():
             return
         kept: list[str] = []
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_regular(self._path, most_bytes=METRICS_BYTES).decode(errors="replace").splitlines():
             try:
                 fields = json.loads(line)
                 step, kind = fields.get("step", 0), EVENTS.get(fields.get("event"))
@@ -114,7 +123,7 @@ class MetricsFile:
     def write_missing(self, lines: list[str]) -> None:
         """Write the lines that an earlier launch could not write, unless an attempt in between has."""
         if self._file is not None and lines:
-            present = set(self._path.read_text(encoding="utf-8").splitlines())
+            present = set(read_regular(self._path, most_bytes=METRICS_BYTES).decode().splitlines())
             for line in lines:
                 if line not in present:
                     self._append(line)
@@ -159,30 +168,99 @@ def append_event(run: RunDir, event: MetricsEvent) -> None:
 
 
 def _ends_a_line(run: RunDir) -> bool:
-    with open(run.metrics_jsonl, "rb") as file:
+    with open_regular(run.metrics_jsonl) as file:
         file.seek(-1, 2)
         return file.read() == b"\n"
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Return the objects of metrics.jsonl, oldest first: losses, evaluations and events; [] if the file does not exist."""
+    """Return the objects of metrics.jsonl, oldest first: losses, evaluations and events; [] if the file does not exist.
+
+    Raises: usage error `run-unreadable` if it is not a regular file or above `METRICS_BYTES`.
+    """
     try:
-        return json_objects(run.metrics_jsonl.read_bytes())
+        refuse_larger(run.metrics_jsonl, run.metrics_jsonl.stat().st_size, METRICS_BYTES)
+        return list(_objects(lines_of(run.metrics_jsonl)))
     except FileNotFoundError:
         return []
 
 
+def metrics_with(path: Path, marker: bytes) -> list[dict[str, Any]]:
+    """Return the objects of the lines of metrics.jsonl that contain `marker`; of a file above `METRICS_BYTES / 4` those at its end."""
+    try:
+        return list(_objects(lines_of(path, last_bytes=METRICS_BYTES // 4, marker=marker)))
+    except FileNotFoundError:
+        return []
+
+
+class MetricsReader:
+    """Read metrics.jsonl again and again, each time only what was appended.
+
+    `read` returns the new lines, and whether they replace those of earlier calls: the file is another one, or was cut or rewritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+        self._end = b""
+
+    def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
+        """Return the objects of the new complete lines. Raises: usage error `run-unreadable`, OSError."""
+        try:
+            file = open_regular(self._path)
+        except FileNotFoundError:
+            was_read = self._offset > 0
+            self._offset, self._end = 0, b""
+            return iter(()), was_read
+        status = os.fstat(file.fileno())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(file)
+            refuse_larger(self._path, status.st_size, METRICS_BYTES)
+            is_same = status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
+            if not is_same:
+                self._inode, self._offset, self._end = int(status.st_ino), 0, b""
+            stack.pop_all()
+        return _objects(self._new_lines(file)), not is_same
+
+    def _is_continued(self, file: IO[bytes]) -> bool:
+        """Return whether the bytes before the offset are those that were read."""
+        file.seek(self._offset - len(self._end))
+        return file.read(len(self._end)) == self._end
+
+    def _new_lines(self, file: IO[bytes]) -> Iterator[bytes]:
+        with file:
+            file.seek(self._offset)
+            while line := file.readline(LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+                    return  # it is being written
+                self._offset += len(line)
+                self._end = line[-TAIL_BYTES:]
+                yield line
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        value = _parsed(line)
+        if isinstance(value, dict):
+            yield cast(dict[str, Any], value)
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the value of a line; None for one that is not JSON (torn by a crash)."""
+    try:
+        return from_json(line)  # a quarter of the time of `json.loads`, which accepts more
+    except ValueError:
+        pass
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
 def json_objects(raw: bytes) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file, without lines that are not JSON objects (torn by a crash)."""
-    found: list[dict[str, Any]] = []
-    for line in raw.split(b"\n"):
-        try:
-            value: Any = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(cast(dict[str, Any], value))
-    return found
+    return list(_objects(raw.split(b"\n")))
 
 
 def seconds_in_steps(lines: Iterable[Mapping[str, Any]]) -> float:

@@ -11,12 +11,39 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import read_regular
+
+DOCUMENT_DIGEST = "document_digest"
+"""Key of a document's digest of its other values. Documents of earlier versions have none, and are not compared."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the values of a document. Raises: OSError; ValueError if they are not those that were written."""
+    return verified(json.loads(read_regular(path)))
+
+
+def verified(raw: Any) -> dict[str, Any]:
+    """Return the values of a document without their digest. Raises: ValueError if they are not those that were written."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, not an object")
+    whole = cast(dict[str, Any], raw)
+    values = {name: value for name, value in whole.items() if name != DOCUMENT_DIGEST}
+    if DOCUMENT_DIGEST in whole and whole[DOCUMENT_DIGEST] != _digest_of(values):
+        raise ValueError("its values are not those that were written (digest differs)")
+    return values
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    """Return the XXH3-128 of a document's values, independent of the layout of its JSON."""
+    as_read = json.loads(json.dumps(values))  # whose keys are text
+    return xxhash.xxh3_128(json.dumps(as_read, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +70,9 @@ class Document:
         return _validator(cls).validate_python(own)
 
     def content(self) -> dict[str, Any]:
-        """Return the file as a JSON object; NaN and infinity are text in it."""
-        return json_safe({"version": self.VERSION, **self.as_dict()})
+        """Return the file as a JSON object, with a digest of its values; NaN and infinity are text in it."""
+        values = json_safe({"version": self.VERSION, **self.as_dict()})
+        return values | {DOCUMENT_DIGEST: _digest_of(values)}
 
     def write(self, path: Path) -> None:
         """Replace the file. Raises: OSError."""
@@ -54,12 +82,12 @@ class Document:
     def read(cls, path: Path) -> Self | None:
         """Return the document, or None if there is no file. Raises: usage error if the file is damaged or of a newer version."""
         try:
-            raw: dict[str, Any] = json.loads(path.read_bytes())
-            version = int(raw.pop("version", 1))
+            raw: dict[str, Any] = json.loads(read_regular(path))
+            version = int(raw.get("version", 1))
             if version > cls.VERSION:
                 message = f"was written by a newer fsdp-tune (version {version}; this one reads up to {cls.VERSION})"
                 raise _unreadable(path, message, "continue with the fsdp-tune that wrote it, or start over in another directory")
-            return cls.from_dict(raw)
+            return cls.from_dict({name: value for name, value in verified(raw).items() if name != "version"})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -100,6 +128,8 @@ class Environment(Document):
     """`kind`, `name` and `memory_bytes` of each visible device."""
     extensions: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """Fields of `recipe.references.Extension`."""
+    base: str | None = None
+    """`run.base_model.identify_weights` of the model that the run starts from; None with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +232,11 @@ class LiveState(PartialFacts):
     trained: dict[str, int] = Field(default_factory=dict[str, int])
     """Number of trained tensors by dtype."""
     parameter_dtype: OneOrAll = None
-    """Of trained parameters."""
+    """Of trained parameters, without those that the model's class keeps in fp32."""
+    kept_in_fp32: dict[str, int] = Field(default_factory=dict[str, int])
+    """Number of parameters and buffers that the model's class keeps in fp32, by their dtype in the run."""
+    cast_although_kept: list[str] = Field(default_factory=list[str])
+    """First modules of the units of such parameters that are gathered in another dtype."""
     frozen_dtypes: list[str] = Field(default_factory=list[str])
     tokens_per_step_at_most: int = 0
     data_order_digest: str = ""

@@ -23,6 +23,7 @@ from fsdp_tune.core.atomic import DISK, stage_path, write_file
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import causes_of, first_line
 from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry, is_inside
+from fsdp_tune.run.store_checksums import PART_BYTES, Checksums
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """Packages that `fsspec` needs for a protocol."""
@@ -30,8 +31,6 @@ STAMP_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation",
 """Keys of `fsspec`'s `info` that change when a file is written; each file system has one of them."""
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a request is repeated."""
-PART_BYTES = 64 << 20
-"""Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
 
 T = TypeVar("T")
 Refusal = Literal["absent", "credentials", "clock", "full", "package", "other"]
@@ -55,6 +54,10 @@ class UrlError(OSError):
 
 class ContentError(Exception):
     """Bytes are not those that were expected; the message is a sentence about the file."""
+
+
+Verified = Literal["the store's checksum", "reading back"]
+"""How the bytes in a store were compared with those that were sent: by the checksum that the store computed, or by reading them once."""
 
 
 class NoConditionalWritesError(Exception):
@@ -221,6 +224,13 @@ class RemoteDirectory:
                 return None
             raise
 
+    def write_verified(self, name: str, data: bytes, *, private: bool = False) -> None:
+        """Replace a small file and read it back. Raises: UrlError also if the store has other bytes."""
+        self.write(name, data, private=private)
+        if self.read(name) != data:
+            self.remove(name)
+            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+
     def write(self, name: str, data: bytes, waits: Sequence[float] | None = None, *, private: bool = False) -> None:
         """Replace a small file. `waits`: those of `retried`. `private`: on a disk, only its owner may read it."""
         path = self._path(name)
@@ -299,8 +309,8 @@ class RemoteDirectory:
 
     def send(
         self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object], check: Callable[[], object] = lambda: None
-    ) -> None:
-        """Write a file from a local one, hashed as it is sent. A file of other contents is not written.
+    ) -> Verified:
+        """Write a file from a local one, hashed as it is sent, and compare what is there. A file of other contents is not written.
 
         `advance` gets the bytes sent, negative for those of an attempt that failed. `check` is called before the file appears, and may
         raise UrlError. On a disk, what only its owner may read stays so. Raises: ContentError if the local file differs from `entry`,
@@ -310,23 +320,41 @@ class RemoteDirectory:
         with open(source, "rb") as file:
             is_private = not os.fstat(file.fileno()).st_mode & 0o077
 
-            def attempt() -> None:
-                digester = Digester()
+            def attempt() -> Verified:
+                digester, checksums = Digester(), Checksums()
                 file.seek(0)
                 try:
                     with self._target(path, is_private=is_private) as write:
                         while chunk := file.read(DIGEST_CHUNK_BYTES):
                             digester.update(chunk)
+                            if not self._is_local:
+                                checksums.update(chunk)
                             write(chunk)
                             advance(len(chunk))
                         if digester.entry() != entry:
                             raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
                         check()
+                    return self._verify(name, entry, checksums)
                 except BaseException:
                     advance(-digester.size_bytes)
                     raise
 
-            retried(attempt)
+            return retried(attempt)
+
+    def _verify(self, name: str, entry: FileEntry, sent: Checksums) -> Verified:
+        """Compare a file that was just sent, and remove it if it is another one. Raises: UrlError."""
+        path = self._path(name)
+        self._files.invalidate_cache()
+        if not self._is_local and sent.are_those_of(self._files.info(path)):
+            return "the store's checksum"
+        found = Digester()
+        with self._files.open(path, "rb", cache_type="none", block_size=DIGEST_CHUNK_BYTES) as file:
+            while chunk := file.read(DIGEST_CHUNK_BYTES):
+                found.update(chunk)
+        if found.entry() != entry:
+            self._files.rm_file(path)
+            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+        return "reading back"
 
     @contextmanager
     def _target(self, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:

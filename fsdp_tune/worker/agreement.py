@@ -124,7 +124,9 @@ def identity(run: RunDir) -> dict[str, str]:
         if recipe.has_own_directories:
             data = json.loads(files[run.data_json.name])
             files[run.recipe_json.name] = recipe.on_all_machines.model_dump_json().encode()
-            files[run.data_json.name] = json.dumps([data["key"], data["train_rows"], data["skipped"]], sort_keys=True).encode()
+            files[run.data_json.name] = json.dumps(
+                [data[name] for name in ("key", "train_rows", "skipped", "attempts")], sort_keys=True
+            ).encode()
     digests = {name: digest(content) for name, content in files.items()}
     versions = {name: found or "not installed" for name, found in installed_versions(PACKAGES).items()}
     return {"python": platform.python_version(), **versions, **digests}

@@ -24,16 +24,8 @@ from fsdp_tune.model.shard.wrap import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import (
-    CheckpointProbed,
-    Compiled,
-    CompileFallback,
-    FirstStep,
-    GeneratedSample,
-    SamplesGenerated,
-    Stopping,
-    TrainStarted,
-)
+from fsdp_tune.run.event_parts import GeneratedSample
+from fsdp_tune.run.events import CheckpointProbed, Compiled, CompileFallback, FirstStep, SamplesGenerated, Stopping, TrainStarted
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.state import trainer_state_json

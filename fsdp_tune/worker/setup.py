@@ -15,8 +15,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, T
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import mean_tokens
-from fsdp_tune.data.batches import RowOrder, budget_of
+from fsdp_tune.data.batches import budget_of
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.row_order import RowOrder
+from fsdp_tune.data.row_record import ROWS_FACT, record_of
 from fsdp_tune.data.store import RowStore, evaluation_hashes
 from fsdp_tune.data.stream.row_stream import open_stream, refuse_changed_files
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -65,7 +67,8 @@ def build_trainer(
     resume, request, scattered = _resume(run, recipe)
     prepared = Prepared.read(run.data_json)
     assert prepared is not None, "a run directory has it before its recipe.json"
-    prepared = prepared.skipping_from(resume.step if resume else 0)
+    record = from_rank0(lambda: record_of(resume), "reading which rows were trained")
+    prepared = prepared.continued(recipe.global_batch_size, resume.step if resume else 0, record)
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     start = recipe
@@ -99,7 +102,8 @@ def build_trainer(
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
-        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest()),
+        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest())
+        | {ROWS_FACT: prepared.record(recipe).as_dict()},
         report=_reporter(trainer, recipe, say),
         heartbeat=heartbeat,
         last_step=resume.step if resume else None,

@@ -29,13 +29,13 @@ from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
+from fsdp_tune.run.event_parts import SpikeRow
 from fsdp_tune.run.events import (
     NAMED_ROWS,
     GradientSpike,
     LossScaleBackedOff,
     LossSpike,
     SpikeEvent,
-    SpikeRow,
     StepSkipped,
     WeightsLookRandom,
     ZeroGradient,
@@ -93,6 +93,7 @@ class GradientGate(StepObserver):
     norm: torch.Tensor | None = None
     """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
+    """Since the start of the run, over all attempts."""
     _pending: PendingStep | None = None
     _async_norm: AsyncScalar | None = None
 

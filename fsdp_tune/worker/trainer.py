@@ -120,7 +120,6 @@ class FsdpTrainer(Trainer):
         if resume_from_checkpoint is not None:
             restore_model(self.checkpointer.live, resume_from_checkpoint)
             restore_optimizer(self.checkpointer.live, resume_from_checkpoint)
-            restore_schedule(self.lr_scheduler, self.state.global_step)
             self.lines.tokens = int(self.state.num_input_tokens_seen)
             own = restore_own(resume_from_checkpoint)
             self.lines.sums.load(own["sums"])
@@ -128,6 +127,8 @@ class FsdpTrainer(Trainer):
             self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
+            self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
+            restore_schedule(self.lr_scheduler, self._updates)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.wrapped.train()
@@ -158,8 +159,10 @@ class FsdpTrainer(Trainer):
         if (order := self.parts.rows.order) is not None:
             epoch, steps = order.locate(self.state.global_step)
             result = epoch, steps * self.args.gradient_accumulation_steps
-        # A resumed state carries the old recipe's intervals; those of the recipe in force count.
+            self.state.epoch = order.epochs_after(self.state.global_step)
+        # A resumed state carries the old recipe's intervals and micro-batch; those of the recipe in force count.
         self.state.compute_steps(self.args, max_steps)
+        self.state.train_batch_size = self.args.train_batch_size
         return result
 
     # ---- Data
@@ -273,10 +276,22 @@ class FsdpTrainer(Trainer):
             self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm, self.optimizer, self.batches)
+        return self._checked_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.gate.pass_or_skip(self.state.global_step + 1, None, self.optimizer, self.batches) if grad_norm is None else grad_norm
+        return self._checked_norm(None) if grad_norm is None else grad_norm
+
+    def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
+        # The Trainer steps the schedule after each step, since no optimizer of Accelerate reports that fp16 has skipped one.
+        schedule: Any = self.lr_scheduler
+        if schedule.last_epoch != self._updates:
+            restore_schedule(schedule, self._updates)
+        return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.optimizer, self.batches)
+
+    @property
+    def _updates(self) -> int:
+        """Finished steps without those that overflowed in fp16: the position of the schedule, as in the Trainer."""
+        return self.state.global_step - (self.gate.skipped_steps if self.parts.scale is not None else 0)
 
     # ---- Logging, evaluation, saving
 
@@ -372,6 +387,7 @@ class FsdpTrainer(Trainer):
         return {
             "sums": self.lines.sums.state(),
             "loss_scale": scale,
+            "skipped_steps": self.gate.skipped_steps,
             "unwritten": list(self.parts.metrics.unwritten),
             "rows": self.parts.rows.state(),
         }

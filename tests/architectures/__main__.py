@@ -15,7 +15,7 @@ from tests.architectures.case import Bench, try_architecture
 from tests.architectures.page import EVIDENCE
 from tests.architectures.tiny import names
 from tests.evidence import Results, installed
-from tests.parity.store import make_store
+from tests.parity.store import LONGEST_EXAMPLE, make_store
 from tests.ranks import shared_ranks
 
 
@@ -30,7 +30,9 @@ def main() -> int:
     run_all(arguments.architectures or names(), arguments.results)
     if arguments.write:
         lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
-        EVIDENCE.write(Results(installed("transformers"), sorted(lines, key=lambda line: line["architecture"])))
+        EVIDENCE.write(
+            Results(installed("transformers") | {"longest_row": LONGEST_EXAMPLE}, sorted(lines, key=lambda line: line["architecture"]))
+        )
     return 0
 
 

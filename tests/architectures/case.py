@@ -18,9 +18,10 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.generate import generate
 from fsdp_tune.run.directory import RunDir
-from tests.architectures.tiny import config_of, make_model, set_fields
+from tests.architectures.tiny import config_of, make_model, set_fields, unreached_limits
 from tests.parity import runs
 from tests.parity.compare import relative
+from tests.parity.store import LONGEST_EXAMPLE
 from tests.ranks import Ranks, RanksFailed
 
 RANKS, MICRO_BATCH, STEPS, SAVED_STEP, NEW_TOKENS = 2, 2, 3, 2, 6
@@ -44,7 +45,8 @@ class Result:
 
     `model_class` is empty if transformers cannot build the model, for the reason in `refused`. `has_balance`: its configuration offers
     a load-balancing loss. `unpacked` and `packed`: relative differences of the first and last loss from the plain loop. `resumed`:
-    largest difference between the losses and parameters of the resumed and the uninterrupted run. `refused` and `failed`: reasons, by
+    largest difference between the losses and parameters of the resumed and the uninterrupted run. `unreached`: fields of the configuration
+    that limit tokens, and that no row is long enough for. `refused` and `failed`: reasons, by
     what could not be done.
     """
 
@@ -56,6 +58,7 @@ class Result:
     merged: bool = False
     generated: bool = False
     has_balance: bool = False
+    unreached: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -95,6 +98,7 @@ def _built(result: Result, bench: Bench) -> Path | None:
         config = config_of(result.architecture)
         model = make_model(config, bench.folder / "model")
         result.has_balance = "output_router_logits" in config
+        result.unreached = unreached_limits(config, LONGEST_EXAMPLE)
         result.model_class = type(AutoModelForCausalLM.from_pretrained(model)).__name__
     except Exception as error:  # noqa: BLE001  a row with its reason, whatever the architecture's code raises
         result.refused["model"] = _line(error)

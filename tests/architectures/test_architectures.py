@@ -28,7 +28,7 @@ def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkey
     states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_ranks()))
     assert failures_of(states.as_dict()) == []
     assert states.refused.keys() == {"packed"}
-    text = page(Results({"transformers": "5"}, [experts.as_dict(), states.as_dict()]))
+    text = page(Results({"transformers": "5", "longest_row": 24}, [experts.as_dict(), states.as_dict()]))
     assert "2 train, resume, merge and generate, 1 of them packed too; 0 are refused, 0 fail" in text
     assert "\n- the model lets packed examples see each other: `mamba`\n" in text
     monkeypatch.setattr(case, "make_model", lambda *_: 1 / 0)
@@ -41,4 +41,24 @@ def test_page_lists_losses_that_differ_as_failures() -> None:
 
     result = Result("llama", "LlamaForCausalLM", unpacked=(0.0, 1e-3), resumed=0.0, merged=True, generated=True).as_dict()
     assert failures_of(result) == ["unpacked: the loss is off by 1.0e-03"]
-    assert "\n- Failed: `llama`: unpacked: the loss is off by 1.0e-03" in page(Results({"transformers": "5"}, [result]))
+    assert "\n- Failed: `llama`: unpacked: the loss is off by 1.0e-03" in page(Results({"transformers": "5", "longest_row": 24}, [result]))
+
+
+def test_page_names_the_limits_that_no_row_reaches() -> None:
+    from tests.architectures.case import Result
+    from tests.architectures.tiny import unreached_limits
+
+    config = {
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "text_config": {"sliding_window": 512},
+        "audio_config": {"chunk_size": 99},
+        "window_size": 8,
+    }
+    assert unreached_limits(config, 24) == {"index_topk": 2048, "text_config.sliding_window": 512}
+    trained = Result(
+        "glm_moe_dsa", "GlmMoeDsaForCausalLM", (0.0, 0.0), resumed=0.0, merged=True, generated=True, unreached={"index_topk": 2048}
+    )
+    text = page(Results({"transformers": "5", "longest_row": 24}, [trained.as_dict()]))
+    assert "## What the tiny form does not exercise" in text
+    assert "\n- `index_topk`: `glm_moe_dsa`. With `index_topk: 8`" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def config_of(name: str) -> dict[str, Any]:
         # The coefficient is a hundred times the usual default, so that a wrong balance shows in the loss of the last step.
         small |= {"output_router_logits": True} | {key: 0.1 for key in ("router_aux_loss_coef", "aux_loss_coef") if key in small}
     return small | {"model_type": name}
+
+
+def unreached_limits(config: dict[str, Any], longest_row: int) -> dict[str, int]:
+    """Return the fields of a configuration that select among tokens, or divide them, and that no row is long enough for.
+
+    Within such a row a sliding window is full attention, and the top-k of an indexer is every token.
+    """
+    found: dict[str, int] = {}
+    for key, value in config.items():
+        if _OTHER_MODALITY.search(str(key)):
+            continue
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": limit for inner, limit in unreached_limits(value, longest_row).items()}
+        elif _LIMIT.search(str(key)) and isinstance(value, int) and value >= longest_row:
+            found[key] = value
+    return found
+
+
+_LIMIT = re.compile(r"(^|_)(topk|window|window_size|chunk_size|local_attention|block_size)$")
+_OTHER_MODALITY = re.compile("audio|vision|image|video")
 
 
 def _small(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,15 @@ from tests.cli.forked import command as started
 from tests.cli.forked import frames_on_a_terminal, shown_on_a_terminal, written_to_a_terminal
 
 STARTED = {"event": "train_started", "step": 0, "total_steps": 20000}
-STEP = {"loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
-SHARES = {"step_seconds": 2.0, "data_wait_seconds": 0.02, "last_step_seconds": 1.0, "optimizer_seconds": 0.05}
+STEP = {
+    "loss": 2.5,
+    "grad_norm": 1.25,
+    "learning_rate": 1e-4,
+    "tokens_per_second_per_device": 1234.5,
+    "peak_host_gib": 0.5,
+    "step_seconds": 2.0,
+}
+SHARES = {"data_wait_seconds": 0.02, "last_step_seconds": 1.0, "optimizer_seconds": 0.05}
 FRAME_SECONDS = 0.2
 """A bar is drawn every tenth of a second."""
 
@@ -23,7 +30,6 @@ FRAME_SECONDS = 0.2
 def long_run(*more: dict[str, Any]) -> None:
     with command(False) as screen, screen.training():
         screen.metrics(STARTED)
-        screen._steps._bar._started -= 3600
         for line in ({"step": 1000}, {"step": 2000, "loss": "nan"}):
             screen.metrics({**STEP, **SHARES, "mfu": 0.412, **line})
         for line in more:
@@ -89,7 +95,9 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
         screen.metrics({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512.0})
         screen.metrics({"event": "samples", "step": 42, "seconds": 1.0, "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}]})
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step 20/100  .* left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB", lines[1])
+    assert re.fullmatch(
+        r"step 20/100  2m40s left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB  ends .*:\d\d", lines[1]
+    )
     assert re.match(r"step 40/100  .* left  loss nan  grad norm -", lines[2])
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
     assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_tune.data.account import exceeds_bad_share, skipping
+from fsdp_tune.data.bad_rows import exceeds_bad_share, too_many
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
 from fsdp_tune.data.read.file_access import builtin_tokenizer
 from tests.cli.in_process import answer, errors, invoke
@@ -123,7 +123,7 @@ def test_hints_about_bad_rows_never_lead_in_a_circle(tmp_path: Path, bad: int, g
     rows = [*[WITH_CALL] * bad, *[PLAIN] * good]
     code, document = prepared(tmp_path, rows, "--set", f"data.on_bad_row={begin}")
     if code == 0:
-        assert (begin, bad) in {("skip", 1)}
+        assert (begin, bad, good) == ("skip", 1, 1200)
         return
     options = options_of(document["errors"][-1]["hint"])
     mode = [] if any("on_bad_row" in option for option in options) else ["--set", f"data.on_bad_row={begin}"]
@@ -135,8 +135,9 @@ def test_hints_about_bad_rows_never_lead_in_a_circle(tmp_path: Path, bad: int, g
 def test_share_that_a_hint_names_admits_the_bad_rows() -> None:
     draw = random.Random(0)
     for bad, good in [(700, 500), (900, 4000), *((draw.randint(1, 3000), draw.randint(1, 3000)) for _ in range(100))]:
-        option = re.search(r"max_bad_share=([\d.]+)", skipping(bad, bad + good, 0.01))
-        assert not exceeds_bad_share(bad, bad + good, float(option[1]) if option else 0.01), (bad, good)
+        option = re.search(r"max_bad_share=([\d.]+)", str(too_many(bad, bad + good, 0.01, "fix them").hint))
+        assert option is not None
+        assert not exceeds_bad_share(bad, bad + good, float(option[1])), (bad, good)
 
 
 @pytest.mark.parametrize("begin", ["error", "skip"])

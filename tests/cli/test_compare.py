@@ -83,7 +83,9 @@ def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest
     assert "first step: 2, loss: 2 in A, 2.5 in B" in done.stdout
     assert "torch: 2.13 / 2.12" in done.stdout
     assert invoke("compare", "one", "one", "--html", "page.html").exit_code == 0
-    assert re.search(r"equal in the \d+ of \d+ stages that could be compared", (tmp_path / "page.html").read_text())
+    assert re.search(r"equal: 2 of 3 stages compared; lines of metrics.jsonl, step by step: 2 of 2", (tmp_path / "page.html").read_text())
+    written(tmp_path / "empty")
+    assert invoke("compare", "one", "empty").exit_code == 6
     invoke("compare", "one", "two", "--html", "page.html")
     page = (tmp_path / "page.html").read_text()
     assert all(f"<td>{text}</td>" in page for text in ("step 2, loss", "2.13", "2.12"))

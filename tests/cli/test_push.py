@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fsdp_tune.cli.app import app
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.written_files import unsealed
 from tests.merge.checkpoints import make_run
 
 
@@ -119,7 +120,7 @@ def test_uploaded_files_name_no_folders_of_this_machine(hub, merged):
     adapter = {"base_model_name_or_path": str(merged.parent / "base"), "target_modules": ["q_proj"]}
     (merged / "adapter_config.json").write_text(json.dumps(adapter))
     record = json.loads((merged / "merge.json").read_text())
-    (merged / "merge.json").write_text(json.dumps(record | {"files": [*record["files"], "adapter_config.json"]}))
+    (merged / "merge.json").write_text(json.dumps(unsealed(record) | {"files": [*record["files"], "adapter_config.json"]}))
     assert invoke("push", merged, "--to", "me/model")[0] == 0
     files = hub.calls[-1][3]["files"]
     assert [name for name, content in files.items() if str(merged.parent).encode() in content] == []
@@ -175,7 +176,7 @@ def test_only_what_the_merge_wrote_is_published(hub, merged):
 
 def test_output_of_an_earlier_version_is_published_without_strange_files(hub, merged):
     record = json.loads((merged / "merge.json").read_text())
-    del record["files"]
+    del record["files"], record["record_digest"]
     (merged / "merge.json").write_text(json.dumps(record))
     (merged / "tokenizer.json").write_text("{}")
     (merged / ".env").write_text("SECRET=1")

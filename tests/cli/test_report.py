@@ -38,7 +38,8 @@ def test_report_writes_a_page_and_one_document(cli: Cli, here: Path) -> None:
     page = here / found["page"]
     assert page.name == "report.html"
     assert page.read_text().startswith("<!doctype html>")
-    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    os.umask(umask := os.umask(0))
+    assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~umask  # it is there to be shared
 
 
 def test_report_is_a_table_on_the_terminal(here: Path) -> None:

@@ -70,15 +70,43 @@ def test_status_has_speed_memory_and_sparkline(tmp_path: Path) -> None:
     assert lines[at + 2] == "1,234 tokens/s/device, 9.00 GiB reserved, 10.00 GiB planned (-10%)"
 
 
-@pytest.mark.parametrize(("columns", "names"), [(80, ["losses"]), (120, ["tokens/s/device", "memory", "losses"])])
-def test_status_of_a_directory_is_a_table(tmp_path: Path, columns: int, names: list[str]) -> None:
-    for name in ("first", "second"):
-        run_in(tmp_path, name)
-    head, _, first, second = status(tmp_path, columns=columns)
-    assert head.split() == ["run", "state", "step", "left", "loss", *names]
-    assert first.split()[:3] == ["first", "not", "started"]
-    assert second.split()[3:5] == ["30/60", "2.0000"]
-    assert len(first) <= columns
+EVALUATIONS: list[dict[str, object]] = [{"step": step, "eval_loss": 3.0 - step / 30, "time": 2.0 * step} for step in (10, 20, 30)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        (60, ["loss", "eval", "loss", "best", "eval"]),
+        (80, ["loss", "eval", "loss", "best", "eval", "losses", "eval", "losses"]),
+        (160, ["loss", "eval", "loss", "best", "eval", "tokens/s/device", "memory", "losses", "eval", "losses"]),
+    ],
+)
+def test_status_of_a_directory_is_a_table_sorted_by_loss_that_fits(tmp_path: Path, columns: int, names: list[str]) -> None:
+    for name, best in (("a", 0.5), ("b", 0.1), ("c", None)):
+        lines = [*LINES, *([*EVALUATIONS, {"step": 30, "eval_loss": best}, {"step": 30, "eval_loss": 9.0}] if best else [])]
+        (run_in(tmp_path, name) / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    head, rule, *rows = status(tmp_path, columns=columns)
+    assert head.split() == ["run", "state", "step", *names]
+    assert [row.split()[0] for row in rows] == ["b", "a", "c"]
+    assert ["0.1000" in row for row in rows] == [True, False, False]
+    assert max(map(len, [head, rule, *rows])) <= columns
+
+
+def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
+    run = run_status(RunDir(run_in(tmp_path, "a")))
+    states = ["not started", "finished", "hang", "starting or merging", "running"]
+    ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=runs._order)
+    assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
+
+
+def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "a")
+    lines = [*LINES, *EVALUATIONS, {"step": 30, "eval_loss": 2.5}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shown = status(run, columns=120)
+    assert "evaluation loss 2.5000 at step 30, best 2.0000 at step 30: █▅▁▆" in shown
+    kinds = [line.partition(" ")[0] for line in shown if line.startswith(("step", "evaluation", "newest", "logs"))]
+    assert kinds == ["step", "evaluation", "newest", "logs:"]
 
 
 def test_damaged_run_of_a_directory_is_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

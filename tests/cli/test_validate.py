@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.jobs import first_rows
 from fsdp_tune.jobs import validate as checks
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document
@@ -187,7 +189,46 @@ def test_bad_first_rows_are_reported_with_file_and_line(recipe: Path) -> None:
         ("bad-row", str(rows), 5),
         ("bad-rows", None, None),
     ]
-    assert "2 of the first 5 rows cannot be used" in document["errors"][2]["message"]
+    assert "2 of 5 rows cannot be used" in document["errors"][2]["message"]
+
+
+@pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize(("bad", "good"), [(1, 3), (21, 39), (1, 150), (3, 400)])
+@pytest.mark.parametrize("verb", ["validate", "prepare"])
+def test_hint_about_bad_rows_that_was_followed_does_not_come_back(verb: str, bad: int, good: int, recipe: Path) -> None:
+    """`validate` and `prepare` refuse the same recipes, and take what their own hint says."""
+    rows = recipe.parent / "rows.jsonl"
+    lines = ['{"prompt": "x", "completion": ""}'] * bad + ['{"prompt": "one plus one is", "completion": " two"}'] * good
+    rows.write_text("\n".join(lines) + "\n")
+    recipe.write_text(SMALL.replace("builtin:arithmetic}]", f"{rows}}}], cache_dir: {recipe.parent / 'cache'}"))
+
+    def errors(verb: str, options: list[str]) -> tuple[int, list[dict[str, Any]]]:
+        code, out, _ = run(verb, "--config", str(recipe), "--json", "--set", "launch.device=cpu", *options)
+        return code, json.loads(out).get("errors", [])
+
+    code, found = errors(verb, [])
+    assert code == 2
+    hint = found[-1]["hint"]
+    options = [word for option in re.findall(r"--set ([^\s`]+)", hint) for word in ("--set", option)]
+    assert errors(verb, options) == (0, []), hint
+    assert errors("prepare", options) == (0, []), "what `validate` takes is prepared"
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_bad_rows_that_are_skipped_are_a_notice_and_judged_by_the_share_of_all_rows(recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    good = '{"prompt": "one plus one is", "completion": " two"}\n'
+    text = SMALL.replace("builtin:arithmetic}]", f"{rows}}}], on_bad_row: skip")
+    rows.write_text('{"prompt": "x", "completion": ""}\n' + good * 59)
+    code, document = validated(recipe, text)
+    assert (code, document["errors"][-1]["code"]) == (2, "too-many-bad-rows")
+    assert "1 of 60 rows (1.67 %)" in document["errors"][-1]["message"]
+    rows.write_text('{"prompt": "x", "completion": ""}\n' * 4 + good * 1000)
+    code, document = validated(recipe, text)
+    assert code == 0, "the share of all rows is not known"
+    [notice] = [each for each in document["notices"] if each["code"] == "bad-rows-skipped"]
+    assert "4 of the first 200 rows cannot be used" in notice["message"]
+    assert "`data.max_bad_share: 0.01`" in notice["hint"]
 
 
 def chats_with_a_call(recipe: Path) -> str:
@@ -216,7 +257,7 @@ def test_rows_beyond_the_limit_or_outside_the_main_thread_are_read_and_not_rende
     with ThreadPoolExecutor(1) as pool:
         code, _ = pool.submit(validated, recipe, chats_with_a_call(recipe)).result()
     assert code == 0
-    monkeypatch.setattr(checks, "RENDERED_BYTES", 10)
+    monkeypatch.setattr(first_rows, "RENDERED_BYTES", 10)
     code, _ = validated(recipe, chats_with_a_call(recipe))
     assert code == 0
 
@@ -315,6 +356,17 @@ def test_embedded_recipe_is_valid(cli: Cli, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_optimizer_that_its_class_refuses_is_an_error_of_validate_and_train(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(f"{SMALL}training: {{optim: sgd, optim_args: 'nesterov=true'}}\n")
+    for words in (["validate"], ["train", "--set", "data.max_length=32"]):
+        done = cli(*words, "--config", "my.yaml", "--set", "launch.device=cpu")
+        assert done.returncode == 2, done.stdout
+        assert "my.yaml:4:" in done.stderr
+        assert "Nesterov momentum requires a momentum and zero dampening" in done.stderr
+        assert "hint: " in done.stderr
+
+
 def test_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = run("recipes", "list")
@@ -347,7 +399,7 @@ def test_schema_is_json_on_stdout(extra: list[str]) -> None:
     assert json.loads(out)["title"] == "fsdp-tune recipe"
 
 
-RATE = "rate: 0 → 0.01 at step 2 → 0.001 at step 10"
+RATE = "rate: 0 → 0.01 at step 3 → 0.00134 at step 10"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import read_object
 from tests.cuda.live_memory import STEADY_STEP, VOCABULARY, Recorded, RunRefused, live_memory
 from tests.cuda.memory_step import MemoryStep
 from tests.cuda.planned_memory import PlannedMemory, planned_memory
@@ -168,7 +169,7 @@ def _refused(one: Draw, folder: Path, model: Path) -> Problem | None:
 
 def _write(folder: Path, one: Draw, store: Path, model: Path) -> RunDir:
     run = runs.write_run(folder, _tree(one, folder, model), store, vocabulary=VOCABULARY)
-    document: Mapping[str, Any] = json.loads(run.data_json.read_text())
+    document: Mapping[str, Any] = read_object(run.data_json)
     changed = {**document, "train": str(store / "train"), "evals": {}, "train_rows": len(RowStore(store / "train"))}
     run.data_json.write_text(json.dumps(changed))
     return run

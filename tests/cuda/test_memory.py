@@ -114,7 +114,7 @@ def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: 
     assert not leaky.is_within
     named = difference(leaky) or ""
     assert "only the live's peak has 2 × 3.00 MiB by aten::empty, worker/trainer.py" in named, named
-    assert "_clip_grad_norm" in named, named
+    assert "_checked_norm" in named, named
 
 
 @pytest.mark.slow

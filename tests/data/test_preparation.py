@@ -241,15 +241,16 @@ def test_bad_rows_are_named_with_line_and_column_and_all_are_counted(tmp_path: P
         (str(rows), 10_002, None),
     ]
     assert first[1].message == "column `prompt` holds a number instead of text"
-    assert len(first) == 5
-    assert total.message == "12 of 10,012 rows cannot be used; the first 5 are above"
+    assert first[2].message.endswith("(as in 9 more rows)")
+    assert len(first) == 3
+    assert total.message == "12 of 10,012 rows cannot be used"
     assert "on_bad_row=skip" in (total.hint or "")
 
 
 def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(PAIRS[0]) + '\n{"prompt": \n{"prompt": "a", "completion": ""}\n')
-    found = prepared(tmp_path, rows, on_bad_row="skip")
+    found = prepared(tmp_path, rows, on_bad_row="skip", max_bad_share=0.7)
     assert found.train_rows == 1
     assert found.report.rows_bad == NamedRows(2, (f"{rows}:2", f"{rows}:3"))
     listed = [json.loads(line) for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()]
@@ -260,7 +261,7 @@ def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
 def test_file_without_valid_rows_lists_bad_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{\n{\n")
-    assert [found.where.line for found in problems(tmp_path, rows)] == [1, 2]
+    assert [(found.where.line, "(as in 1 more row)" in found.message) for found in problems(tmp_path, rows)] == [(1, True)]
     rows.write_text("")
     assert problems(tmp_path, rows)[0].code == "no-rows"
 

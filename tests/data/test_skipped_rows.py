@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.core.errors import FsdpTuneError, Where
-from fsdp_tune.data.batches import RowOrder, epoch_order
+from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.row_order import Attempt, RowOrder
 from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow, read_named_rows
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.data.stream.row_stream import stream_units
@@ -30,10 +31,11 @@ GLOBAL_BATCH = 4
 
 
 def order_of(lengths: Sequence[int], *removed: tuple[int, list[int]]) -> RowOrder:
-    def order(epoch: int, of: np.ndarray) -> np.ndarray:
-        return epoch_order(of, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=GLOBAL_BATCH)
+    def order(epoch: int, of: np.ndarray, size: int) -> np.ndarray:
+        return epoch_order(of, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size)
 
-    return RowOrder(order, np.array(lengths, np.int64), GLOBAL_BATCH, [(step, np.array(rows, np.int64)) for step, rows in removed])
+    of_steps = [(step, np.array(rows, np.int64)) for step, rows in removed]
+    return RowOrder(order, np.array(lengths, np.int64), [Attempt(0, GLOBAL_BATCH)], of_steps)
 
 
 @given(count=st.integers(6, 40), gone=st.sets(st.integers(0, 39), max_size=4), epoch=st.integers(0, 2))
@@ -195,8 +197,8 @@ def test_start_before_the_step_of_a_skipped_row_leaves_it_out_from_there(tmp_pat
     store = found.training_store()
     assert not len(store[4].input_ids)
     assert 4 in found.order(recipe, store).rows_of(0)
-    assert 4 not in found.skipping_from(0).order(recipe, store).rows_of(0)
-    assert found.skipping_from(70) == found
+    assert 4 not in found.continued(GLOBAL_BATCH, 0).order(recipe, store).rows_of(0)
+    assert found.continued(GLOBAL_BATCH, 70).skipped == found.skipped
 
 
 def test_names_that_are_no_training_rows_are_errors_with_their_line(tmp_path: Path) -> None:

@@ -244,10 +244,10 @@ PLANTS: tuple[Plant, ...] = (
         condition("self._phase", "self._phase is None"),
         rows="F087",
     ),
-    plant("closed terminal ends the run", "cli.terminal:write_text", condition("errno.EPIPE", "error.errno"), rows="F060"),
+    plant("closed terminal ends the run", "cli.terminal:write_text", condition("GONE is_result", "True"), rows="F060"),
     plant(
         "deleted working directory reported as a bug",
-        "cli.verbs:_file_system_problem",
+        "cli.failures:_file_system_problem",
         never("FileNotFoundError error.filename"),
         rows="F039",
     ),

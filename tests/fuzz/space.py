@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin
 
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
-from fsdp_tune.recipe.schema.kinds import NOTHING, OnResume
+from fsdp_tune.recipe.schema.kinds import RESULT, OnResume
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS
 from tests.fuzz.families import EXPERTS, FAMILIES, HAS_EAGER_ALONE, LAYERS, TAKES_FLASH
 from tests.model.flash import FLASH_STAND_IN
@@ -115,7 +115,7 @@ def reason_not_drawn(name: str) -> str | None:
 def keys() -> Iterator[str]:
     """Every key that affects data, memory, time or numbers: of the schema, and those that `training:` passes on."""
     names = [key.name for key in all_keys()] + [f"training.{name}" for name in PASSED_EFFECTS]
-    return (name for name in dict.fromkeys(names) if effect_of(name).affects != NOTHING)
+    return (name for name in dict.fromkeys(names) if effect_of(name).affects & ~RESULT)
 
 
 def values_of(name: str) -> tuple[Any, ...]:
@@ -198,6 +198,12 @@ def draw(seed: int) -> Draw:
         switches.pop("model.dtype", None)
         switches["precision.mixed_precision"] = "no"
     overrides = {"output_router_logits": True} if family in EXPERTS and dice.random() < 0.6 else {}
+    if str(switches.get("training.optim", "adamw")).startswith("adamw"):
+        switches.setdefault("training.adam_epsilon", 1e-4)
+    else:  # a recipe refuses what its optimizer does not read
+        switches = {name: value for name, value in switches.items() if not name.startswith("training.adam_")}
+    if switches.get("training.lr_scheduler_type") == "constant":
+        switches.pop("training.warmup_steps", None)
     if switches.get("training.optim") in ("adagrad", "rmsprop"):  # their first steps are signs, which amplify rounding
         switches["training.learning_rate"] = 1e-3
     bad_step = dice.randint(2, SAVED_STEP) if dice.random() < 0.25 else None

@@ -21,6 +21,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import read_object
 from tests.fuzz import ranks
 from tests.fuzz.families import PACKED_EXAMPLES_MEET, VOCABULARY, make_model
 from tests.fuzz.space import SAVED_STEP, STEPS, Draw
@@ -141,7 +142,6 @@ BASE: dict[str, Any] = {
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0,
         "weight_decay": 0.0,
-        "adam_epsilon": 1e-4,
         "max_steps": STEPS,
         "logging_steps": 1,
         "save_steps": SAVED_STEP,
@@ -174,7 +174,7 @@ def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
     changes = runs.merged(BASE, draw.recipe())
     changes["model"]["name_or_path"] = str(model)
     run = runs.write_run(folder, changes, store, vocabulary=VOCABULARY)
-    document = json.loads(run.data_json.read_text())
+    document = read_object(run.data_json)
     document |= {"train": str(store / "train"), "evals": {"eval": str(store / "eval")}, "train_rows": len(RowStore(store / "train"))}
     run.data_json.write_text(json.dumps(document))
     return run
@@ -221,7 +221,7 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
         warmup_steps=math.ceil(warmup * STEPS) if 0 < warmup < 1 else int(warmup),
         weight_decay=training.get("weight_decay", 0.0),
         betas=(training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
-        epsilon=training["adam_epsilon"],
+        epsilon=training.get("adam_epsilon", 1e-8),
         max_grad_norm=training.get("max_grad_norm", 1.0),
         optimizer="adamw" if training.get("optim", "adamw").startswith("adamw") else training["optim"],
         schedule=training["lr_scheduler_type"],
@@ -233,6 +233,7 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
         compute_dtype=compute,
         stored_dtype=torch.bfloat16 if tree["model"].get("dtype") == "bf16" else torch.float32,
         skipped=frozenset({draw.bad_step} if draw.bad_step else ()),
+        schedule_waits=False,
     )
 
 

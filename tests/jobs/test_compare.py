@@ -22,33 +22,30 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.jobs.confusion import PAGE, names
+from tests.jobs.pairs import (
+    ADAPTERS,
+    EQUAL_RUNS,
+    NOT_COMPARABLE,
+    RECIPE,
+    RECIPES,
+    RUNS,
+    SPELLINGS,
+    UNSEEN,
+    RunPair,
+    compare_recipes,
+    compare_run_pair,
+    write_sides,
+)
 from tests.jobs.sides import LLAMA, in_process
 from tests.pages.written import training_line, written
-
-RECIPE: dict[str, Any] = {
-    "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic", "tokens": {"add": ["<|im_start|>", "<|im_end|>"]}},
-    "data": {"train": [{"path": "chat.jsonl"}], "max_length": 128, "chat_template": "chatml"},
-    "precision": {"mixed_precision": "no"},
-    "training": {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3, "report_to": []},
-    "launch": {"device": "cpu", "num_processes": 2},
-}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe, its rows, and the configuration of its model."""
     folder = tmp_path_factory.mktemp("sides")
-    (folder / "base").mkdir()
-    (folder / "base" / "config.json").write_text(json.dumps(LLAMA))
-    turns = [
-        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
-        for n in range(24)
-    ]
-    rows = [{"messages": turn + turns[(at + 1) % len(turns)]} for at, turn in enumerate(turns)]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "a.yaml").write_text(yaml.safe_dump(RECIPE))
-    training = RECIPE["training"] | {"data_seed": 1}
-    (folder / "lora.yaml").write_text(yaml.safe_dump(RECIPE | {"lora": {"r": 8}, "training": training}))
+    write_sides(folder)
     return folder
 
 
@@ -94,50 +91,94 @@ def first(found: CompareAnswer) -> tuple[str, list[str]]:
     return found.first.stage, [key.key for key in found.cause.keys]
 
 
-PLANTED = [
-    ("data.chat_template=zephyr", "tokens", "data.chat_template"),
-    ("data.loss_on=last_assistant", "labels", "data.loss_on"),
-    ("data.packing=true", "rows", "data.packing"),
-    ("data.max_length=32", "rows", "data.max_length"),
-    ("data.eval={rows: 8}", "rows", "data.eval"),
-    ("data.train=[{path: chat.jsonl, max_rows: 20}]", "tokens", "data.train[0].max_rows"),
-    ("training.global_batch_size=8", "batch", "training.global_batch_size"),
-    ("launch.num_processes=1", None, ""),
-    ("training.data_seed=7", "order", "training.data_seed"),
-    ("data.shuffle=false", "order", "data.shuffle"),
-    ("model.dtype=bf16", "dtypes", "model.dtype"),
-    ("model.freeze=['model.embed_tokens.*']", "dtypes", "model.freeze"),
-    ("model.config_overrides={rope_theta: 500000.0}", "model", "model.config_overrides.rope_theta"),
-    ("precision.mixed_precision=bf16", "logits", "precision.mixed_precision"),
-    ("training.label_smoothing_factor=0.1", "row_losses", "training.label_smoothing_factor"),
-    ("model.config_overrides={attention_dropout: 0.5}", "model", "model.config_overrides.attention_dropout"),
-    ("training.max_grad_norm=0.25", "clipping", "training.max_grad_norm"),
-    ("training.learning_rate=2e-3", "rate", "training.learning_rate"),
-    ("training.lr_scheduler_type=cosine", "rate", "training.lr_scheduler_type"),
-    ("training.warmup_steps=5", "rate", "training.warmup_steps"),
-    ("training.weight_decay=0.1", "update", "training.weight_decay"),
-    ("training.adam_beta2=0.95", "update", "training.adam_beta2"),
-    ("training.optim=sgd", "update", "training.optim"),
-    ("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]", "update", "training.parameter_groups"),
-]
-
-
-@pytest.mark.parametrize(("override", "stage", "key"), PLANTED, ids=[override for override, _, _ in PLANTED])
-def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, stage: str | None, key: str) -> None:
+@pytest.mark.parametrize(("override", "stage", "key"), RECIPES, ids=[override for override, _, _ in RECIPES])
+def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, stage: str, key: str) -> None:
     found = compared(override)
-    if stage is None:  # the same steps on another number of ranks
-        assert found.equal
-        assert "launch.num_processes" in [each.key for each in found.keys]
-        return
     assert first(found) == (stage, [key])
     assert found.cause is not None
     assert found.cause.is_shown
     assert found.later == []
 
 
-@pytest.mark.parametrize(("override", "stage"), [("lora.lora_alpha=8", "gradients"), ("lora.r=4", "model"), ("training.seed=7", "weights")])
+@pytest.mark.parametrize(("override", "stage"), ADAPTERS)
 def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
     assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
+
+
+@pytest.mark.slow  # tests/check/comparison/test_verdicts.py holds the law of each key
+@pytest.mark.parametrize(("recipe", "overrides"), UNSEEN, ids=[overrides[0] for _, overrides in UNSEEN])
+def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(recipe: str, overrides: tuple[str, ...]) -> None:
+    found = compare_recipes(recipe, *overrides)
+    key = overrides[0].partition("=")[0]
+    assert (found.verdict, found.first) == ("different", None)
+    assert any(each.startswith(key) for each in found.unsettled)
+
+
+FAST = {
+    "four ranks with half the micro-batch",
+    "the same rows with other white space",
+    "warm-up as a share of the steps",
+    "a copy of the model",
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"), [pytest.param(*each[1:], id=each[0], marks=[] if each[0] in FAST else pytest.mark.slow) for each in SPELLINGS]
+)
+def test_other_spelling_of_the_same_training_is_equal(recipe: str, overrides: tuple[str, ...]) -> None:
+    found = compare_recipes(recipe, *overrides)
+    assert (found.verdict, found.first, found.unsettled) == ("equal", None, [])
+    assert found.keys
+
+
+FAST |= {
+    "a rate that is 0.05 % off",
+    "an evaluation at one step",
+    "other weights of the base at one path",
+    "logging every two steps",
+    "no lines",
+}
+"""The others are slow: `tests/check/comparison/test_runs.py` holds the limit of each field."""
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair.name, marks=[] if pair.name in FAST else pytest.mark.slow)
+        for pair in (*RUNS, *EQUAL_RUNS, *NOT_COMPARABLE)
+    ],
+)
+def test_pair_of_runs_gets_its_verdict_with_evidence(pair: RunPair, tmp_path: Path) -> None:
+    found = compare_run_pair(pair, tmp_path)
+    assert (found.verdict, found.equal) == (pair.expected, pair.expected == "equal")
+    assert (found.first and found.first.stage) == pair.stage
+    assert found.cause is None or pair.cause in found.cause.text
+    if found.equal:
+        assert any("of A and" in line for line in found.compared)
+
+
+def test_page_lists_every_pair_and_no_wrong_answer() -> None:
+    text = PAGE.read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.endswith((" right |", " WRONG |"))]
+    assert rows == [name for _, name in names()], "python -m tests.jobs.confusion"
+    assert "WRONG" not in text
+
+
+def test_place_of_an_update_is_that_of_the_first_step() -> None:
+    """In step 2 every parameter moves otherwise, as a consequence."""
+    found = compared("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]")
+    assert found.first is not None
+    assert "norm" in found.first.place
+    assert found.first.place.endswith("step 1")
+
+
+def test_verdict_names_what_it_rests_on() -> None:
+    found = compared("output_dir=elsewhere", rows=8)
+    assert found.verdict == "equal"
+    assert "tokens of the first rows: 8 compared" in found.compared
+    assert any("rows after the first 8" in line for line in found.not_compared)
+    beyond = compare_recipes("a.yaml", "data.train=[{path: spaced.jsonl}]", rows=8)
+    assert (beyond.verdict, beyond.unsettled) == ("not_comparable", ["data.train[0].path"])
 
 
 def test_equal_recipes_are_equal_and_what_was_not_compared_is_listed() -> None:
@@ -352,7 +393,7 @@ def test_nothing_compared_is_not_equal(here: Path) -> None:
         written(here / name).data_json.unlink()
     found = compared(a="one", b="two")
     assert {stage.status for stage in found.stages} == {"not_compared"}
-    assert (found.equal, found.first, len(found.not_compared)) == (False, None, 3)
+    assert (found.verdict, found.first, len(found.not_compared)) == ("not_comparable", None, 3)
 
 
 def test_code_of_a_model_is_refused_of_a_run_too(here: Path) -> None:
@@ -360,6 +401,7 @@ def test_code_of_a_model_is_refused_of_a_run_too(here: Path) -> None:
     raw = json.loads(run.recipe_json.read_text())
     raw["model"] |= {"trust_remote_code": True, "name_or_path": "base", "from_config": None}
     run.recipe_json.write_text(json.dumps(raw))
+    run.launch_json.unlink()  # it has the digest of the recipe
     with pytest.raises(FsdpTuneError) as refused:
         compared(a="one", b="a.yaml")
     assert refused.value.problems[0].code == "remote-code-not-trusted"

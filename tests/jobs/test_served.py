@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import served as job
 from fsdp_tune.jobs.evaluate import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
-from fsdp_tune.jobs.options import Allowed, CompareOptions
+from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from tests.check.comparison.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
 
@@ -29,11 +29,11 @@ PROMPTS = "one plus two\nthirty seven plus four is\n"
 class InProcess(AnsweringModel):
     """In place of the child process, whose start takes seconds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         model = find_model(str(folder))
         recipe = recipe_of_model(model, Allowed()).model_dump(mode="json", by_alias=True)
         settings = AnswerSettings(32, 0.0, 1.0, 0, shows_special_tokens=False)
-        request = ModelsRequest([model], False, recipe, None, settings, "cpu", "fp32", trust_remote_code=False)
+        request = ModelsRequest([model], False, recipe, None, settings, "cpu", dtype, trust_remote_code=False)
         self._reference = Reference(Answering.load(request, StopFlag(), lambda _: None))
         self._answered: list[str] = []
 
@@ -64,8 +64,8 @@ def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
     @contextmanager
-    def open_model(name: str, *_: Any, **__: Any) -> Iterator[InProcess]:
-        yield opened(Path(name).resolve())
+    def open_model(name: str, options: GenerateOptions, **_: Any) -> Iterator[InProcess]:
+        yield opened(Path(name).resolve(), options.dtype)
 
     monkeypatch.setattr(job, "open_model", open_model)
 
@@ -112,6 +112,13 @@ PLANTED = [
     (Planted("plain", template=WITH_SYSTEM, takes_ids=False), "prompt_counts", "such as a system prompt", False),
     (Planted("vLLM", adds_bos=True), "prompt_tokens", f"begin with {BOS!r} twice", True),
     (Planted("plain", adds_bos=True, returns_logprobs=False), "prompt_counts", "the beginning of text, twice or not at all", False),
+    (Planted("plain", adds_bos=True, takes_ids=False), "prompt_counts", f"begin with {BOS!r} twice; with such prompts", True),
+    (Planted("vLLM", shift=1), "logprobs", "shifted by one position", True),
+    (Planted("llama.cpp", penalty=40.0), "answers", "a penalty on repeated tokens", True),
+    (Planted("vLLM", echoes=True, rolled=1), "same_tokens", "shifted by one position", True),
+    (Planted("vLLM", penalty=40.0, is_processed=True), "answers", "a penalty on repeated tokens", True),
+    (Planted("vLLM", top_k=2), "answers", "does not choose the most probable tokens", False),
+    (Planted("llama.cpp", top_k=6, is_processed=True), "logprobs", "for a constant of each position", True),
     (
         Planted("vLLM", template=WITH_SYSTEM.replace("{{ bos_token }}<|system|>add numbers<|end|>", "")),
         "prompt_tokens",
@@ -135,6 +142,26 @@ def test_planted_difference_is_found_with_its_cause(planted: Planted, stage: str
     assert (found.first.stage, found.cause.is_shown) == (stage, is_shown)
     assert cause in found.cause.text
     assert found.cause.hint
+
+
+HALF = [Planted("vLLM", echoes=True, dtype="bfloat16"), Planted("llama.cpp", dtype="float16")]
+
+
+@pytest.mark.parametrize("planted", HALF, ids=lambda planted: planted.dtype)
+def test_server_in_half_precision_is_equal_within_what_the_model_itself_moves(planted: Planted) -> None:
+    """Prompt tokens are improbable, so that half precision moves them more than those of a greedy answer."""
+    found, _ = compared(planted)
+    assert (found.verdict, found.cause) == ("equal", None)
+    noisy, _ = compared(planted, weights="other")
+    assert noisy.verdict == "different"
+
+
+def test_no_cause_contradicts_log_probabilities_that_are_equal() -> None:
+    for planted in (Planted("vLLM", top_k=2), Planted("llama.cpp", penalty=40.0), Planted("plain", top_k=3)):
+        found, _ = compared(planted)
+        assert found.cause is not None
+        assert (status(found)["same_tokens"], found.verdict) == ("equal", "different")
+        assert "weights" not in found.cause.text
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "vLLM", "plain"])
@@ -163,6 +190,12 @@ def test_server_that_does_not_stop_where_trained_answers_end(folder: Path, tmp_p
     found, _ = compared(Planted(), model=str(own))
     assert found.first is not None
     assert (found.first.stage, found.first.a.partition(" with")[0]) == ("answers", "ends")
+    assert found.cause is not None
+    assert found.cause.is_shown
+    assert found.cause.text.startswith("stop tokens: the server does not end its answers")
+    early, _ = compared(Planted(ends=stops))
+    assert early.cause is not None
+    assert early.cause.text.startswith("stop tokens: the server ends answers where A goes on")
     by_text, _ = compared(Planted("plain", returns_logprobs=False), model=str(own))
     assert by_text.first is not None
     assert by_text.first.stage == "answers"

@@ -6,7 +6,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,7 +117,7 @@ def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path,
 def test_halves_that_a_killed_process_left_are_removed(
     tmp_path: Path, run: RunDir, remote: RemoteRun, faulty: Callable[[dict[int, str]], Faults]
 ) -> None:
-    for step, calls in ((5, 16), (10, 30)):
+    for step, calls in ((5, 16), (10, 36)):
         faulty({calls: "crash"})
         save(run, step)
         with suppress(Crash):
@@ -314,14 +314,36 @@ def test_rotated_checkpoint_is_still_sent_from_its_links(
     save(run, 5)
     send = RemoteDirectory.send
 
-    def rotate_then_send(self: RemoteDirectory, *rest: Any) -> None:
+    def rotate_then_send(self: RemoteDirectory, *rest: Any) -> Any:
         shutil.rmtree(run.checkpoint(5), ignore_errors=True)
-        send(self, *rest)
+        return send(self, *rest)
 
     monkeypatch.setattr(RemoteDirectory, "send", rotate_then_send)
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
     assert not (run.path / sending.PINS).exists()
+
+
+def test_store_that_changes_bytes_never_has_a_complete_checkpoint(
+    tmp_path: Path, run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 5)
+    target = RemoteDirectory._target
+
+    @contextmanager
+    def flipping(self: RemoteDirectory, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
+        with target(self, path, is_private=is_private) as write:
+            yield lambda data: write(bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(RemoteDirectory, "_target", flipping)
+    assert not send_all(run, remote)
+    assert "reads back otherwise" in str(state_of(run).error)
+    assert complete_steps(remote) == []
+    monkeypatch.setattr(RemoteDirectory, "_target", target)
+    assert send_all(run, remote)
+    assert complete_and_verified(remote, tmp_path / "check") == [5]
+    mirrored = [line for line in read_metrics(run) if line.get("event") == "mirrored"]
+    assert [line["verified"] for line in mirrored] == ["reading back"]
 
 
 def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(

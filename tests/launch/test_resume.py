@@ -25,6 +25,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, Rejected, RunDir, latest_checkpoint, locked
 from fsdp_tune.run.launch_files import LaunchRecord, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
+from fsdp_tune.run.records import read_object
 from tests.launch.recipes import BASE, resolved
 from tests.launch.written_runs import checkpoint, files_of, finish, used, write_heartbeat
 
@@ -409,7 +410,7 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
     request = {"version": 1, "resume_from": str(path), "digests_checked": True, "from_run": [], "ends_at": None}
-    assert json.loads((fresh.path / "resume.json").read_text()) == request
+    assert read_object(fresh.path / "resume.json") == request
     *_, last, line = fresh.metrics_jsonl.read_text().splitlines()
     event = json.loads(line)
     assert last == torn
@@ -493,6 +494,6 @@ def test_status_estimates_time_left_and_compares_memory_with_the_plan(fresh: Run
     fresh.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fresh.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
     facts = run_status(fresh)
-    assert (facts.state, facts.seconds_left) == ("running", 120.0)
+    assert (facts.state, facts.seconds_left) == ("running", 59.0)  # of 60 steps of a second, the last line is old
     assert (facts.loss, facts.recent_losses) == (None, [9.0, 2.0, None])
     assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (40.0, 9.0, 10.0)

@@ -72,5 +72,6 @@ def test_element_types_have_the_names_and_sizes_of_torch_and_safetensors():
 
     for dtype in DTYPES.values():
         assert getattr(torch, dtype.name).itemsize == dtype.item_bytes
-        assert _TYPES[dtype.safetensors] == getattr(torch, dtype.name)
+        if dtype.name != "float8_e8m0fnu":  # in the format, and not in the table of safetensors' Python package
+            assert _TYPES[dtype.safetensors] == getattr(torch, dtype.name)
     assert len(OF_SAFETENSORS) == len(DTYPES)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -211,12 +212,23 @@ def test_file_size_limit_ends_in_one_error_and_nothing_left(run):
         assert not list(run.glob(".merged*"))
 
 
-def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+@pytest.mark.parametrize(
+    ("free_bytes", "free_files", "message"),
+    [(10_000, 10**6, r"needs .*; 9\.77 KiB are free"), (10**12, 2, r"has \d+ files, and the disk has room for 2 more files")],
+)
+def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch, free_bytes, free_files, message):
+    disk = SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_favail=free_files, f_files=10**6)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
     monkeypatch.setattr(Disk, "mkdir", lambda *_: pytest.fail("something was written"))
-    with pytest.raises(FsdpTuneError, match=r"needs .*; 9\.77 KiB are free") as caught:
+    with pytest.raises(FsdpTuneError, match=message) as caught:
         merge_checkpoint(run, OPTIONS)
     assert caught.value.exit_code == 1
+
+
+def test_a_small_model_needs_little_space(run, monkeypatch):
+    """What is needed is computed from the sizes of the files, for an output of some hundred kilobytes too."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 << 20, f_frsize=1, f_favail=50, f_files=10**6))
+    assert merge_checkpoint(run, OPTIONS).files
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

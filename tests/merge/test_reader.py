@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.read.reader import SourceFiles
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.ranks import shared_ranks
+from tests.time_limit import limited
 
 WEIGHTS = {"layers.0.weight": torch.randn(6, 4), "layers.0.bias": torch.randn(6), "norm.weight": torch.randn(4)}
 OPTIMIZER = {"state": {"layers.0.weight": {"exp_avg": torch.randn(6, 4), "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
@@ -254,3 +258,24 @@ def test_sharded_tensors_of_fsdp1_are_merged(tmp_path, merge):
     """Three ranks, so that shards are uneven."""
     shared_ranks().run(3, save_fsdp1, tmp_path / SHARDS)
     assert_weights(merge(tmp_path / SHARDS).output, fsdp1_weights())
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_no_fifo_in_a_source_delays_a_merge(is_run, tmp_path, merge):
+    """Each file in turn, also one that is replaced after the source was looked at: the merge fails with a name, or does without it."""
+    source = tmp_path / "source"
+    if is_run:
+        make_run(source, {1: WEIGHTS})
+    else:
+        save_dcp(WEIGHTS, source)
+    for path in [each for each in source.rglob("*") if each.is_file()]:
+        path.rename(kept := tmp_path / "kept")
+        os.mkfifo(path)
+        with limited(path), suppress(FsdpTuneError):
+            merge(source, overwrite=True)
+        path.unlink()
+        kept.rename(path)
+    with SourceFiles(source) as files:
+        os.mkfifo(source / "shard")
+        with pytest.raises(FsdpTuneError, match="is a FIFO, not a regular file"):
+            files.size_bytes("shard")

@@ -37,17 +37,15 @@ def test_charts_without_a_value_are_left_out(tmp_path: Path) -> None:
     assert charts_of([record(tmp_path / "none", [])]) == []
 
 
-def test_several_runs_have_a_colour_each_and_fields_a_dash(tmp_path: Path) -> None:
+def test_several_runs_have_a_chart_for_each_field_and_the_same_number_in_all(tmp_path: Path) -> None:
     fields = {"source_chat_loss": 1.0, "source_code_loss": 2.0}
-    runs = [record(tmp_path / name, [training_line(10, **fields)]) for name in ("one", "two")]
-    series = by_title(charts_of(runs))["Loss by source"].series
-    assert [(each.label, each.colour, each.dash) for each in series] == [
-        ("one: chat", 0, 0),
-        ("one: code", 0, 1),
-        ("two: chat", 1, 0),
-        ("two: code", 1, 1),
-    ]
-    assert [each.label for each in by_title(charts_of(runs[:1]))["Loss by source"].series] == ["chat", "code"]
+    runs = [record(tmp_path / name, [training_line(10, **(fields if name != "two" else {}))]) for name in ("one", "two", "three")]
+    charts = by_title(charts_of(runs))
+    for part in ("chat", "code"):
+        chart = charts[f"Loss by source: {part}"]
+        assert ([(each.label, each.number) for each in chart.series], chart.by_run) == ([("one", 0), ("three", 2)], True)
+    alone = by_title(charts_of(runs[:1]))["Loss by source"]
+    assert ([(each.label, each.number) for each in alone.series], alone.by_run) == ([("chat", 0), ("code", 1)], False)
 
 
 def test_fields_that_no_chart_names_have_charts_of_their_own(tmp_path: Path) -> None:
@@ -69,17 +67,31 @@ def test_plan_is_a_level_next_to_the_measurement(tmp_path: Path) -> None:
     assert [(level.label, level.value) for level in chart.levels] == [("reserved, planned", 36.0)]
 
 
-def test_spikes_are_marked_in_the_loss(tmp_path: Path) -> None:
-    lines = [training_line(10), {"event": "loss_spike", "step": 10, "message": "high"}, {"event": "checkpoint_saved", "step": 10}]
+def test_marks_have_their_run_and_a_resume_is_one(tmp_path: Path) -> None:
+    """`train --resume` leaves a start after step 0, and no event of its own; the first start of a run is not marked."""
+    started = [{"event": "train_started", "step": step, "total_steps": 20, "time": 1.0} for step in (0, 10)]
+    spike = {"event": "loss_spike", "step": 10, "message": "high"}
+    lines = [started[0], training_line(10), spike, {"event": "checkpoint_saved", "step": 10}, started[1], training_line(20)]
+    runs = [record(tmp_path / "one", [training_line(10)]), record(tmp_path / "two", lines)]
+    chart = by_title(charts_of(runs))["Loss"]
+    assert [(mark.step, mark.name, mark.run) for mark in chart.marks] == [(10, "loss spike", 1), (10, "resumed", 1)]
+    assert chart.marks_in_words() == "loss spike at step 10 (two), resumed at step 10 (two)"
+    alone = by_title(charts_of(runs[1:]))["Loss"]
+    assert [(mark.run, str(mark)) for mark in alone.marks] == [(None, "loss spike at step 10"), (None, "resumed at step 10")]
+
+
+def test_many_marks_are_the_newest(tmp_path: Path) -> None:
+    lines = [training_line(1), *({"event": "loss_spike", "step": step, "message": "high"} for step in range(1, 300))]
     chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
-    assert (chart.marks, chart.marks_in_words()) == ([(10, "loss_spike")], "loss_spike at step 10")
+    assert [mark.step for mark in chart.marks] == list(range(200, 300))
+    assert chart.marks_in_words().endswith("and 94 more")
 
 
 def test_chart_is_described_in_words_and_gaps_are_counted(tmp_path: Path) -> None:
     lines = [training_line(10, 4.0), training_line(20, "nan"), training_line(30, 2.0)]
     chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
     assert chart.description() == "Loss, nats per token, by step. one: 4 at step 10 to 2 at step 30, between 2 and 4."
-    assert chart.gaps() == "one: 1 not finite or unknown, first at step 20"
+    assert chart.gaps() == "one: 1 not finite, first at step 20"
 
 
 def test_json_of_a_chart_has_differences_of_steps_and_null_for_gaps(tmp_path: Path) -> None:

@@ -222,21 +222,20 @@ def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> N
     with serving(growing) as page, browser(tmp_path, 1280) as window:
         window.open(page.url.replace("127.0.0.1", "localhost"))
         window.wait_for("document.documentElement.dataset.drawn === '7'")
-        window.value("document.querySelector('figure[data-key=Loss] .u-series:nth-child(2) th').click()")
+        window.value("document.querySelector('figure[data-key=\"Waiting and updating\"] .field').click()")
         over = "figure[data-key=Loss] .u-over"
         for kind, share in (("mouseMoved", 0.01), ("mousePressed", 0.01), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
             window.mouse(kind, over, share)
         window.wait_for("document.documentElement.dataset.renewed === '2'")
         window.mouse("mouseMoved", over, 0.99)
-        step = "document.querySelector('figure[data-key=Loss] .u-series:first-child .u-value').textContent"
-        window.wait_for(f"{step} !== '–'")
-        assert window.value(step) == "2"  # the right edge is at step 1.6
-        assert window.value("document.querySelectorAll('.u-series.u-off').length") == 1
+        step = "document.querySelector('figure[data-key=Loss] .readout td')?.textContent"
+        window.wait_for(f"{step} === 'step 2'")  # the right edge is at step 1.6
+        assert window.value("document.querySelectorAll('.field[aria-pressed=false]').length") == 1
         window.value("document.getElementById('reset').click()")
         for share in (0.9, 0.98):
             time.sleep(0.5)  # the plot moves its cursor once a frame
             window.mouse("mouseMoved", over, share)
-        window.wait_for(f"{step} === '30'")
+        window.wait_for(f"{step} === 'step 30'")
         assert window.problems == []
 
 

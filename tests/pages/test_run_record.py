@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.pages.run_record import differences, labels_of, read_run
+from fsdp_tune.pages.run_record import RunReader, differences, labels_of, read_run
+from fsdp_tune.run import metrics_file
 from fsdp_tune.run.directory import existing_run
-from fsdp_tune.run.metrics_file import seconds_in_steps
 from tests.pages.written import training_line, written
 
 
@@ -59,12 +62,25 @@ def test_environment_is_text_without_what_is_unknown(tmp_path: Path) -> None:
 
 def test_seconds_are_of_all_steps(tmp_path: Path) -> None:
     record = read_run(written(tmp_path / "one", [training_line(10), training_line(30, step_seconds=1.0)]), "one")
-    assert seconds_in_steps(record.lines.losses) == 10 * 0.5 + 20 * 1.0
+    assert record.metrics.seconds_in_steps() == metrics_file.seconds_in_steps(record.lines.losses) == 10 * 0.5 + 20 * 1.0
 
 
 def test_labels_have_as_many_parents_as_they_need() -> None:
     assert labels_of([Path("/a/one"), Path("/a/two")]) == ["one", "two"]
-    assert labels_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a/x/run", "b/x/run"]
+    assert labels_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a", "b"]
+
+
+def test_labels_are_shortened_to_the_words_that_differ() -> None:
+    def labels(*names: str) -> list[str]:
+        return labels_of([Path("/runs", name) for name in names])
+
+    assert labels("llama-lr1e-5-long", "llama-lr2e-5-long") == ["lr1e-5", "lr2e-5"]
+    assert labels("run-1", "run-2") == ["run-1", "run-2"]  # a number alone names nothing
+    assert labels("base", "base-lora") == ["base", "base-lora"]
+    assert labels("seed_1_a", "seed_2_a", "seed_2_b") == ["1_a", "2_a", "2_b"]
+    assert labels("x-0.1", "x-0.2") == ["x-0.1", "x-0.2"]
+    assert labels("only-one") == ["only-one"]
+    assert labels("a-b", "a-b") == ["a-b", "a-b"]
 
 
 def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
@@ -80,3 +96,35 @@ def test_directory_that_is_no_run_names_the_runs_in_it(tmp_path: Path) -> None:
             existing_run(path)
         assert caught.value.problems[0].code == "not-a-run"
         assert hint in (caught.value.problems[0].hint or "")
+
+
+def test_page_that_follows_a_run_parses_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written(tmp_path / "one", [training_line(step) for step in range(1, 101)])
+    reader, parsed = RunReader(run, "one"), list[bytes]()
+    assert len(reader.read().metrics.losses) == 100
+    parse = metrics_file.from_json
+    monkeypatch.setattr(metrics_file, "from_json", lambda line: parsed.append(line) or parse(line))
+    monkeypatch.setattr("fsdp_tune.pages.run_record.run_status", lambda _: None)  # which reads the end of the file
+    with open(run.metrics_jsonl, "a") as file:
+        file.write(f"{json.dumps(training_line(101))}\n")
+    assert reader.read().metrics.losses.newest_step == 101
+    assert len(parsed) == 1
+    run.metrics_jsonl.write_text(f"{json.dumps(training_line(5))}\n")
+    assert reader.read().metrics.curve("loss").steps.tolist() == [5]
+
+
+@pytest.mark.slow
+def test_hundred_thousand_lines_fit_into_150_mb(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", (training_line(step, mfu=0.4, peak_reserved_gib=30.0) for step in range(1, 100_001)))
+    words = [sys.executable, "-c", REPORT_AND_MEMORY, str(run.path), str(tmp_path / "page.html")]
+    megabytes, seconds = map(float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    assert megabytes < 150
+    assert seconds < 5  # of CPU; 2.3 s alone on a machine
+
+
+REPORT_AND_MEMORY = """
+import sys, time, fsdp_tune
+fsdp_tune.report([sys.argv[1]], output=sys.argv[2])
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss includes the parent's
+print(int(peak) / 1000, time.process_time())
+"""

@@ -39,13 +39,15 @@ def written(
     torch: str = "2.13",
     text: str = "name: written\n",
     data_key: str = "k1",
+    model: dict[str, Any] | None = None,
+    base: str | None = None,
     **training: Any,
 ) -> RunDir:
     """Return a new run in `folder` whose metrics.jsonl has `lines`; further arguments are keys of `training`."""
     run = RunDir(folder)
     raw: dict[str, Any] = {
         "name": folder.name,
-        "model": {"from_config": {"model_type": "gpt2"}, "tokenizer": "builtin:arithmetic"},
+        "model": model or {"from_config": {"model_type": "gpt2"}, "tokenizer": "builtin:arithmetic"},
         "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 32},
         "training": {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 100} | training,
         "launch": {"num_processes": 2, "device": "cpu"},
@@ -58,7 +60,7 @@ def written(
         recipe=recipe,
         reasons={"launch.device": "as written"},
         plan=launch_plan(recipe, run),
-        environment=Environment(versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}),
+        environment=Environment(versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}, base=base),
         data=Prepared(data_key, "cache", "cache/train", {}, 889, 325, 319, DataReport.model_validate({"inputs": [SOURCE]}), []),
         start=Start(),
         save_model=lambda directory: (directory / "config.json").write_text("{}"),

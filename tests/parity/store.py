@@ -19,13 +19,14 @@ TRAIN_ROWS = 5 * GLOBAL_BATCH_SIZE + REST
 EVAL_ROWS = 7
 PACKED_ROW_TOKENS = 48
 EXAMPLES = 400
+LONGEST_EXAMPLE = 24
 VOCABULARY = 257  # a prime: no number of ranks divides the embedding
 
 
 def make_store(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
     """Sets `train` and `eval` of one example a row, `train-packed` and `eval-packed` of several."""
     draw = np.random.default_rng(0)
-    lengths = draw.integers(3, 25, size=EXAMPLES).astype(np.int64)
+    lengths = draw.integers(3, LONGEST_EXAMPLE + 1, size=EXAMPLES).astype(np.int64)
     rows = fill_rows(lengths)
     assert len(rows) > TRAIN_ROWS + EVAL_ROWS, "more examples are needed"
     one_each = np.arange(EXAMPLES + 1)

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules.contradictions import INACTIVE, RULES
-from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
+from fsdp_tune.recipe.schedule import SCHEDULE_ARGUMENTS
 from fsdp_tune.recipe.schema.keys import NOT_YET, Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, TRAINING_FIELDS
@@ -87,6 +87,8 @@ CONTRADICTIONS = [
     ("training: {lr_scheduler_type: cosine_with_min_lr}", 3, "`min_lr` or `min_lr_rate`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 0.1, min_lr_rate: 0.1}}", 3, "both set"),
     ("training: {lr_scheduler_type: cosine, lr_scheduler_kwargs: {num_cycle: 2}}", 3, "has `num_cycle`, which"),
+    ("training: {optim: sgd, adam_beta1: 0.8}", 3, "does not read `training.adam_beta1`"),
+    ("training: {lr_scheduler_kwargs: 'num_cycles=2'}", 3, "is text; it takes a mapping"),
     ("training: {lr_scheduler_kwargs: {num_cycles: 2}}", 3, "`training.lr_scheduler_type: linear` does not take"),
     ("training: {per_device_train_batch_tokens: 2048}", 3, "`training.global_batch_size` is missing"),
     ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", 3, "the longest row would not fit"),
@@ -106,6 +108,7 @@ CONTRADICTIONS = [
     ('output_dir: "runs/{name"', 3, "`{name`"),
     ("output_dir: ~/runs/x", 3, "~"),
     ('output_dir: "runs\\0x"', 3, r"`\x00`"),
+    ('checkpoint: {mirror: "file:///m\\0x"}', 3, r"`\x00`"),
     ("output_dir: $SCRATCH/runs/{name}", 3, "`$SCRATCH`"),
     ("output_dir: runs/${USER}", 3, "`${USER}`"),
     ("launch: {env: {MY_API_KEY: x}}", 3, "secret"),

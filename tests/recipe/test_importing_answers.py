@@ -218,9 +218,9 @@ def test_answer_of_rows_in_a_stream_settles_their_weights(tmp_path: Path) -> Non
 
 def test_answers_in_a_mapping_replace_a_scalar_of_the_file(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nlr_scheduler_kwargs: foo\n"
-    overrides = ["training.lr_scheduler_kwargs.a=null", "training.lr_scheduler_kwargs.num_cycles=2", "training.lr_scheduler_type=cosine"]
+    overrides = ["training.lr_scheduler_kwargs.a=null", "training.lr_scheduler_kwargs.num_cycles=1.5", "training.lr_scheduler_type=cosine"]
     found = from_text(tmp_path, text, overrides=overrides)
-    assert (found.recipe.training.model_extra or {})["lr_scheduler_kwargs"] == {"num_cycles": 2}
+    assert (found.recipe.training.model_extra or {})["lr_scheduler_kwargs"] == {"num_cycles": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -257,3 +257,15 @@ def test_lines_of_the_tried_text_are_in_no_error(tmp_path: Path) -> None:
     assert [problem.message for problem in caught.value.problems] == [
         "`training.global_batch_size: 12` does not divide by 2 sequences × 8 ranks = 16"
     ]
+
+
+def test_option_that_nothing_reads_is_dropped(tmp_path: Path) -> None:
+    """`constant` has no warm-up there either, and SGD no second moment."""
+    text = "model_name_or_path: m\ndataset_name: d\nlr_scheduler_type: constant\nwarmup_ratio: 0.03\noptim: sgd\nadam_beta2: 0.95\n"
+    found = from_text(tmp_path, text)
+    rows = {row.key: row for row in found.rows}
+    assert {name: rows[name].fate.value for name in ("warmup_ratio", "adam_beta2")} == dict.fromkeys(
+        ("warmup_ratio", "adam_beta2"), "dropped"
+    )
+    assert "has no warm-up" in rows["warmup_ratio"].reason
+    assert found.recipe.training.warmup_steps == 0

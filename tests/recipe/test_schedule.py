@@ -38,7 +38,7 @@ def recipe_of(kind: str, arguments: dict[str, object], warmup: float = 0, **trai
 
 
 def test_every_kind_of_transformers_is_compared():
-    from fsdp_tune.recipe.rules.training import SCHEDULE_ARGUMENTS
+    from fsdp_tune.recipe.schedule import SCHEDULE_ARGUMENTS
 
     assert set(ARGUMENTS) == set(SCHEDULE_ARGUMENTS)
     assert {name for cases in ARGUMENTS.values() for case in cases for name in case} == {
@@ -92,5 +92,7 @@ def test_long_run_is_looked_at_where_its_phases_change():
 
 
 def test_nominal_run_has_room_for_the_phases():
-    recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, 2000)
-    assert nominal_steps(recipe) >= 4000 + 100 + 2000
+    recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 4000}, 2000)
+    assert nominal_steps(recipe) >= 4000 + 2000
+    for warmup, steps in ((2000, 4000 + 100 + 2000), (0.5, 2 * (4000 + 100))):
+        assert nominal_steps(recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, warmup)) == steps

@@ -95,11 +95,15 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "stopping": ({"reason": "interrupted"}, ["step 7: stopping (interrupted)"]),
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
-    "mirrored": ({"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20}, ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s"]),
+    "mirrored": (
+        {"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20, "verified": "the store's checksum"},
+        ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s, verified by the store's checksum"],
+    ),
     "checkpoint_rejected": ({"checkpoint": "checkpoint-7", "message": "checkpoint-7 is not used: damaged"}, []),
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
     "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
     "machines_changed": ({"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"}, []),
+    "continued": ({"seconds": 60.0, "message": "stopped for 1m00s"}, []),
     "recipe_changed": ({"changes": [{"key": "training.max_steps", "old": 1, "new": None, "class": "trajectory"}]}, []),
 }
 """Event → its fields, and what the terminal prints."""

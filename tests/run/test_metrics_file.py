@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.run.metrics_file import Follower
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import Follower, MetricsReader, metrics_with, read_metrics
 
 
 def steps(lines: list[dict[str, object]]) -> list[object]:
@@ -74,3 +75,54 @@ def test_recreated_file_is_read_from_its_start(tmp_path: Path) -> None:
     assert follower.read() == []
     write(path, 7)
     assert steps(follower.read()) == [7]
+
+
+def read(reader: MetricsReader) -> tuple[list[int], bool]:
+    lines, are_all = reader.read()
+    return [line["step"] for line in lines], are_all
+
+
+def test_reader_returns_what_was_appended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    assert read(reader) == ([], False)
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read(reader) == ([1, 2], True)
+    assert read(reader) == ([], False)
+    with open(path, "a") as file:
+        file.write('ep": 3}\ntorn {\n[4]\n{"step": 5}\n')
+    assert read(reader) == ([3, 5], False)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("text", ['{"step": 1}\n', '{"step": 1}\n{"step": 8, "loss": 1.25}\n{"step": 9}\n', ""])
+def test_reader_begins_again_with_a_file_that_was_cut_or_rewritten(tmp_path: Path, text: str, in_place: bool) -> None:
+    """Also if it is as long as before, or longer."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "loss": 1.75}\n')
+    reader = MetricsReader(path)
+    read(reader)
+    if in_place:
+        path.write_text(text)
+    else:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").replace(path)
+    assert read(reader) == ([line["step"] for line in read_metrics(RunDir(tmp_path))], True)
+
+
+def test_reader_begins_again_with_a_file_that_was_gone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    reader = MetricsReader(path)
+    assert read(reader) == ([1], True)
+    path.unlink()
+    assert read(reader) == ([], True)
+    path.write_text('{"step": 7}\n')
+    assert read(reader)[0] == [7]
+
+
+def test_lines_with_a_marker_are_found_wherever_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "{"eval_loss" if step % 500 == 0 else "loss"}": 1.0}}\n' for step in range(1, 2001)))
+    assert [line["step"] for line in metrics_with(path, b'"eval_loss"')] == [500, 1000, 1500, 2000]
+    assert metrics_with(tmp_path / "absent", b"x") == []

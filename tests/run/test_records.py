@@ -11,7 +11,7 @@ from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, ResumeRequest, Verdict, read_heartbeat, read_outcome
-from fsdp_tune.run.records import Document, Environment, LiveState, Prediction, ReadBack
+from fsdp_tune.run.records import DOCUMENT_DIGEST, Document, Environment, LiveState, Prediction, ReadBack
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")
 DOCUMENTS = [
@@ -41,8 +41,18 @@ def test_document_without_a_version_is_of_version_1(document: Document, tmp_path
     path = tmp_path / "file.json"
     content = document.content()
     assert content.pop("version") == 1
+    del content[DOCUMENT_DIGEST]  # nor had they digests
     path.write_text(json.dumps(content))
     assert type(document).read(path) == document
+
+
+@each_document
+def test_document_with_another_value_is_refused(document: Document, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    changed = document.content() | {"added": 1}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(FsdpTuneError, match="not those that were written"):
+        type(document).read(path)
 
 
 @each_document

@@ -45,14 +45,14 @@ def test_differing_ranks_are_named_with_versions(on_ranks: Ranks, tmp_path: Path
 
 def read_on_after(path: str, number: int) -> list[int]:
     """Reads batches by a loader's process, which gets a signal in the middle."""
-    from fsdp_tune.data.batches import RowOrder
+    from fsdp_tune.data.row_order import Attempt, RowOrder
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.rows.training_rows import Collator, MicroBatches, loader
 
     store = RowStore(path)
     import numpy as np
 
-    order = RowOrder(lambda epoch, lengths: np.arange(len(lengths), dtype=np.int64), store.lengths, 4)
+    order = RowOrder(lambda epoch, lengths, _: np.arange(len(lengths), dtype=np.int64), store.lengths, [Attempt(0, 4)])
     sampler = MicroBatches(order, data_rank=0, data_size=1, micro_batch=4, accumulation=1)
     batches = iter(loader(store, sampler, Collator(0, 1), workers=1, pin_memory=False, prefetch=2))
     rows = list(next(batches).row_ids)

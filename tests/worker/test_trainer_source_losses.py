@@ -21,6 +21,7 @@ from fsdp_tune.data.store import IGNORE_INDEX, STORE_KIND, RowStore
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.records import read_object
 from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -70,7 +71,7 @@ def run_of(case: Case, bench: Bench, store: Path) -> RunDir:
     lora = {"lora": dict(case.lora) | {"adapter": str(bench.adapter(case))}} if case.lora else {}
     changes = runs.merged(case.recipe(str(bench.model(case.architecture))), SETTINGS | lora)
     run = bench.written_run(changes, store, packed=case.packed)
-    document = json.loads(run.data_json.read_text())
+    document = read_object(run.data_json)
     document["report"] = {
         "inputs": [entry | {"label": entry.get("label"), "set": "train", "files": 1, "tokens": 1, "repeats": 1} for entry in TRAIN]
     }
@@ -80,7 +81,7 @@ def run_of(case: Case, bench: Bench, store: Path) -> RunDir:
 
 def steps_of(run: RunDir) -> Iterator[list[int]]:
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
-    store = RowStore(json.loads(run.data_json.read_text())["train"])
+    store = RowStore(read_object(run.data_json)["train"])
     order = order_of(recipe, 0, store.lengths)
     for start in range(0, len(order), GLOBAL_BATCH_SIZE):
         yield [int(row) for row in order[start : start + GLOBAL_BATCH_SIZE]]
@@ -88,7 +89,7 @@ def steps_of(run: RunDir) -> Iterator[list[int]]:
 
 def plain_losses(run: RunDir, model: Any, smoothing: float) -> list[dict[str, tuple[float, int]]]:
     """Loss sum and number of targets of each source, for each step, from the initial weights."""
-    store = RowStore(json.loads(run.data_json.read_text())["train"])
+    store = RowStore(read_object(run.data_json)["train"])
     found: list[dict[str, tuple[float, int]]] = []
     for rows in steps_of(run):
         sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.batches import RowOrder, TokenBudget, epoch_order
+from fsdp_tune.data.batches import TokenBudget, epoch_order
+from fsdp_tune.data.row_order import Attempt, RowOrder, continued
 from fsdp_tune.data.store import Row
 from fsdp_tune.worker.rows.training_rows import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 
@@ -17,10 +18,10 @@ SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 
 
 
 def order_of(rows: int) -> RowOrder:
-    def order(epoch: int, lengths: np.ndarray) -> np.ndarray:
-        return epoch_order(lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=8)
+    def order(epoch: int, lengths: np.ndarray, size: int) -> np.ndarray:
+        return epoch_order(lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size)
 
-    return RowOrder(order, np.arange(1, rows + 1, dtype=np.int64), 8)
+    return RowOrder(order, np.arange(1, rows + 1, dtype=np.int64), [Attempt(0, 8)])
 
 
 def samplers(rows: int, split: tuple[int, int, int]) -> list[MicroBatches]:
@@ -179,3 +180,44 @@ def test_loader_does_not_advance_dropout_generator(workers: int, tmp_path) -> No
     before = torch.get_rng_state()
     list(loader(store, [[0], [1]], Collator(0, 8), workers=workers, pin_memory=False))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(
+    rows=st.integers(1, 40),
+    before=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), max_size=3),
+    ranks=st.integers(1, 3),
+    micro_batch=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    by_tokens=st.booleans(),
+)
+def test_places_of_a_resumed_epoch_are_those_that_the_trainer_skips_and_counts(
+    rows: int, before: list[tuple[int, int]], ranks: int, micro_batch: int, accumulation: int, by_tokens: bool
+) -> None:
+    """`Trainer._run_epoch` skips (steps of the epoch × accumulation) places, then takes `accumulation` of them a step."""
+    attempts: tuple[Attempt, ...] = ()
+    step = 0
+    for steps_of_attempt, size in before:
+        attempts = continued(attempts, step, size)
+        step += steps_of_attempt
+    attempts = continued(attempts, step, ranks * micro_batch * accumulation)
+    lengths = np.arange(1, rows + 1, dtype=np.int64)
+
+    def order_of_epoch(epoch: int, of: np.ndarray, size: int) -> np.ndarray:
+        return epoch_order(of, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size)
+
+    order = RowOrder(order_of_epoch, lengths, attempts)
+    cut = ByTokens(TokenBudget(slots=micro_batch * 64, multiple_of=8, max_length=64), lengths) if by_tokens else None
+    each = [
+        MicroBatches(order, data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation, by_tokens=cut)
+        for rank in range(ranks)
+    ]
+    epoch, index = order.locate(step)
+    for sampler in each:
+        sampler.set_epoch(epoch)
+    places = [list(sampler) for sampler in each]
+    assert {len(mine) for mine in places} == {len(each[0])}
+    assert -(-len(each[0]) // accumulation) == order.steps(epoch), "the Trainer counts the steps of an epoch by its places"
+    for at in range(index, order.steps(epoch)):
+        taken = [mine[at * accumulation : (at + 1) * accumulation] for mine in places]
+        seen = sorted(row for mine in taken for micro_batch_rows in mine for row in micro_batch_rows if row != FILLER)
+        assert seen == sorted(order.batch_after(order.first_step(epoch) + at))

@@ -17,6 +17,7 @@ from fsdp_tune.core.units import json_list, json_object
 from fsdp_tune.recipe.schema.keys import dotted, effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults
+from fsdp_tune.recipe.schema.training_fields import CHOOSING
 
 Path = tuple[str | int, ...]
 _ENVIRONMENT = ("launch", "env")
@@ -26,7 +27,10 @@ _AFFECTS = {
     Affects.NUMBERS: "losses and weights computed from the same rows",
     Affects.MEMORY: "memory",
     Affects.TIME: "time",
+    Affects.RESULT: "which weights are delivered, and how they are rounded",
 }
+TRANSPORT = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Variables of `launch.env` that choose how ranks exchange data: sums in another order, which is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class DifferentKey(JsonAnswer):
     a: Any
     b: Any
     changes_numbers: bool
-    """Whether the key affects the rows, their order, losses or weights."""
+    """Whether the key affects the rows, their order, losses, weights or the delivered model: without more, the sides are not equal."""
     affects: list[str]
     meaning: str
     """As docs/reference/recipe.yaml describes the key."""
@@ -100,12 +104,26 @@ def affects_of(path: Path) -> Affects:
     return effect_of(_INDEX.sub("", dotted(path))).affects
 
 
-def changes_numbers(path: Path) -> bool:
-    return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS))
+def is_of_data(name: str) -> bool:
+    """Return whether a key, by its name, affects rows or their order."""
+    return bool(effect_of(_INDEX.sub("", name)).affects & Affects.DATA)
 
 
-def different_key(path: Path, a: object, b: object) -> DifferentKey:
-    """Describe a key that differs, with secrets masked."""
+def rounds_otherwise(name: str) -> bool:
+    """Return whether a key, by its name, chooses how the same numbers are computed: ranks, micro-batches, kernels."""
+    return bool(effect_of(_INDEX.sub("", name)).affects & (Affects.MEMORY | Affects.TIME))
+
+
+def changes_numbers(path: Path, *, chooses_by_evaluation: bool = True) -> bool:
+    """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of the sides."""
+    name = _INDEX.sub("", dotted(path))
+    if (name in CHOOSING and not chooses_by_evaluation) or (path[:2] == _ENVIRONMENT and str(path[-1]).startswith(TRANSPORT)):
+        return False
+    return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS | Affects.RESULT))
+
+
+def different_key(path: Path, a: object, b: object, *, chooses_by_evaluation: bool = True) -> DifferentKey:
+    """Describe a key that differs, with secrets masked. `chooses_by_evaluation`: see `changes_numbers`."""
     name = _INDEX.sub("", dotted(path))
     affects = affects_of(path)
     meaning = describe_key(name).meaning if name in described_names() else ""
@@ -113,7 +131,7 @@ def different_key(path: Path, a: object, b: object) -> DifferentKey:
         key=dotted(path),
         a=_safe(path, _or_default(name, a)),
         b=_safe(path, _or_default(name, b)),
-        changes_numbers=changes_numbers(path),
+        changes_numbers=changes_numbers(path, chooses_by_evaluation=chooses_by_evaluation),
         affects=[text for flag, text in _AFFECTS.items() if affects & flag],
         meaning=meaning,
     )
@@ -154,9 +172,12 @@ def causing(candidates: Sequence[Path], vanishes: Callable[[Sequence[Path]], boo
 
 
 def by_likelihood(paths: Sequence[Path], *, is_data_stage: bool) -> list[Path]:
-    """Return candidates with those first that affect what the stage shows; keys that change nothing are left out."""
+    """Return candidates with those first that affect what the stage shows; keys that change nothing are left out.
+
+    How a step is divided among ranks may change how many rows it has, but no number of the same rows.
+    """
     first = Affects.DATA if is_data_stage else Affects.NUMBERS
-    rest = [path for path in paths if affects_of(path)]
+    rest = [path for path in paths if (affects_of(path) if is_data_stage else changes_numbers(path))]
     return sorted(rest, key=lambda path: (not affects_of(path) & first, not changes_numbers(path)))
 
 

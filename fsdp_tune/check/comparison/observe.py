@@ -21,7 +21,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,19 +35,20 @@ import transformers
 if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the older spelling alone
     transformers.__dict__["PreTrainedConfig"] = transformers.PretrainedConfig
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_tune.check.comparison.small_model import map_patterns, raw_config, with_default_sizes
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
-from fsdp_tune.check.rehearsal.scale_down import map_layer_patterns, scale_down_config
-from fsdp_tune.core import families
+from fsdp_tune.check.rehearsal.scale_down import scale_down_config
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.data.batches import collate, example_ids, row_order
+from fsdp_tune.data.batches import collate, example_ids
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read.row_files import BadRow
+from fsdp_tune.data.report import InputAccount
+from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
@@ -65,7 +66,6 @@ from fsdp_tune.model.step import (
     token_losses,
     total_norm,
 )
-from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schedule import schedule_of
 from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
@@ -75,7 +75,8 @@ from fsdp_tune.run.manifest import digest
 
 STEPS = 2
 """Adam's first step hides its betas, which the second one shows."""
-ORDERED_STEPS = 3
+ORDERED_STEPS, ORDERED_SEQUENCES = 3, 20_000
+"""Steps whose order is compared, and the sequences up to which it is that of all steps."""
 MODEL_ROWS = 8
 """Rows of a step that run through the model."""
 MODEL_TOKENS = 256
@@ -113,6 +114,7 @@ class Side:
         self.raw_config: dict[str, Any] = {}
         self.steps_of_rows: list[list[Row]] = []
         self.start = ""  # model of the stages, once it is written
+        self.complete: list[str] = []
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
@@ -124,7 +126,7 @@ class Side:
         if lent := lent_packages():
             self.left_out.append(f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used")
         stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
-        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out))
+        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out), complete=tuple(self.complete))
 
     def _attempt(self, compute: Callable[[], None], stages: Sequence[str]) -> None:
         """Run a part; the stages that it could not compute get the reason."""
@@ -152,8 +154,7 @@ class Side:
         keys = self._keys(store)
         rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
         self.stages["rows"] = StageFacts(rows)
-        size = self.recipe.global_batch_size
-        self.stages["batch"] = StageFacts({"sequences": size})
+        self.stages["batch"] = StageFacts({"sequences": self.recipe.global_batch_size})
         of_rows = row_order(recipe, store.lengths)
         in_order = recipe.model_copy(update={"data": recipe.data.model_copy(update={"shuffle": False})})
         walked = row_order(in_order, store.lengths) if self.is_beside_tool else of_rows
@@ -167,6 +168,8 @@ class Side:
             self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
         self.stages["order"] = StageFacts(order, drawn_by="a hash" if self.recipe.data.shuffle else None)
         self.stages["items"], self.row_count = StageFacts(items), len(store)
+        if self.recipe.evaluates and not self.is_beside_tool:
+            self.stages["eval_rows"] = StageFacts(_rows_by_digest(prepared.evals))
         if self.recipe.data.streaming:
             reason = "a stream is shuffled and packed as it is read, which is not done here"
             names = ("rows", "order", "items") if self.recipe.data.packing else ("order", "items")
@@ -176,8 +179,33 @@ class Side:
             self.left_out.append(
                 f"rows after the first {self.rows} of each source, and the order of all rows, if there are more (`--rows N` reads more)"
             )
-        if size > len(store):
+        else:
+            self._complete_data(prepared.report.inputs, keys, store, of_rows)
+        if (size := self.recipe.global_batch_size) > len(store):
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
+
+    def _complete_data(self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder) -> None:
+        """Add the order of all steps, and name the stages that are those of the whole run: all training rows were read."""
+        if self.recipe.data.streaming:
+            return
+        self.complete.append("rows")
+        if all(account.rows < self.rows for account in accounts):
+            self.complete.append("eval_rows")
+        steps = self._total_steps()[0]
+        if self.is_beside_tool or steps * self.recipe.global_batch_size > ORDERED_SEQUENCES:
+            return
+        self.complete.append("order")
+        for step in range(ORDERED_STEPS + 1, steps + 1):
+            found = [keys[store.pieces(index)[0][0]] for index in rows.batch_after(step - 1).tolist()]
+            self.stages["order"].values[f"step {step}"] = found
+
+    def _total_steps(self) -> tuple[int, bool]:
+        """Return the steps of the run, and whether the number of those of an epoch is assumed."""
+        steps = int(training_value(self.recipe.training, "max_steps"))
+        if steps > 0:
+            return steps, False
+        of_epoch = NOMINAL_STEPS_OF_EPOCH if self.row_count is None else math.ceil(self.row_count / self.recipe.global_batch_size)
+        return math.ceil(float(training_value(self.recipe.training, "num_train_epochs")) * of_epoch), self.row_count is None
 
     def _sampled(self) -> Recipe:
         """Return the recipe with the first rows of each source, read in this process."""
@@ -232,14 +260,11 @@ class Side:
         return keys
 
     def _rate(self) -> None:
-        recipe, size = self.recipe, self.recipe.global_batch_size
-        steps, assumed = int(training_value(recipe.training, "max_steps")), None
-        if steps <= 0:
-            of_epoch = NOMINAL_STEPS_OF_EPOCH if self.row_count is None else math.ceil(self.row_count / size)
-            if self.row_count is None:
-                assumed = f"the learning rate is that of epochs of {of_epoch:,} steps"
-                self.left_out.append(f"the number of steps of an epoch: {assumed}")
-            steps = math.ceil(float(training_value(recipe.training, "num_train_epochs")) * of_epoch)
+        recipe, assumed = self.recipe, None
+        steps, is_assumed = self._total_steps()
+        if is_assumed:
+            assumed = f"the learning rate is that of epochs of {NOMINAL_STEPS_OF_EPOCH:,} steps"
+            self.left_out.append(f"the number of steps of an epoch: {assumed}")
         schedule = schedule_of(recipe, steps)
         if schedule is None:
             self.stages["rate"] = StageFacts(reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses")
@@ -251,6 +276,8 @@ class Side:
         # Where all steps are listed, their number is not one more value that may differ.
         length = {"steps of the run": steps} if steps > EXACT_STEPS else {}
         self.stages["rate"] = StageFacts(length | values, assumed=assumed)
+        if not is_assumed and not length:
+            self.complete.append("rate")
 
     # ---- Model
 
@@ -304,10 +331,10 @@ class Side:
                 raise ValueError(f"the weights of {start} are in a sharded checkpoint: name its merged model")
             self.start = str(start)
             return Recipe.model_validate(raw)
-        self.raw_config = _raw_config(recipe) | recipe.model.config_overrides
-        small = scale_down_config(_with_default_sizes(self.raw_config))
+        self.raw_config = raw_config(recipe) | recipe.model.config_overrides
+        small = scale_down_config(with_default_sizes(self.raw_config))
         small = {name: value for name, value in small.items() if name != "auto_map" or recipe.model.trust_remote_code}
-        _map_patterns(raw, self.raw_config, small)
+        map_patterns(raw, self.raw_config, small)
         raw["model"]["config_overrides"] = {}
         if recipe.model.from_config is not None:
             raw["model"]["from_config"] = small
@@ -393,6 +420,7 @@ class Side:
         losses: dict[str, Any] = {}
         gradients: dict[str, Any] = {}
         clipping: dict[str, Any] = {"max_grad_norm": max_norm}
+        updates: dict[str, Any] = {}
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]
@@ -406,10 +434,12 @@ class Side:
                 scale_gradients(parameters, clip_factor(norm, max_norm))
             optimizer.step()
             optimizer.zero_grad()
+            # Of each step, so that what a key changes in step 1 comes before what follows from it in step 2; a tool has the last one.
+            if not self.is_beside_tool or number == len(steps):
+                ending = "" if self.is_beside_tool else f", step {number}"
+                updates |= {f"{name}{ending}": summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
         self.stages |= {"loss": StageFacts(losses), "gradients": StageFacts(gradients), "clipping": StageFacts(clipping)}
-        self.stages["update"] = StageFacts(
-            {name: summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
-        )
+        self.stages["update"] = StageFacts(updates)
 
     def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
         """Run forward and backward of a step's micro-batches, and return its loss."""
@@ -428,50 +458,15 @@ class Side:
         return total / targets
 
 
+def _rows_by_digest(sets: Mapping[str, str]) -> dict[str, str]:
+    """Return a digest of tokens and labels by set and row."""
+    stores = [(label, RowStore(path)) for label, path in sets.items()]
+    rows = [(f"{label}, row {index}", store[index]) for label, store in stores for index in range(len(store))]
+    return {name: digest(row.input_ids.tobytes(), row.labels.tobytes()) for name, row in rows}
+
+
 def _where(origin: tuple[str, int]) -> str:
     return f"{Path(origin[0]).name}:{origin[1]}"
-
-
-def _raw_config(recipe: Recipe) -> dict[str, Any]:
-    """Return config.json as its file has it: two versions of transformers read the same. Raises: OSError, ValueError."""
-    source = recipe.model.from_config
-    if isinstance(source, dict):
-        return dict(source)
-    if isinstance(source, str):
-        path = Path(source)
-        return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    name = str(recipe.model.name_or_path)
-    run = run_of(Path(name))
-    try:
-        local_only = not (Path(name).exists() or hub_is_reachable())
-        options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
-        found, _ = PreTrainedConfig.get_config_dict(run.model if run else name, **options)
-    except OSError:
-        facts = architecture(name)
-        if facts is None:
-            raise
-        return facts
-    return {key: value for key, value in found.items() if key not in ("_commit_hash", "transformers_version")}
-
-
-def _with_default_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the whole numbers that it leaves to its class, such as the number of layers."""
-    fields = dict(config)
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    every: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
-    return {name: value for name, value in every.items() if type(value) is int} | config
-
-
-def _map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, Any]) -> None:
-    """Map patterns that name layers to the layers of the small model."""
-    of, to = families.LAYERS.of(config), families.LAYERS.of(small)
-    if of is None or to is None:
-        return
-    raw["model"]["freeze"] = map_layer_patterns(raw["model"]["freeze"], of, to)
-    for group in raw["training"]["parameter_groups"]:
-        group["match"] = map_layer_patterns(group["match"], of, to)
-    if raw["lora"] is not None:
-        raw["lora"] |= {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}, "adapter": None}
 
 
 @functools.cache

@@ -16,6 +16,14 @@ from fsdp_tune.core.command import JsonAnswer
 
 TOLERANCE = 0.02
 """Mean difference of log-probabilities that counts as none: what half precision moves the tokens of a greedy answer by."""
+UNCERTAIN, LEAST_UNCERTAIN = -0.1, 4
+"""Log-probability below which half precision shows, and the fewest such tokens that show it."""
+IN_FP32, MOST_IN_FP32 = 1e-5, 1e-3
+"""Median difference in which two programs that compute in fp32 agree, and how far one token may be off then."""
+FAR = 0.5
+"""Mean difference beyond which no dtype is the reason."""
+ROUNDED = 2.0
+"""Times what the model itself moves in the server's dtype: two programs round in other places."""
 OF_ONE_TOKEN = 20.0
 """Times the tolerance: the same of a single token."""
 LEAST_SCALE, LEAST_EXPLAINED = 0.02, 0.9
@@ -92,6 +100,11 @@ class Exchange:
     score: ScoredTokens | None = None
     """The model's log-probabilities of `answer`, after A's tokens."""
     same_score: ScoredTokens | None = None
+    half_score: ScoredTokens | None = None
+    """As `score` and `same_score`, by the model in the server's dtype; None if that was not computed."""
+    half_same_score: ScoredTokens | None = None
+    begun_score: ScoredTokens | None = None
+    """As `score`, after A's tokens with or without the beginning of text, where the server returns how many tokens it reads alone."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -108,18 +121,38 @@ class _Differences:
     theirs: Sequence[float]
     of_prompt: int = 0
     """The first values are those of the prompt's tokens."""
+    rounding: npt.NDArray[np.float64] | None = None
+    """By how much the model itself differs in the server's dtype, float64 [tokens]."""
 
     @property
     def known(self) -> npt.NDArray[np.float64]:
         return np.abs(self.values[~np.isnan(self.values)])
 
+    def _is_in_fp32(self) -> bool:
+        """Return whether most tokens are as near as in fp32: then a token that is not is no rounding."""
+        off = self.known[np.array(self.ours)[~np.isnan(self.values)] < UNCERTAIN]
+        return len(off) >= LEAST_UNCERTAIN and float(np.median(off)) < IN_FP32
+
+    def parts(self) -> list[slice]:
+        """Return the tokens of the prompt, which may be improbable, and those of the answer, which are mostly probable."""
+        return [part for part in (slice(0, self.of_prompt), slice(self.of_prompt, None)) if len(self.values[part])]
+
     def first(self, tolerance: float) -> int | None:
-        """Return the first token that is too far off; None if all are close."""
-        known = self.known
-        if not len(known) or (known.mean() <= tolerance and known.max() <= OF_ONE_TOKEN * tolerance):
-            return None
-        limit = OF_ONE_TOKEN * tolerance if known.max() > OF_ONE_TOKEN * tolerance else tolerance
-        return int(np.argmax(np.nan_to_num(np.abs(self.values)) > limit))
+        """Return the first token that is too far off; None if all are close.
+
+        The limit of a part is the tolerance, or twice what the model itself moves in the server's dtype if that is more.
+        """
+        for part in self.parts():
+            off = np.nan_to_num(np.abs(self.values[part]))
+            known = off[~np.isnan(self.values[part])]
+            mean, one = tolerance, OF_ONE_TOKEN * tolerance
+            if self._is_in_fp32():
+                one = min(one, MOST_IN_FP32)
+            elif self.rounding is not None:
+                mean, one = max(mean, ROUNDED * self.rounding[part].mean()), max(one, ROUNDED * self.rounding[part].max())
+            if len(known) and (known.mean() > mean or known.max() > one):
+                return int(np.argmax(off > (one if known.max() > one else mean))) + (part.start or 0)
+        return None
 
 
 def compare_served(
@@ -196,53 +229,61 @@ def _without(name: str, why: str) -> ComparedStage:
 def _text_difference(a: str, b: str) -> Found | None:
     if a == b:
         return None
-    at = _shared(a, b)
-    return f", character {at}", _quoted(a[max(at - 10, 0) :]), _quoted(b[max(at - 10, 0) :])
+    at = shared_length(a, b)
+    return f", character {at}", quoted(a[max(at - 10, 0) :]), quoted(b[max(at - 10, 0) :])
 
 
 def _token_difference(a: Sequence[int], b: Sequence[int], decode: Decode) -> Found | None:
     if tuple(a) == tuple(b):
         return None
-    at = _shared(a, b)
+    at = shared_length(a, b)
     x, y = (f"has ended after {at} tokens" if at >= len(each) else f"{decode([each[at]])!r} (id {each[at]})" for each in (a, b))
     return f", token {at}", x, y
 
 
-def _shared(a: Sequence[object], b: Sequence[object]) -> int:
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the part that both begin with."""
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
 # ---- Log-probabilities
 
 
-def differences(answer: ServedAnswer | None, score: ScoredTokens | None) -> _Differences | None:
-    """Return the differences of the tokens that were identified; None if there are none."""
+def differences(answer: ServedAnswer | None, score: ScoredTokens | None, half: ScoredTokens | None = None) -> _Differences | None:
+    """Return the differences of the tokens that were identified; None if there are none. `half`: the score in the server's dtype."""
     if answer is None or score is None:
         return None
     theirs = [each.logprob for each in (*answer.prompt[1:], *answer.tokens[: len(score.tokens)])]
-    ours = [*(score.prompt if answer.prompt else ()), *score.logprobs]
+    ours = _values(answer, score)
     if not theirs:
         return None
     texts = [*(score.prompt_texts if answer.prompt else ()), *score.texts]
-    return _Differences(np.array(theirs, np.float64) - np.array(ours, np.float64), texts, ours, theirs, max(len(answer.prompt) - 1, 0))
+    rounding = np.abs(np.array(_values(answer, half), np.float64) - np.array(ours, np.float64)) if half is not None else None
+    values = np.array(theirs, np.float64) - np.array(ours, np.float64)
+    return _Differences(values, texts, ours, theirs, max(len(answer.prompt) - 1, 0), rounding)
+
+
+def _values(answer: ServedAnswer, score: ScoredTokens) -> list[float]:
+    return [*(score.prompt if answer.prompt else ()), *score.logprobs]
 
 
 def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_out: list[str]) -> ComparedStage:
     is_same = name == "same_tokens"
     places: list[tuple[str, Found | None]] = []
     every: list[npt.NDArray[np.float64]] = []
+    rounded: list[npt.NDArray[np.float64]] = []
     unknown = 0
     for each in exchanges:
-        answer, score = (each.same, each.same_score) if is_same else (each.answer, each.score)
+        answer, score, half = (each.same, each.same_score, each.half_same_score) if is_same else (each.answer, each.score, each.half_score)
         unknown += 0 if answer is None else len(answer.tokens) - (len(score.tokens) if score is not None else 0)
-        if (found := differences(answer, score)) is None or not len(found.known):
+        if (found := differences(answer, score, half)) is None or not len(found.known):
             continue
         every.append(found.known)
+        rounded += [found.rounding] if found.rounding is not None else []
         at = found.first(tolerance)
         places.append((each.name, None if at is None else (_at(found, at), f"{found.ours[at]:.4f}", f"{found.theirs[at]:.4f}")))
     if unknown:
@@ -253,7 +294,11 @@ def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_o
         why = refused if first is None else first.without_tokens or "no token of it could be identified"
         return _without(name, why)
     pooled = np.concatenate(every)
-    return _stage(name, places, f"{len(pooled)} tokens, on average {pooled.mean():.2g} apart, at most {pooled.max():.2g}")
+    detail = f"{len(pooled)} tokens, on average {pooled.mean():.2g} apart, at most {pooled.max():.2g}"
+    if rounded:
+        half = np.concatenate(rounded)
+        detail += f"; A itself moves by {half.mean():.2g} and at most {half.max():.2g} in half precision"
+    return _stage(name, places, detail)
 
 
 def _at(found: _Differences, at: int) -> str:
@@ -292,18 +337,14 @@ def _answers(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance:
     """Compare greedy answers up to a near tie: where A's two most probable tokens are within the tolerance, rounding decides."""
     places: list[tuple[str, Found | None]] = []
     ties = 0
-    ends = {int(token): text for token, text in special.ends.items()}
     for each in exchanges:
-        if each.score is not None and each.score.tokens:
-            found, is_tie = _by_tokens(each.answer, each.score, ends, tolerance)
-        elif each.answer.text is None:
+        if not _has_tokens(each) and each.answer.text is None:
             left_out.append(f"the answer to {each.name}: the server has taken it apart (reasoning, calls of tools), and returns no tokens")
             continue
-        elif _parts_within_character(each.answer.text, each.reference.answer_text):
+        if not _has_tokens(each) and _parts_within_character(each.answer.text or "", each.reference.answer_text):
             left_out.append(f"the answer to {each.name}: it has bytes that are no character, which servers write in other ways")
             continue
-        else:
-            found, is_tie = _by_text(each, tolerance)
+        found, is_tie = _answer_difference(each, special, tolerance)
         ties += is_tie
         places.append((each.name, found))
     if not places:
@@ -312,8 +353,37 @@ def _answers(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance:
     return _stage("answers", places, detail)
 
 
+def is_near(exchanges: Sequence[Exchange]) -> bool:
+    """Return whether the server's log-probabilities are as near to A's as those of another dtype may be."""
+    same = any(each.same is not None for each in exchanges)
+    pairs = [(each.same, each.same_score) if same else (each.answer, each.score) for each in exchanges]
+    found = [found.known for answer, score in pairs if (found := differences(answer, score)) is not None and len(found.known)]
+    return bool(found) and float(np.concatenate(found).mean()) < FAR
+
+
+def _has_tokens(each: Exchange) -> bool:
+    return each.score is not None and bool(each.score.tokens)
+
+
+def answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float) -> Found | None:
+    """Return where the server's answer is another one than A's; None if it is not, or if it cannot be compared."""
+    if not _has_tokens(each) and (each.answer.text is None or _parts_within_character(each.answer.text, each.reference.answer_text)):
+        return None
+    return _answer_difference(each, special, tolerance)[0]
+
+
+def _answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float) -> tuple[Found | None, bool]:
+    """Return the first difference, and whether the answers part at a near tie: as near as the log-probabilities of the answer differ."""
+    found = differences(each.answer, each.score)
+    is_known = found is not None and len(found.known) > 0
+    limit = max(IN_FP32, ROUNDED * float(found.known.max())) if found is not None and is_known else tolerance
+    if each.score is not None and each.score.tokens:
+        return _by_tokens(each.answer, each.score, {int(token): text for token, text in special.ends.items()}, limit)
+    return _by_text(each, limit)
+
+
 def _parts_within_character(a: str, b: str) -> bool:
-    at = _shared(a, b)
+    at = shared_length(a, b)
     return REPLACEMENT in (a[at : at + 1], b[at : at + 1])
 
 
@@ -347,8 +417,8 @@ def _by_text(each: Exchange, tolerance: float) -> tuple[Found | None, bool]:
     at = next((index for index, length in enumerate(lengths) if a[:length] != b[:length]), len(lengths) - 1)
     if margins and margins[at] <= tolerance:
         return None, True
-    shared = _shared(a, b)
-    return (f", token {at}", _quoted(a[shared:]), _quoted(b[shared:])), False
+    shared = shared_length(a, b)
+    return (f", token {at}", quoted(a[shared:]), quoted(b[shared:])), False
 
 
 # ---- The result
@@ -395,39 +465,9 @@ def _rounded(value: float) -> float:
 
 
 def score_request(ids: Sequence[int], answer: ServedAnswer) -> ScoreRequest:
-    """Return what the model is asked about an answer to the prompt `ids`."""
+    """Return what the model is asked about an answer to the prompt `ids`: its tokens, and at each position the server's most probable ones,
+    the token before and the token after, by which logits of another position are recognised."""
     tokens = [(each.id, each.text) for each in answer.tokens]
-    return ScoreRequest(list(ids), tokens, [[(one.id, one.text) for one in each.top] for each in answer.tokens], bool(answer.prompt))
-
-
-def cause_of_tokens(exchanges: Sequence[Exchange], special: ReferenceTokens, decode: Decode) -> tuple[str, str] | None:
-    """Return why the tokens of prompts differ, and what to do; None if they do not."""
-    serve = "serve with the model's own template: `--chat-template-file` of llama.cpp, `--chat-template` of vLLM"
-    wrong = next((each for each in exchanges if each.prompt.ids is not None and each.prompt.ids != each.ids), None)
-    if wrong is None:
-        off = {(each.answer.prompt_tokens or 0) - len(each.ids) for each in exchanges if each.answer.prompt_tokens is not None}
-        if off <= {0}:
-            return None
-        if len(off) == 1:
-            (more,) = off
-            what = "the beginning of text, twice or not at all" if abs(more) == 1 else "a system prompt or other turns of the template"
-            return f"not shown: each prompt has {abs(more)} tokens {'more' if more > 0 else 'fewer'} on the server, such as {what}", serve
-        return "not shown: the server returns only how many tokens it reads", serve
-    a, b, bos = wrong.ids, wrong.prompt.ids or (), special.bos_id
-    if bos is not None and b[1:] == a and b[:1] == (bos,):
-        how = "twice: the template writes it and the server adds it" if a[:1] == (bos,) else "which training did not have"
-        hint = "switch off one of them: in a GGUF file `tokenizer.ggml.add_bos_token`, with vLLM `add_special_tokens` of a request"
-        return f"the server's prompts begin with {special.bos!r} {how}", hint
-    if bos is not None and a[1:] == b and a[:1] == (bos,):
-        return (
-            f"the server's prompts lack {special.bos!r}, with which they began in training",
-            "in a GGUF file: `tokenizer.ggml.add_bos_token`",
-        )
-    start = _shared(a, b)
-    end = min(_shared(a[::-1], b[::-1]), len(a) - start, len(b) - start)
-    ours, theirs = (decode(each[start : len(each) - end]) for each in (a, b))
-    if not ours:
-        return f"the server adds {_quoted(theirs)}", serve
-    if not theirs:
-        return f"the server leaves out {_quoted(ours)}", serve
-    return f"the server has {_quoted(theirs)} in the place of {_quoted(ours)}", serve
+    around = list(zip([*tokens[:1], *tokens[:-1]], [*tokens[1:], *tokens[-1:]], strict=True))
+    tops = [[*((one.id, one.text) for one in each.top), *near] for each, near in zip(answer.tokens, around, strict=True)]
+    return ScoreRequest(list(ids), tokens, tops, bool(answer.prompt))

@@ -1,4 +1,4 @@
-"""The stages of a comparison, from tokens to the update, and the lines of two runs: the first place at which two sides differ.
+"""The stages of a comparison, from tokens to the update: the first place at which two sides differ.
 
 An observation of a side is computed by `check/comparison/observe.py` in a child process. This module compares two of them; it imports no
 torch.
@@ -7,10 +7,8 @@ torch.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -25,6 +23,7 @@ STAGES: dict[str, str] = {
     "batch": "sequences of a step",
     "order": "order of the rows in the first steps",
     "items": "trained tokens of a step, by which its loss is divided",
+    "eval_rows": "rows of the evaluation sets",
     "model": "configuration and shapes of the model",
     "defaults": "dtype that `from_pretrained` loads if none is given",
     "dtypes": "dtype of each parameter, and whether it is trained",
@@ -39,20 +38,32 @@ STAGES: dict[str, str] = {
 }
 """In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
 RANDOM = "both draw the order of their rows, by other generators: torch's in a tool, a hash in a recipe"
-DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items")
+DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items", "eval_rows")
 NEVER_COMPARED = (
     "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
     "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
-    "evaluation, checkpoints and everything after the second step, except the learning rate",
+    "evaluation losses, checkpoints and everything after the second step, except the learning rate",
 )
 OF_ROWS = ("logits", "row_losses", "loss", "gradients", "clipping", "update")
 """Stages of the model that depend on the rows."""
+COMPUTED = 1e-9
+"""Relative limit of the learning rate, which is computed from the recipe alone, in fp64."""
 TOLERANCE = 1e-6
 """Relative. In one environment equal input gives equal bits; padding to another width moves the last ones."""
+GROWTH = {"loss": 4.0, "gradients": 8.0, "clipping": 8.0, "update": 64.0}
+"""Stages of a step. A later one may differ by this multiple of what the stages before it differ by. Adam divides a gradient by the root of
+its square, so that the smallest gradients move as far as the largest, with their larger relative errors."""
 OTHER_VERSIONS_TOLERANCE = 1e-4
 """Relative, of other versions of the libraries in fp32: their kernels add in another order."""
 OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
-"""The same where matrices are multiplied in bf16 or fp16."""
+"""The same where matrices are multiplied in bf16 or fp16: three times the spacing of bf16 numbers."""
+MICRO_BATCHES = frozenset(
+    (
+        *("training.per_device_train_batch_size", "training.per_device_train_batch_tokens", "training.gradient_accumulation_steps"),
+        *("launch.num_processes", "data.pad_to_multiple_of"),
+    )
+)
+"""Keys that cut the same step into other micro-batches, whose matrices have other shapes: kernels may add in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +94,13 @@ class Observation:
     """The first thing that a tool did not compute: its words."""
     ignored: tuple[str, ...] = ()
     """Options of its configuration that the tool does not read."""
+    complete: tuple[str, ...] = ()
+    """Stages whose values are those of the whole run: `rows` (all rows were read), `order` and `rate` (of all steps), `eval_rows`."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
-        lists = (tuple(raw["left_out"]), raw.get("failed"), tuple(raw.get("ignored", ())))
+        lists = (tuple(raw["left_out"]), raw.get("failed"), tuple(raw.get("ignored", ())), tuple(raw.get("complete", ())))
         return cls(stages, raw["names"], raw["texts"], raw["versions"], *lists)
 
 
@@ -112,6 +125,8 @@ class ComparedStage(JsonAnswer):
     places: int = 0
     """Places that were compared: rows, parameters, steps."""
     different_places: int = 0
+    largest: float = 0.0
+    """The largest relative difference within the limit."""
 
     @property
     def is_settled(self) -> bool:
@@ -138,13 +153,15 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         return ComparedStage(name, title, "not_compared", RANDOM)
     if name in OF_ROWS and has_rows(a) is not has_rows(b):
         return ComparedStage(name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read")
+    if name == "rate" and tolerance > 0.0:
+        tolerance = COMPUTED
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
     if first is not None:
         return ComparedStage(name, title, "different", None, first, places, different)
     if places == 0:
         return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
     detail = f"within {largest:.1e}; the last bits differ" if largest else None
-    return ComparedStage(name, title, "equal", detail, None, places)
+    return ComparedStage(name, title, "equal", detail, None, places, largest=largest)
 
 
 def without_weights(stages: Sequence[ComparedStage], a: str, b: str) -> list[ComparedStage]:
@@ -153,9 +170,12 @@ def without_weights(stages: Sequence[ComparedStage], a: str, b: str) -> list[Com
     return [replace(stage, status="not_compared", detail=detail, difference=None) if stage.name == "weights" else stage for stage in stages]
 
 
-def other_tolerance(*, is_fp32: bool) -> float:
-    """Return the tolerance between two environments."""
-    return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE
+def tolerances(*, is_fp32: bool, is_one_environment: bool, keys: Iterable[str]) -> tuple[float, float | None]:
+    """Return the tolerance, and that of the stages of a step if it is another one. `keys`: those that differ."""
+    if not is_one_environment:
+        return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE, None
+    is_cut_otherwise = not is_fp32 and not MICRO_BATCHES.isdisjoint(keys)
+    return TOLERANCE, OTHER_VERSIONS_HALF_TOLERANCE if is_cut_otherwise else None
 
 
 def open_words(stage: str, decisions: Sequence[tuple[str, str]], a: Observation, b: Observation) -> list[str]:
@@ -178,9 +198,23 @@ def has_rows(side: Observation) -> bool:
     return facts is not None and facts.reason is None
 
 
-def compare_observations(a: Observation, b: Observation, tolerance: float = TOLERANCE) -> list[ComparedStage]:
-    """Compare all stages that one of the sides has, in order."""
-    return [compare_stage(name, a, b, tolerance) for name in STAGES if name in a.stages or name in b.stages]
+def compare_observations(
+    a: Observation, b: Observation, tolerance: float = TOLERANCE, *, of_steps: float | None = None, grows: bool = True
+) -> list[ComparedStage]:
+    """Compare all stages that one of the sides has, in order.
+
+    `of_steps`: the tolerance of stages that depend on how a step is cut into micro-batches, if it is another one. `grows`: the limit of a
+    later stage follows from what earlier ones differ by (`GROWTH`).
+    """
+    found: list[ComparedStage] = []
+    largest = 0.0
+    for name in STAGES:
+        if name in a.stages or name in b.stages:
+            own = of_steps if of_steps is not None and name in GROWTH else tolerance
+            limit = max(own, GROWTH[name] * largest) if grows and name in GROWTH else own
+            found.append(compare_stage(name, a, b, limit))
+            largest = max(largest, found[-1].largest) if name in OF_ROWS else largest
+    return found
 
 
 def _places(own: StageFacts, other: StageFacts) -> list[str]:
@@ -272,6 +306,10 @@ def _exact(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _
 
 
 def _order(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
+    # One run may have more steps, which the learning rate shows.
+    shared = [place for place in own.values if place in other.values]
+    own, other = (StageFacts({place: each.values[place] for place in shared}) for each in (own, other))
+
     def at(_place: str, rows: list[str], others: list[str]) -> StageDifference | None:
         if rows == others:
             return None
@@ -331,6 +369,7 @@ _COMPARE: dict[str, Callable[[StageFacts, StageFacts, Observation, Observation, 
     "batch": _exact,
     "order": _order,
     "items": _exact,
+    "eval_rows": _exact,
     "model": _exact,
     "defaults": _exact,
     "dtypes": _exact,
@@ -343,107 +382,3 @@ def stages_until(name: str) -> Iterator[str]:
         yield each
         if each == name:
             return
-
-
-# ---- Two runs, step by step
-
-
-FIELDS = ("tokens", "supervised_tokens", "learning_rate", "loss", "grad_norm")
-"""In the order in which a step depends on them."""
-FP32_TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-3
-"""Relative; above what another order of additions changes in the first steps."""
-TITLES = {
-    "data": "content of the prepared training rows",
-    "data_order": "order of the rows of an epoch",
-    "steps": "lines of metrics.jsonl, step by step",
-}
-"""Stages of two runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class DifferentStep(JsonAnswer):
-    """The first step at which a field of metrics.jsonl differs."""
-
-    step: int
-    field: str
-    a: float | None
-    """Null: NaN or infinity."""
-    b: float | None
-    relative: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedLines:
-    stage: ComparedStage
-    first: DifferentStep | None
-    """Beyond the tolerance."""
-    first_bits: DifferentStep | None
-    """The first step that is not bitwise equal."""
-    left_out: tuple[str, ...]
-
-
-def compare_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], tolerance: float) -> ComparedLines:
-    """Compare the training lines of two runs. A line is a mean over the steps since the line before it, so only lines of the same steps are
-    compared."""
-    ours, theirs = _spans(a), _spans(b)
-    shared = [span for span in ours if span in theirs]
-    first: DifferentStep | None = None
-    first_bits: DifferentStep | None = None
-    different = 0
-    for span in shared:
-        found = [
-            _step(span[1], name, ours[span][name], theirs[span][name]) for name in FIELDS if name in ours[span] and name in theirs[span]
-        ]
-        beyond = [each for each in found if each is not None and not _is_close(each, tolerance)]
-        first_bits = first_bits or next((each for each in found if each is not None), None)
-        first = first or next(iter(beyond), None)
-        different += bool(beyond)
-    left_out = [
-        f"{len(own) - len(shared)} of {len(own)} lines of {side}: the other run has no line of the same steps"
-        for side, own in (("A", ours), ("B", theirs))
-        if len(own) > len(shared)
-    ]
-    return ComparedLines(_stage(first, first_bits, len(shared), different, tolerance), first, first_bits, tuple(left_out))
-
-
-def compare_digests(name: str, a: str | None, b: str | None, file: str) -> ComparedStage:
-    """Compare a digest of two runs, which they have in a file."""
-    title = TITLES[name]
-    if not a or not b:
-        return ComparedStage(name, title, "not_compared", f"a run has none in {file}")
-    if a == b:
-        return ComparedStage(name, title, "equal", None, None, 1)
-    return ComparedStage(name, title, "different", None, StageDifference(f"digest in {file}", a, b), 1, 1)
-
-
-def _spans(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:
-    """Return lines by (step of the line before, step)."""
-    steps = [0, *(int(line["step"]) for line in lines)]
-    return dict(zip(pairwise(steps), lines, strict=True))
-
-
-def _step(step: int, name: str, a: Any, b: Any) -> DifferentStep | None:
-    """Return the difference of two values; None if they are bitwise equal."""
-    if a == b:
-        return None
-    numbers = [float(each) if isinstance(each, int | float) and math.isfinite(each) else None for each in (a, b)]
-    one, other = numbers
-    largest = None if one is None or other is None else max(abs(one), abs(other))
-    relative = None if one is None or other is None or not largest else abs(one - other) / largest
-    return DifferentStep(step, name, one, other, relative)
-
-
-def _is_close(found: DifferentStep, tolerance: float) -> bool:
-    return found.relative is not None and found.relative <= tolerance
-
-
-def _stage(first: DifferentStep | None, first_bits: DifferentStep | None, places: int, different: int, tolerance: float) -> ComparedStage:
-    title = TITLES["steps"]
-    if places == 0:
-        return ComparedStage("steps", title, "not_compared", "the runs have no line of the same steps")
-    if first is not None:
-        shown = ["not finite" if each is None else f"{each:.9g}" for each in (first.a, first.b)]
-        difference = StageDifference(f"step {first.step}, {first.field}", *shown)
-        return ComparedStage("steps", title, "different", f"beyond {tolerance:g}", difference, places, different)
-    detail = None if first_bits is None else f"within {tolerance:g}; the first bits differ at step {first_bits.step}, {first_bits.field}"
-    return ComparedStage("steps", title, "equal", detail, None, places)

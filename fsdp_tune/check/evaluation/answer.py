@@ -14,13 +14,15 @@ A comparison with a server sends objects instead of lists: `{"references": [prom
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import torch
@@ -108,13 +110,16 @@ class Answerer:
     stop: StopFlag
 
     @torch.inference_mode()
-    def answer(self, ids: Sequence[int], emit: Callable[[str], None]) -> dict[str, Any]:
-        """Generate the answer to a prompt with transformers' `generate`; `emit` gets its text in pieces."""
+    def answer(self, ids: Sequence[int], sample: int, emit: Callable[[str], None]) -> dict[str, Any]:
+        """Generate the answer to a prompt with transformers' `generate`; `emit` gets its text in pieces.
+
+        `sample` counts the answers to the same prompt, which draw different tokens.
+        """
         emit("")  # the answer begins, and it may have no text
         streamer = PieceStreamer(self.text_of, self.end_ids, emit)
         started = time.monotonic()
         prompt = torch.tensor([list(ids)], device=self.model.device)
-        torch.manual_seed(self.settings.seed)
+        torch.manual_seed(seed_of_draws(self.settings.seed, ids, sample))
         with self.context():
             generate: Any = self.model.generate
             generate(
@@ -158,6 +163,15 @@ class Answerer:
         return text
 
 
+def seed_of_draws(seed: int, ids: Sequence[int], sample: int) -> int:
+    """Return the seed of the tokens that are drawn for an answer: it depends on the prompt and on its number among equal ones alone.
+
+    So an answer is the same whatever prompts come before it, and equal prompts have different answers.
+    """
+    text = json.dumps([seed, sample, *ids])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
 @dataclass(frozen=True, slots=True)
 class Answering:
     """The loaded models, and the format of their prompts."""
@@ -165,6 +179,8 @@ class Answering:
     format: PromptFormat
     answerers: tuple[Answerer, ...]
     stop: StopFlag
+    samples: Counter[tuple[int, tuple[int, ...]]] = field(default_factory=Counter[tuple[int, tuple[int, ...]]])
+    """Answers so far, by model and prompt."""
 
     @classmethod
     def load(cls, request: ModelsRequest, stop: StopFlag, emit: Emit) -> Self:
@@ -204,7 +220,9 @@ class Answering:
         for number, of_models in enumerate(encoded):
             for which, (answerer, ids) in enumerate(zip(self.answerers, of_models, strict=True)):
                 place = {"prompt": number, "model": which}
-                answer = answerer.answer(ids, lambda piece, place=place: emit({**place, "piece": piece}))
+                answered = (which, tuple(ids))
+                answer = answerer.answer(ids, self.samples[answered], lambda piece, place=place: emit({**place, "piece": piece}))
+                self.samples[answered] += 1
                 emit({**place, "answer": answer})
                 if self.stop.is_set:
                     break

@@ -26,6 +26,7 @@ from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
+from fsdp_tune.run.written_files import require_unchanged_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ def find_model(name: str) -> ModelToEvaluate:
     Raises: usage error for a directory without a model, and for a run that is not merged.
     """
     path = Path(name).expanduser()
+    if path.is_dir():
+        require_unchanged_output(path / "merged" if run_of(path) is not None else path)
     if not path.is_dir():
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise usage_error("model-not-found", f"there is no model directory `{name}`", hint="give a model directory, a run or a hub id")
@@ -197,6 +200,8 @@ def _adapter(name: str, folder: Path) -> ModelToEvaluate:
     if base.name is None:
         message = f"{CONFIG_FILE} does not name the base model"
         raise usage_error("model-not-found", f"`{name}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")
+    if Path(base.name).is_dir():
+        require_unchanged_output(Path(base.name))
     correct = f"correct `base_model_name_or_path` in {folder / CONFIG_FILE}"
     if can_only_be_a_path(base.name) and not Path(base.name).is_dir():
         raise usage_error("model-not-found", f"`{name}`: there is no directory `{base.name}`, its base", hint=correct)
@@ -269,7 +274,7 @@ class AnswerSettings:
     """0: the most probable token, always."""
     top_p: float
     seed: int
-    """Of each answer, so that it does not depend on the answers before it."""
+    """Of what is drawn, with the prompt and its number among equal ones: an answer does not depend on the prompts before it."""
     shows_special_tokens: bool
 
 

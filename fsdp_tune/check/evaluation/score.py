@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from fsdp_tune.data.batches import collate
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.model.generate import end_ids_of, generate, room
+from fsdp_tune.model.loading.adapter_files import published_prefixes
 from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
 from fsdp_tune.model.shard.local import TORCH_DTYPE
@@ -68,11 +70,19 @@ def load_with_adapter(model: ModelToEvaluate, request: Request) -> tuple[PreTrai
         from peft import PeftModel
 
         # PEFT's wrapper hides the arguments of the model's forward; the adapter is in the layers of the model itself.
-        adapted = PeftModel.from_pretrained(loaded, model.adapter)
+        adapted = PeftModel.from_pretrained(loaded, model.adapter, key_mapping=_published_names(loaded, Path(model.adapter)))
         loaded = cast(Any, adapted.get_base_model())
     placed: Any = loaded
     evaluated: PreTrainedModel = placed.to(request.device).eval()
     return evaluated, adapted
+
+
+def _published_names(model: PreTrainedModel, adapter: Path) -> dict[str, str] | None:
+    """Return {pattern: replacement} for the names of an adapter of a base of several modalities, of which `model` is the text's alone."""
+    if not (adapter / WEIGHTS_FILE).is_file():
+        return None
+    prefixes = published_prefixes(model, dict(tensors_of(adapter / WEIGHTS_FILE)))
+    return {f"^{re.escape(prefixes[0])}": prefixes[1]} if prefixes is not None else None
 
 
 def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | None) -> tuple[PreTrainedModel, set[str]]:

@@ -37,6 +37,7 @@ from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.kept_precision import patterns_in_fp32
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -85,6 +86,12 @@ class LoopSettings:
     """A PEFT adapter that is trained on the frozen model, by PEFT's own model."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
+    schedule_waits: bool = True
+    """Whether the schedule does not advance in skipped steps, as under fp16; under `on_nonfinite: skip` it does."""
+
+    def position(self, step: int) -> int:
+        """Return the position of the schedule in a step, from 0."""
+        return step - (sum(each <= step for each in self.skipped) if self.schedule_waits else 0)
 
 
 @dataclass
@@ -119,15 +126,15 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
             parameter.grad = (gradients[name] * factor).to(parameter.dtype) if name in gradients else None
         if step == 0:
             result.first_gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        rate = settings.learning_rate * _schedule(step, settings)
+        share = _schedule(settings.position(step), settings)
         for optimizer in optimizers if step + 1 not in settings.skipped else ():
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * _schedule(step, settings)
+                group["lr"] = group["peak"] * share
             optimizer.step()
         model.zero_grad()
         result.losses.append(loss)
         result.grad_norms.append(norm)
-        result.learning_rates.append(rate)
+        result.learning_rates.append(settings.learning_rate * share)
         result.supervised_tokens.append(tokens)
     result.final = _copy(model, settings)
     if eval_rows:
@@ -241,7 +248,8 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a dense model)."""
     ids, labels = example
-    weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
+    kept = patterns_in_fp32(model, compute_dtype)
+    weights = {name: p if name in kept else p.to(compute_dtype) for name, p in model.named_parameters()}
     outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
     log_probabilities = torch.log_softmax(_at_least_fp32(outputs.logits[0]), dim=-1)
     supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]

@@ -276,6 +276,9 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
             for source in data["train"]:
                 source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
             small.changes.append(f"data: at most the first {ROWS} rows of each source")
+        if recipe.data.on_bad_row == "skip":
+            data["max_bad_share"] = 1.0
+            small.changes.append(f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share of all rows")
         if isinstance(recipe.data.eval, (EvalFraction, EvalRows)):
             data["eval"] = {"rows": EVAL_ROWS}
         elif data["eval"] is not None:

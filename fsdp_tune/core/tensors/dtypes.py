@@ -37,6 +37,7 @@ DTYPES: dict[str, DType] = {
         _dtype("float8_e5m2", "F8_E5M2", ml_dtypes.float8_e5m2),
         _dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
         _dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
+        _dtype("float8_e8m0fnu", "F8_E8M0", ml_dtypes.float8_e8m0fnu),
         _dtype("complex64", "C64", np.complex64),
         _dtype("int64", "I64", np.int64),
         _dtype("int32", "I32", np.int32),

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.account import refuse_bad_share
+from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.batches import shuffled
 from fsdp_tune.data.build import TokenisedRows
 from fsdp_tune.data.inputs import kept_columns
@@ -39,6 +39,8 @@ EMPTY_PASSES = 32
 """Passes, times lanes, in which a lane finds no row of a source that was not counted before it takes it for empty. The rows of a small
 source are in few lanes in each pass, and in others in the next."""
 NO_UNIT = -1
+FEWEST_ROWS = 1000
+"""Rows from which on the share of bad rows of a lane is judged."""
 SAMPLED_ROWS = 64
 """Weight, in rows, of the mean length in the sample against the lengths that a lane has measured."""
 UNITS, EXAMPLES, ROWS = range(3)
@@ -294,7 +296,8 @@ class _Window:
                     useful = found.counts["rows"] if length else useful
                     drawn[source] += length if stream.weighs_tokens else len(rows) + len(bad)
             bad_rows, rows_read = state.rows_bad + len(found.bad), state.rows_read + found.counts["rows"]
-            refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
+            if bad_rows > stream.most_bad * FEWEST_ROWS:  # more than of the fewest rows
+                refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
         return found, tokens, trained, tuple(drawn)
 
     def _planned(

@@ -80,8 +80,8 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, encoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, no_space,
-    split_rows, split_examples."""
+    """rows, unencoded, bad_unencoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text,
+    bos_missing_in_chat, no_space, split_rows, split_examples."""
     keys: Counter[tuple[int, KeyUse]] = field(default_factory=Counter[tuple[int, KeyUse]])
     """Rows of each source by the use of a key."""
     notes: RowNotes = field(default_factory=RowNotes)
@@ -108,8 +108,8 @@ class Tokeniser:
                 work.bad.append((row.file, error.bad_row(row.number)))
         work.counts["rows"] = len(rows)
         if check_only:
+            work.counts["unencoded"], work.counts["bad_unencoded"] = len(rows), len(work.bad)
             return work.finish()
-        work.counts["encoded"] = len(rows)
         texts = work.encode_texts([(row, example) for row, example in examples if isinstance(example, Text)])
         chats = work.encode_chats([(row, example) for row, example in examples if isinstance(example, Chat)])
         for row, example in examples:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
@@ -39,13 +40,14 @@ from fsdp_tune.run.directory import (
     name_aside,
     refuse_when_held,
 )
-from fsdp_tune.run.events import ChangedKey
-from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, train_command
+from fsdp_tune.run.event_parts import ChangedKey
+from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, read_recipe_json, train_command
 from fsdp_tune.run.manifest import Progress
+from fsdp_tune.run.records import read_object
 
 AUTO = "auto"
 # Keys that set the length of a run. If they are unchanged, a finished run stays finished.
-LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
+LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path, elsewhere: Sequence[Held]
 
 def _revision(run: RunDir) -> RunRevision:
     checkpoints = frozenset(path.name for path in run.path.glob("checkpoint-*"))
-    return RunRevision(run.launch_json.read_bytes() if run.launch_json.exists() else None, checkpoints)
+    return RunRevision(read_regular(run.launch_json) if run.launch_json.exists() else None, checkpoints)
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
@@ -386,10 +388,11 @@ def _longer(run: RunDir, recipe: Recipe) -> str:
 def read_resolved(run: RunDir) -> Recipe:
     """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read it."""
     try:
-        raw = run.recipe_json.read_bytes()
+        recipe = parse_resolved(read_regular(run.recipe_json), str(run.recipe_json))
+        read_recipe_json(run)
     except OSError as error:
         raise _unreadable(str(run.recipe_json), error) from error
-    return parse_resolved(raw, str(run.recipe_json))
+    return recipe
 
 
 def parse_resolved(raw: bytes, source: str) -> Recipe:
@@ -411,7 +414,7 @@ def _unreadable(source: str, error: Exception) -> FsdpTuneError:
 def read_data_key(run: RunDir) -> str | None:
     """Return the content key in RUN/data.json, or None."""
     try:
-        raw: Any = json.loads(run.data_json.read_bytes())
+        raw = read_object(run.data_json)
         return str(raw["key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

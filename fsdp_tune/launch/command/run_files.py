@@ -21,11 +21,12 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir, locked
+from fsdp_tune.run.directory import RunDir, digest_of_recipe, locked
 from fsdp_tune.run.events import RecipeChanged
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.records import Document, Environment
+from fsdp_tune.run.written_files import model_files, record_model_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
             inside.model.mkdir()
             inside.logs.mkdir()
             files.save_model(inside.model)
+            record_model_files(inside.model)
             _write_files(inside, files)
     except OSError as error:
         if run.is_used:  # another command filled the directory after the check
@@ -84,7 +86,7 @@ def write_resized(run: RunDir, recipe: Recipe, reasons: Mapping[str, str], plan:
     before = LaunchRecord.read(run.launch_json) or LaunchRecord()
     clear(run, range(before.facts.get("world_size", 0)), with_verdict=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
-    replace(before, reasons=dict(reasons), facts=plan.to_json()).write(run.launch_json)
+    replace(before, reasons=dict(reasons), facts=plan.to_json(), recipes=_digests(run, recipe)).write(run.launch_json)
     _write_recipe(run, recipe)
 
 
@@ -93,16 +95,20 @@ def _keep_earlier(run: RunDir) -> None:
     DISK.mkdir(run.history)
     number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
     with staged_directory(run.history / f"{number:03d}") as earlier:
-        for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
+        of_start = (run.launch_json, run.environment_json, run.data_json, run.resume_json, run.readback_json)
+        for path in (run.recipe_yaml, run.recipe_json, *of_start):
             if path.exists():
                 shutil.copy2(path, earlier / path.name)
 
 
 def _update(run: RunDir, files: RunFiles) -> None:
+    if run.model.exists():
+        model_files(run)  # the merge at the end needs them as they were written
     _keep_earlier(run)
     if not run.model.exists():
         with staged_directory(run.model) as stage:
             files.save_model(stage)
+            record_model_files(stage)
     clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not consider this run finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
@@ -117,8 +123,9 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     files.data.write(run.data_json)
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
     facts = files.plan.to_json() | ({"first_machine": dict(files.first_machine)} if files.first_machine is not None else {})
+    recipes = _digests(run, files.recipe)
     boot, boot_seconds = seconds_since_boot()
-    record = LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds)
+    record = LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds, recipes)
     record.write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
@@ -128,7 +135,17 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
 
 
 def _write_recipe(run: RunDir, recipe: Recipe) -> None:
-    write_file(run.recipe_json, recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
+    write_file(run.recipe_json, _recipe_text(recipe), private=True)
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    return recipe.model_dump_json(by_alias=True, indent=2) + "\n"
+
+
+def _digests(run: RunDir, recipe: Recipe) -> list[str]:
+    """Return the digests of the recipe.json that is written next, and of that which is there: the process may be killed in between."""
+    before = run.recipe_digest()
+    return [digest_of_recipe(_recipe_text(recipe).encode()), *([before] if before is not None else [])]
 
 
 def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:

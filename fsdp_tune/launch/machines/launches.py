@@ -47,8 +47,7 @@ POLL_SECONDS = 1.0  # READ_SECONDS while ranks run
 WORK_SECONDS = 1.0
 """Least time between two counts of work."""
 JOIN_SECONDS = 3600.0
-"""Limit for the first machine to come, and to check its inputs. It may take longer while its count of work changes, as it may before the
-next launch."""
+"""Limit for the first machine to come, and to check its inputs; also before the next launch. Work that it counts extends it."""
 DECISION_SECONDS = 600.0
 """Limit for the decision of the first machine after a launch."""
 GATHER_SECONDS, SHARE_SECONDS = 90.0, 60.0

@@ -33,7 +33,7 @@ from fsdp_tune.recipe.schema.kinds import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints
 from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict
-from fsdp_tune.run.manifest import digest, is_inside, list_files
+from fsdp_tune.run.manifest import MANIFEST_NAME, digest, is_inside, list_files
 from fsdp_tune.run.records import Document
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -410,7 +410,7 @@ class OwnDirectory:
     def offer(self) -> dict[str, str]:
         """Make an archive of the files of the run for the other machines. Returns how the channel names it."""
         names = ["recipe.yaml", "recipe.json", "data.json", "launch.json", "resume.json", "plan.json", "environment.json"]
-        names += [f"model/{name}" for name in list_files(self._run.model)]
+        names += [f"model/{name}" for name in [*list_files(self._run.model), MANIFEST_NAME]]
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in names:

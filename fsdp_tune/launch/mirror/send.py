@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.mirror.remote_run import (
     MISSING_NAME,
     MODEL_KIND,
     PENDING_NAME,
-    RUN_FILES,
     RUN_FILES_KIND,
     Listing,
     RemoteRun,
@@ -38,13 +38,15 @@ from fsdp_tune.launch.mirror.remote_run import (
     read_identity,
     run_folder,
 )
+from fsdp_tune.launch.mirror.sent_contents import as_content_errors, read_run_files
 from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.records import Document
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
+from fsdp_tune.run.written_files import require_unchanged_output
 
 POLL_SECONDS = 1.0
 REMOTE_POLL_SECONDS = 10.0
@@ -100,7 +102,7 @@ class SentFiles:
         self._lock = threading.Lock()
         self._sent: dict[str, tuple[str, str]] = {}
         with suppress(OSError, ValueError, TypeError):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in read_regular(path).decode().splitlines():
                 name, digest, stamp = json.loads(line)
                 self._sent[str(name)] = (str(digest), str(stamp))
 
@@ -144,6 +146,8 @@ class Sender:
         self._done: dict[str, tuple[int, int] | None] = {}
         """Identity of the file that completes a local folder, for those that the mirror has or that are damaged."""
         self._refused: dict[str, str] = {}
+        self._verified: set[Verified] = set()
+        """How the files of the folder that is being sent were compared."""
         self._there: set[str] = set()
         """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are not reported as missing."""
         self._note()
@@ -191,6 +195,7 @@ class Sender:
     def send(self, name: str) -> None:
         """Send one folder. Raises: UrlError, OSError; ContentError for a local folder that is damaged."""
         identity, started = self._identity(name), time.monotonic()
+        self._verified.clear()
         step = checkpoint_step(Path(name))
         try:
             with self._pinned(self._run.path / name) as folder:
@@ -208,9 +213,11 @@ class Sender:
         self._done[name] = identity
         self._refused.pop(name, None)
         if size_bytes:
-            self._event(Mirrored(step or 0, name, time.monotonic() - started, size_bytes))
+            self._event(Mirrored(step or 0, name, time.monotonic() - started, size_bytes, " and ".join(sorted(self._verified)) or None))
 
     def _send_model(self, name: str, folder: Path) -> int:
+        with as_content_errors(name):
+            require_unchanged_output(folder)
         files = {file: digest_file(folder / file, self._hashed) for file in list_files(folder)}
         return self._send_folder(name, Manifest(MODEL_KIND, files), folder)
 
@@ -234,12 +241,13 @@ class Sender:
         return sent
 
     def _send_run_files(self, step: int) -> int:
-        contents, private = _run_files(self._run)
+        with as_content_errors("model"):
+            contents, private = read_run_files(self._run)
         manifest = Manifest(RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step})
         folder = run_folder(f"checkpoint-{step}")
         self._remote.begin(folder, manifest, self._remote.directory.list(folder))
         for name, data in contents.items():
-            self._remote.directory.write(f"{folder}/{name}", data, private=name in private)
+            self._remote.directory.write_verified(f"{folder}/{name}", data, private=name in private)
             self._advance(len(data))
         self._remote.finish(folder, manifest)
         return manifest.size_bytes
@@ -264,7 +272,7 @@ class Sender:
     def _send_files(self, name: str, folder: Path, files: dict[str, FileEntry], check: Callable[[], object]) -> None:
         def send(file: str) -> None:
             remote = f"{name}/{file}"
-            self._remote.directory.send(folder / file, remote, files[file], self._advance, check)
+            self._verified.add(self._remote.directory.send(folder / file, remote, files[file], self._advance, check))
             if (found := self._remote.directory.entry(remote)) is not None:
                 self._ledger.add(remote, files[file], found.stamp)
 
@@ -386,20 +394,6 @@ class Sender:
     def _event(self, event: MetricsEvent) -> None:
         with suppress(OSError):
             append_event(self._run, event)
-
-
-def _run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:
-    """Return the small files of a run, and which only their owner may read. Lines of metrics.jsonl that are being written are left out."""
-    contents: dict[str, bytes] = {}
-    private: set[str] = set()
-    names = [*RUN_FILES, *(f"model/{name}" for name in list_files(run.model))]
-    for name in names:
-        with suppress(FileNotFoundError):
-            data = (run.path / name).read_bytes()
-            if not (run.path / name).stat().st_mode & 0o077:
-                private.add(name)
-            contents[name] = data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data
-    return contents, private
 
 
 def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]) -> bool:

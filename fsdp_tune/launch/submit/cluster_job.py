@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.run.events import CheckpointSaved, number, read_event
 from fsdp_tune.run.manifest import digest
@@ -148,7 +149,7 @@ class JobStart(JsonAnswer):
 def read_attempts(output_dir: Path) -> list[JobStart]:
     """Return the starts of a run by an engine, oldest first; [] if it was never submitted."""
     try:
-        lines = json_objects(JobFiles(output_dir).attempts.read_bytes())
+        lines = json_objects(read_regular(JobFiles(output_dir).attempts))
     except OSError:
         return []
     found: dict[tuple[str, int], JobStart] = {}
@@ -177,7 +178,9 @@ def _whole(value: object) -> int | None:
 
 def measured_lead(lines: Sequence[Mapping[str, Any]]) -> Lead | None:
     """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
-    saves = [event.seconds for line in lines if isinstance(event := read_event(line), CheckpointSaved)][-MEASURED_LINES:]
+    # Earlier versions wrote `seconds` without the stall.
+    saves = [max(event.seconds, event.stall_seconds) for line in lines if isinstance(event := read_event(line), CheckpointSaved)]
+    saves = saves[-MEASURED_LINES:]
     if not saves:
         return None
     step = max(_last([number(line.get("step_seconds")) for line in lines]), default=0.0)

@@ -445,11 +445,11 @@ def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:
 
 
 def held_bytes(tensor: SourceTensor) -> int:
-    """Return the host memory of the update while the tensor is written."""
-    update = tensor.update
+    """Return the host memory of scales and of the update while the tensor is written."""
+    update, scales_bytes = tensor.update, tensor.encoded.scales.size_bytes if tensor.encoded is not None else 0
     if update is None or update.a is None:
-        return 0
+        return scales_bytes
     if isinstance(update, LowRankOfExperts):
-        return (update.a.elements + update.b.elements) * kind_of(tensor).itemsize
+        return scales_bytes + (update.a.elements + update.b.elements) * kind_of(tensor).itemsize
     held = update.b if update.is_transposed else update.a
-    return held.elements * kind_of(tensor).itemsize
+    return scales_bytes + held.elements * kind_of(tensor).itemsize

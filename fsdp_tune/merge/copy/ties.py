@@ -21,7 +21,8 @@ import numpy as np
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.families import TIE_KEY, is_embedding, tie_setting, tied_candidates
-from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Box, TensorReader, boxes, intersection
+from fsdp_tune.merge.copy.decode import reader_of
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Box, boxes, intersection
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import Chunk, ChunkPart, LowRankOfExperts, SourceTensor
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
@@ -66,10 +67,10 @@ def _equal(one: SourceTensor, other: SourceTensor) -> bool:
     """Return whether two tensors of one shape have the same dtype and bytes; stop at the first difference."""
     if one.dtype != other.dtype or one.update != other.update:  # what is added to one alone sets it apart
         return False
-    if one.files is other.files and one.chunks == other.chunks:
+    if one.files is other.files and one.chunks == other.chunks and one.encoded == other.encoded:
         return True
     scratch, left, right = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
-    readers = TensorReader(one, scratch), TensorReader(other, scratch)
+    readers = reader_of(one, scratch), reader_of(other, scratch)
     for box in boxes(one.shape, BUFFER_BYTES // one.dtype.item_bytes):
         size_bytes = box.elements * one.dtype.item_bytes
         for reader, buffer in zip(readers, (left, right), strict=True):

@@ -27,6 +27,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
 from fsdp_tune.core.tensors.file_formats import header_bytes
+from fsdp_tune.merge.copy.decode import DecodingReader, reader_of
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,
@@ -100,22 +101,42 @@ class Layout:
         return sum(file.size_bytes for file in self.files)
 
 
-def target_dtype(dtype: DType, option: str) -> DType:
-    """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept."""
-    return OF_OPTION[option] if option != "keep" and dtype.converts else dtype
+def target_dtype(dtype: DType, option: str, *, keeps_fp32: bool = False, is_updated: bool = False) -> DType:
+    """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept.
+
+    A tensor that the model's class keeps in fp32 (`keeps_fp32`) is not rounded to 16 bits. It leaves as the source stores it, so that
+    what training did not change has the bytes of the base; with an update of an adapter (`is_updated`) it is in fp32, as trained.
+    """
+    if option == "keep" or not dtype.converts:
+        return dtype
+    wanted, fp32 = OF_OPTION[option], OF_OPTION["fp32"]
+    if not keeps_fp32 or wanted.item_bytes >= fp32.item_bytes:
+        return wanted
+    return fp32 if is_updated or dtype.item_bytes > fp32.item_bytes else dtype
+
+
+def _keeps_nothing(_name: str) -> bool:
+    return False
 
 
 def plan_layout(
-    tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int | None, *, single_name: str = SINGLE_NAME
+    tensors: Sequence[SourceTensor],
+    dtype_option: str,
+    max_shard_bytes: int | None,
+    *,
+    single_name: str = SINGLE_NAME,
+    keeps_fp32: Callable[[str], bool] = _keeps_nothing,
 ) -> Layout:
     """Assign tensors to files in order, as `save_pretrained` does; a tensor larger than the limit gets its own file.
 
-    `max_shard_bytes` None writes one file.
+    `max_shard_bytes` None writes one file. `keeps_fp32(name)`: whether the model's class keeps a tensor in fp32.
     """
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
-        dtype = target_dtype(tensor.dtype, dtype_option)
+        kept, has_update = keeps_fp32(tensor.name), tensor.update is not None
+        target = target_dtype(tensor.dtype, dtype_option, keeps_fp32=kept, is_updated=has_update)
+        dtype = tensor.dtype if tensor.is_carried else target
         size_bytes = tensor.elements * dtype.item_bytes
         if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
@@ -228,7 +249,7 @@ class _Contribution:
     """One checkpoint's contribution to a tensor of the output."""
 
     tensor: SourceTensor
-    reader: TensorReader
+    reader: TensorReader | DecodingReader
     delta: Delta | ExpertDelta | None
 
     @classmethod
@@ -238,7 +259,7 @@ class _Contribution:
             delta = ExpertDelta(tensor)
         elif tensor.update is not None:
             delta = Delta(tensor, buffers.raw, buffers.scratch)
-        return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
+        return cls(tensor, reader_of(tensor, buffers.scratch), delta)
 
     def finish(self) -> None:
         self.reader.finish()

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.command import BaseWeights
-from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import with_changes
+from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
@@ -27,11 +28,20 @@ from fsdp_tune.core.tensors.file_formats import (
 )
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.lora.targets import AdapterConfig, Layers, add_layers, derive_config, find_config
-from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
+from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
+from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
-from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, open_base
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, Published, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.run.written_files import model_files
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.model_files import ModelFacts
+
+_NAMING, _PATTERNS = ("target_modules", "target_parameters", "modules_to_save"), ("rank_pattern", "alpha_pattern")
+"""Fields of adapter_config.json with names of modules: lists, and the keys of objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +78,18 @@ class Adapter:
             "base_weights": self.base_weights,
         }
 
+    published: Published | None = None
+    """Names of modules in the export."""
+
     def config_json(self) -> dict[str, Any]:
         """Return `adapter_config.json` of the export, as PEFT writes it for inference."""
-        return {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
+        values = {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
+        if self.published is None:
+            return values
+        named = {key: value for key in _NAMING if isinstance(value := values.get(key), list)}
+        patterns = {key: value for key in _PATTERNS if isinstance(value := values.get(key), dict)}
+        values |= {key: [self.published.target_of(name) for name in value] for key, value in named.items()}
+        return values | {key: {self.published.target_of(name): each for name, each in value.items()} for key, value in patterns.items()}
 
 
 def adapt(
@@ -94,7 +113,7 @@ def adapt(
         )
     places = [weights.root for weights in selection.weights] + [weights.checkpoint for weights in selection.weights]
     places += [weights.root.parent for weights in selection.weights if weights.root.name == SHARD_FOLDER]
-    config = find_config(options.config, [*places, *([selection.run.model] if selection.run is not None else [])])
+    config = find_config(options.config, [*places, *([model_files(selection.run)] if selection.run is not None else [])])
     if config is None:
         raise usage_error(
             "merge-adapter-config",
@@ -152,23 +171,16 @@ def _merge(
             companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
-        below, renamed = _with_names_of_model(_read_base(stack, base), selection)
+        below, renamed = _with_names_of_model(without_others(read_base(stack, base), record_of_base(selection)), _layout_of(selection))
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
             notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says"))
     added: list[Layers] = []
     for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
-        own = {name: replace(source.tensors[key], name=name) for name, key in found.weights.items()}
-        factors = {module: {part: source.tensors[key] for part, key in parts.items()} for module, parts in found.factors.items()}
-        magnitudes = {name.removesuffix(MAGNITUDE): source.tensors[key] for name, key in found.others.items() if name.endswith(MAGNITUDE)}
-        if others := [key for name, key in found.others.items() if not name.endswith(MAGNITUDE)]:
-            raise config.unsupported(f"the checkpoint holds `{others[0]}`")
-        if magnitudes and len(contents.sources) > 1:
+        layers = _layers(source.tensors, found, below, base or weights.root, config)
+        if layers.magnitudes and len(contents.sources) > 1:
             raise config.unsupported("the mean of several checkpoints of DoRA is not supported", "merge one of them: `--step N`")
-        layers = Layers(
-            below if below is not None else own, own if below is not None else {}, factors, base or weights.root, magnitudes=magnitudes
-        )
         added.append(add_layers(layers, config, companions.config))
     sources = tuple(replace(source, tensors=layers.tensors) for source, layers in zip(contents.sources, added, strict=True))
     must_agree(sources, selection.weights)
@@ -182,6 +194,41 @@ def _merge(
     adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes, renamed)
     ordered = tuple(sources[0].tensors.values())
     return replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter
+
+
+def _layers(
+    tensors: Mapping[str, SourceTensor], names: PeftNames, below: Mapping[str, SourceTensor] | None, place: Path, config: AdapterConfig
+) -> Layers:
+    """Return what is added to the base `below` of an adapter, or to that in the checkpoint itself (None)."""
+    own = {name: replace(tensors[key], name=name) for name, key in names.weights.items()}
+    factors = {module: {part: tensors[key] for part, key in parts.items()} for module, parts in names.factors.items()}
+    magnitudes = {name.removesuffix(MAGNITUDE): tensors[key] for name, key in names.others.items() if name.endswith(MAGNITUDE)}
+    if others := [key for name, key in names.others.items() if not name.endswith(MAGNITUDE)]:
+        raise config.unsupported(f"the checkpoint holds `{others[0]}`")
+    return Layers(below if below is not None else own, own if below is not None else {}, factors, place, magnitudes=magnitudes)
+
+
+def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
+    """Plan the merge of an adapter before it is trained, by names and shapes alone, and return why it would be refused.
+
+    Only of a base whose files are on this machine.
+    """
+    folder = Path(facts.base_folder) if facts.base_folder is not None else None
+    config, is_merged = facts.adapter_config, recipe.merge.at_end and recipe.merge.adapter != "adapter"
+    if folder is None or config is None or not is_merged or find_weights(folder) is None:
+        return []
+    where = Where(key="lora.target_modules")
+    try:
+        with ExitStack() as stack:
+            below, _ = _with_names_of_model(without_others(read_base(stack, folder), facts.tensors), facts.base_layout)
+            files = SourceFiles(folder)
+            tensors = {name: SourceTensor(name, DTYPES["float32"], shape, (), files) for name, shape in facts.adapter_tensors.items()}
+            of_peft = AdapterConfig(folder / CONFIG_FILE, config)
+            add_layers(_layers(tensors, sort_names(tensors, where), below, folder, of_peft), of_peft, facts.exported_config)
+    except FsdpTuneError as error:
+        hint = "`merge: {adapter: adapter}` trains the adapter and writes it without merging"
+        return [Problem(each.code, f"the trained adapter could not be merged: {each.message}", where, hint) for each in error.problems]
+    return []
 
 
 def _is_whole(names: PeftNames, weights: Weights) -> bool:
@@ -234,26 +281,17 @@ def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Pa
     return found
 
 
-def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
-    found = find_weights(folder)
-    if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
-        raise usage_error(
-            "merge-adapter-base",
-            "the base holds no weights that can be read (safetensors are)",
-            where=Where(str(folder)),
-            hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
-        )
-    files = stack.enter_context(SourceFiles(found.root))
-    tensors, _ = read_tensors(files, found.format, found.file)
-    if missing := missing_parts(files, tensors):
-        raise as_error(missing)
-    return {tensor.name: tensor for tensor in tensors}
+def _layout_of(selection: Selection) -> BaseLayout:
+    return (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
 
 
-def _with_names_of_model(below: dict[str, SourceTensor], selection: Selection) -> tuple[dict[str, SourceTensor], dict[str, str]]:
+def _with_names_of_model(below: dict[str, SourceTensor], layout: BaseLayout) -> tuple[dict[str, SourceTensor], dict[str, str]]:
     """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those names: {new: old}."""
-    layout = BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
-    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below} if layout is not None else {}
+    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below}
+    if (prefixes := layout.prefixes()) is not None:  # of a base of several modalities, for experts too
+        ours, theirs = prefixes
+        taken = set(found.values())
+        found |= {ours + old.removeprefix(theirs): old for old in below if old.startswith(theirs) and old not in taken}
     names = {old: new for new, old in found.items()}
     return {(name := names.get(old, old)): replace(tensor, name=name) for old, tensor in below.items()}, found
 
@@ -276,13 +314,17 @@ def _export(
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
             module, _, rest = name.rpartition(".")
             keys[f"{PREFIX}{module}.base_layer.{rest}" if name in names.wrapped else PREFIX + name] = key
+    published = _layout_of(selection).published
+    if published is not None:
+        keys = {PREFIX + published.name_of(name.removeprefix(PREFIX)): key for name, key in keys.items()}
     source = CheckpointTensors({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
-    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base)
+    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base, published=published)
     companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
     if selection.run is not None:
         companions = companions.with_tokenizer_of([selection.run.model])
         if selection.run.base_json.exists():
-            companions = replace(companions, files={**companions.files, BASE_FILE: selection.run.base_json})
+            records = {path.name: path for path in (selection.run.base_json, selection.run.tensors_json) if path.exists()}
+            companions = replace(companions, files={**companions.files, **records})
     return replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
 
 

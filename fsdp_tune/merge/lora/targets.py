@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, are_stacked_experts, is_embedding, is_head, tie_setting
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
@@ -131,9 +132,7 @@ def find_config(given: Path | None, places: Sequence[Path]) -> AdapterConfig | N
 
 def _read(path: Path) -> AdapterConfig:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterConfig(path, {}).wrong(str(error)) from error
     if not isinstance(values, dict):
@@ -290,7 +289,7 @@ def _is_causal(layers: Layers, model: Mapping[str, Any] | None) -> bool:
     """Return whether the model has a head, by its config; without one, by what the adapter changes."""
     if model is None:
         return any(is_head(f"{module}.weight") for module in layers.factors) or any(map(is_head, layers.replaced))
-    return any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
+    return any(word in kind for kind in model.get("architectures") or () for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
 
 
 def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, Any] | None) -> None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.files import open_descriptor
 from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
+from fsdp_tune.core.tensors.encodings import Encoded
 from fsdp_tune.run.manifest import is_inside
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
@@ -181,7 +183,7 @@ class SourceFiles:
         try:
             if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
-            return _File(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return _File(open_descriptor(path))
         except FileNotFoundError as error:
             raise failed_error(
                 "merge-shard-missing",
@@ -287,6 +289,10 @@ class SourceTensor:
     update: LowRank | LowRankOfExperts | None = None
     nf4_scales: Literal["fp32", "bf16"] | None = None
     """Round the values as a run did that held them in 4 bits, with scales of this dtype."""
+    encoded: EncodedTensor | None = None
+    """The quantised weight that the values are decoded from; it has no `chunks`."""
+    is_carried: bool = False
+    """Whether it is written with the dtype and bytes that the base has."""
 
     @property
     def elements(self) -> int:
@@ -295,6 +301,16 @@ class SourceTensor:
     @property
     def size_bytes(self) -> int:
         return self.elements * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """The codes of a quantised weight, with its scales and zero points."""
+
+    weight: Encoded
+    codes: SourceTensor
+    scales: SourceTensor
+    zero_points: SourceTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

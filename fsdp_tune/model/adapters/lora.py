@@ -53,8 +53,11 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
     lora = recipe.lora
     assert lora is not None
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    saved = set(find_saved(recipe, model))
+    saved, others = set(find_saved(recipe, model)), parts_without_text(model)
     chosen = [name for name in _chosen(lora, model, modules) if not _is_inside(name, saved)]
+    if chosen and all(_is_inside(name, others) for name in chosen):
+        raise _without_text("lora.target_modules", chosen[0], others)
+    chosen = [name for name in chosen if not _is_inside(name, others)]
     chosen = _in_layers(recipe, model, chosen)
     targets = {name: modules[name] for name in modules if name in set(chosen)}
     parameters = _chosen_parameters(recipe, model, saved)
@@ -79,8 +82,29 @@ def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
         if not found:
             raise _no_module("lora.modules_to_save", wanted, modules)
         saved |= found
+    if (outside := next((name for name in saved if _is_inside(name, parts_without_text(model))), None)) is not None:
+        raise _without_text("lora.modules_to_save", outside, parts_without_text(model))
     _refuse_tied(model, saved, "lora.modules_to_save")
     return saved
+
+
+def parts_without_text(model: PreTrainedModel) -> list[str]:
+    """Return the modules of a model of several modalities that rows of text do not call, such as `model.vision_tower`."""
+    if model.config.get_text_config() is model.config:
+        return []
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    text = [names[module] for module in (model.get_decoder(), model.get_output_embeddings()) if module in names]
+    if "" in text or not text:
+        return []
+    enclosing = {".".join(name.split(".")[:end]) for name in text for end in range(len(name.split(".")))}
+    children = [f"{name}.{child}" if name else child for name in enclosing for child, _ in model.get_submodule(name).named_children()]
+    return [child for child in children if child not in enclosing and child not in text]
+
+
+def _without_text(key: str, name: str, others: Sequence[str]) -> FsdpTuneError:
+    message = f"`{key}`: `{name}` is in a part of the model that rows of text do not call, so it would get no gradient"
+    hint = f"name layers outside of {', '.join(others)}, or leave `target_modules` out"
+    return usage_error("lora-target", message, where=Where(key=key), hint=hint)
 
 
 def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -> list[str]:

@@ -23,7 +23,7 @@ from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VAL
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.adapters.lora import is_stack
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.model.shard.local import NF4_PACKED, count_elements, elements, local_part
+from fsdp_tune.model.shard.local import NF4_PACKED, count_elements, elements, kept_in_fp32, local_part
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _PIECE = 4096
@@ -185,6 +185,7 @@ def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -
     """Return the frozen linear layers of the decoder that can be held in 4 bits and are not yet, and the others with a reason, by name."""
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
+    kept = kept_in_fp32(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for prefix, layer in decoder:
         for name, module in layer.named_modules(prefix=prefix):
@@ -194,6 +195,8 @@ def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -
                 left[name] = f"it is a {type(module).__name__}, which may compute something else"
             elif uses[id(module.weight)] > 1:
                 left[name] = "it shares its weight with another layer"
+            elif f"{name}.weight" in kept:
+                left[name] = "the model's class keeps it in fp32"
             elif is_router(model.config, module.out_features):
                 left[name] = "it is a router, whose few outputs need precision"
             elif module.in_features % NF4_BLOCK:

@@ -31,6 +31,8 @@ LAYER_CLASSES = Attribute(f"{_MODEL}._no_split_modules", "`fsdp.auto_wrap_policy
 """Names of the classes of decoder layers. Fallback: the members of the model's largest list of modules."""
 MAY_BE_MISSING = Attribute(f"{_MODEL}._keys_to_ignore_on_load_missing", "the check of a merged model", READ_IN, fallback=lambda _: None)
 """Patterns of parameters that files need not have. Fallback: files must have all."""
+DTYPE_PLAN = Attribute(f"{_MODEL}._get_dtype_plan", "`model.dtype` and `precision.mixed_precision` of 16 bits", READ_IN)
+"""Given a dtype, the patterns of names that `from_pretrained` loads in fp32 at that dtype."""
 
 # ---- The forward of a model
 

@@ -27,10 +27,11 @@ from fsdp_tune.core.tensors.file_formats import (
 )
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
+from fsdp_tune.model.loading.tensor_account import names_in_model
 from fsdp_tune.model.loading.weight_slices import WeightFiles, read_tensors
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BASE_FILE, describe_base, open_base
+from fsdp_tune.run.base_model import BASE_FILE, common_prefixes, describe_base, open_base
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Keys of `lora:` that must be those of the adapter's config, where they have the same names."""
@@ -42,7 +43,7 @@ def start_adapters(recipe: Recipe, model: nn.Module) -> None:
         return
     draw_adapters(recipe, model)
     if recipe.lora.adapter is not None:
-        stored = _stored(recipe.lora.adapter)
+        stored = _stored(recipe.lora.adapter, model)
         read_tensors(_targets(model), WeightFiles(stored))
         _compare_copies(recipe.lora.adapter, model, stored)
 
@@ -105,7 +106,7 @@ def _shown(value: Any) -> str:
 def _other_tensors(folder: str, config: Mapping[str, Any], model: nn.Module) -> Iterator[Problem]:
     """Yield a problem for the tensors that the adapter lacks, for those that are not trained, and for those of other shapes."""
     targets = _targets(model)
-    stored, frozen = _stored(folder), _frozen_embeddings(model)
+    stored, frozen = _stored(folder, model), _frozen_embeddings(model)
     frozen = {name: tensor for name, tensor in frozen.items() if not is_trained_in_full(config, name)}
     for name in stored.keys() & frozen.keys():
         if stored[name].shape != tuple(frozen[name].shape):
@@ -193,12 +194,29 @@ def _frozen_embeddings(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in found.items() if id(p) in weights}
 
 
-def _stored(folder: str) -> dict[str, Stored]:
+def _stored(folder: str, model: nn.Module) -> dict[str, Stored]:
+    """Return the tensors of an adapter by the names that the model gives them: a base of several modalities publishes longer ones."""
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise _wrong(folder, f"there is no {WEIGHTS_FILE}", "give the directory that PEFT wrote, with safetensors")
     stored = dict(tensors_of(path))
-    return {name: stored[key] for name, key in without_copies(stored).items()}
+    tensors = {name: stored[key] for name, key in without_copies(stored).items()}
+    known = _targets(model).keys() | _frozen_embeddings(model).keys()
+    whole: Any = getattr(model, "module", model)
+    renamed = names_in_model(whole, [name.removeprefix(PREFIX) for name in tensors if name not in known], {}, legacy=False)
+    ours = {PREFIX + name: PREFIX + found.name for name, found in renamed.items() if PREFIX + found.name in known}
+    return {ours.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def published_prefixes(model: nn.Module, names: Iterable[str]) -> tuple[str, str] | None:
+    """Return (prefix in an adapter's file, prefix in the model) of modules, if the file has the names that a base of several modalities
+    publishes. `names`: those of the tensors, with PEFT's prefix.
+    """
+    bare = [name.removeprefix(PREFIX) for name in names]
+    whole: Any = model
+    return common_prefixes(
+        {name: found.name for name, found in names_in_model(whole, bare, {}, legacy=False).items() if found.name != name}
+    )
 
 
 def _config(folder: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.experts import active_parameters
@@ -21,6 +22,7 @@ from fsdp_tune.model.kernels.linear_layers import convert_to_fp8, require_gpu
 from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.stored_tensors import untie
+from fsdp_tune.model.loading.tensor_account import account_for
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices, refuse_unread
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
@@ -87,6 +89,8 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         join_groups(model, groups)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
+    if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
+        raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None

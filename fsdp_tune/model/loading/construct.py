@@ -15,21 +15,23 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
+from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
-from fsdp_tune.model.loading.stored_tensors import untie
-from fsdp_tune.model.loading.weight_slices import refuse_other_quantisation
+from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
-from fsdp_tune.model.shard.local import TORCH_DTYPE
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.written_files import model_files
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
@@ -66,6 +68,7 @@ def tie_notices(recipe: Recipe) -> list[Notice]:
 
 def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     refuse_other_quantisation(recipe, config)
+    without_quantisation(config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name, value in recipe.model.config_overrides.items():
         if name not in known:
@@ -107,7 +110,7 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
     run = run_of(Path(name))
     try:
         return AutoConfig.from_pretrained(
-            run.model if run else name,
+            model_files(run) if run else name,
             revision=recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
             # Without network the library would retry for most of a minute before it uses its cache.
@@ -166,9 +169,27 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
     return TORCH_DTYPE[recipe.model.dtype]
 
 
-def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
+_TEXT_ALONE = (
+    "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
+    "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
+    "text = AutoModelForCausalLM.from_config(full.config.get_text_config(), dtype=full.dtype); "
+    "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
+    "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
+)
+
+
+def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
+    """Return the error for a model of several modalities of which transformers has no causal LM."""
+    hint = f'write its language model to a directory and name that: python -c "{_TEXT_ALONE.format(name=str(recipe.model.name_or_path))}"'
+    message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
+    return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
+
+
+def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
+    if config.get_text_config() is not config and "configuration class" in reason:
+        return _of_other_modalities(recipe, config)
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"
@@ -177,19 +198,26 @@ def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
 
 
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    model = construct(recipe, config, storage_dtype(recipe))
+    _settle(recipe, model)
+    return model
+
+
+def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Construct the model's class in `dtype` on the current device, as it is. Raises: error for a model that transformers rejects."""
     # Resizing the embedding writes its size into the model's config, so each model gets a copy.
     own = copy.deepcopy(config)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
+            own, dtype=dtype, attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
         )
     except (ValueError, ImportError) as error:
-        raise _refused(recipe, error) from error
-    _settle_rotary(recipe, model)
+        raise _refused(recipe, config, error) from error
     return model
 
 
-def _settle_rotary(recipe: Recipe, model: PreTrainedModel) -> None:
+def _settle(recipe: Recipe, model: PreTrainedModel, like: PreTrainedModel | None = None) -> None:
+    keep_precision(model, storage_dtype(recipe), TORCH_DTYPE[recipe.compute_dtype], like)
     require_rotary_scaling(recipe, model)
     fix_rotary_frequencies(model, recipe.data.max_length)
 
@@ -200,6 +228,12 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
         model = _from_config(recipe, config or model_config(recipe))
         _finish(recipe, model, vocabulary)
     return model
+
+
+def _constructed(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the class in the dtype of the recipe, on the meta device: weights to be quantised are read in fp32."""
+    with torch.device("meta"):
+        return construct(recipe, config, storage_dtype(recipe))
 
 
 def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -219,31 +253,65 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         # The weights of a run are loaded from its sharded checkpoint after this model is wrapped.
         model = _from_config(recipe, config)
     else:
-        name = str(recipe.model.name_or_path)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=copy.deepcopy(config),
-                revision=recipe.model.revision,
-                # Rounded to bf16 first, some weights would get other codes in 4 bits.
-                dtype=storage_dtype(recipe) if recipe.quantization is None else torch.float32,
-                attn_implementation=attention(recipe, config),
-                trust_remote_code=recipe.model.trust_remote_code,
-                low_cpu_mem_usage=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError) as error:
-            raise model_not_found(name, error) from error
-        model, loading = loaded
+        model, loading = _from_files(recipe, config)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
-        _settle_rotary(recipe, model)
+        _settle(recipe, model, _constructed(recipe, config) if recipe.quantization is not None else None)
     _finish(recipe, model, vocabulary)
     if recipe.quantization is not None:  # trained parameters were read in fp32 too
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(storage_dtype(recipe)) if parameter.requires_grad else parameter.data
+        kept = kept_in_fp32(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name not in kept:
+                parameter.data = parameter.data.to(storage_dtype(recipe))
     start_adapters(recipe, model)
     return model
+
+
+def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
+    name, files = str(recipe.model.name_or_path), None
+    options: dict[str, Any] = {
+        # Rounded to bf16 first, some weights would get other codes in 4 bits.
+        "dtype": storage_dtype(recipe) if recipe.quantization is None else torch.float32,
+        "attn_implementation": attention(recipe, config),
+        "low_cpu_mem_usage": True,
+        "output_loading_info": True,
+    }
+    try:
+        files = find_weight_files(recipe)
+        if files is not None and files.has_codes:
+            return _from_codes(recipe, config, files, options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=copy.deepcopy(config),
+            revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise model_not_found(name, error) from error
+    return loaded
+
+
+def _from_codes(
+    recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model whose quantised weights are decoded as transformers reads each of them."""
+    with torch.device("meta"):
+        empty = _from_config(recipe, config)
+    state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
+    loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
+    return loaded
+
+
+class _Lazy:
+    """A stored tensor that transformers reads by `tensor[...]`, as it does a slice of safetensors."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return read_whole(self._stored).view(self._stored.shape)
 
 
 @torch.no_grad()
@@ -264,6 +332,7 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
         freeze(recipe, model)
     else:
         inject_lora(recipe, model, storage_dtype(recipe))
+        follow_names(model)
         check_adapter(recipe, model)
         if has_grown and not trains_new_tokens(model):
             raise untrained_tokens(recipe, is_tied=is_tied(model))
@@ -378,18 +447,19 @@ def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
     A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
     So do norms and biases beside layers that are trained in fp32: the autocast of NO_SHARD casts what a matrix multiplies and leaves an
     fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy. With `lora:` no checkpoint has them, and they
-    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`.
+    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`. What the class keeps in fp32
+    stays so.
     """
     frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
     keeps_vectors = recipe.lora is None or not recipe.is_sharded
-    own = frozen_by_its_code(model)
+    own, kept = frozen_by_its_code(model), kept_in_fp32(model)
     for owner_name, owner in model.named_modules():
         parameters = dict(owner.named_parameters(recurse=False))
         if any(parameter.requires_grad for parameter in parameters.values()):
             continue
         for name, parameter in parameters.items():
             full_name = f"{owner_name}.{name}" if owner_name else name
-            is_kept = name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
+            is_kept = full_name in kept or name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
             if parameter.is_floating_point() and not is_kept:
                 parameter.data = parameter.data.to(frozen_dtype)
 
@@ -401,7 +471,9 @@ def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationCon
         run = run_of(Path(name))
         local_only = not (Path(name).exists() or hub_is_reachable())
         try:
-            return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
+            return GenerationConfig.from_pretrained(
+                model_files(run) if run else name, revision=recipe.model.revision, local_files_only=local_only
+            )
         except (OSError, ValueError):
             pass  # most research checkpoints have none; the config contains the same token ids
     made = GenerationConfig.from_model_config(config)

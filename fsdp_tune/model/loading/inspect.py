@@ -13,12 +13,22 @@ import json
 import math
 import sys
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import pairs_of
 from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.written_files import require_unchanged_output
+
+_KINDS_SHOWN = 4
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
 
 
 def find_facts(recipe: Recipe) -> ModelInspection:
@@ -29,24 +39,33 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.saved_layout import local_tensors
     from fsdp_tune.model.loading.stored_tensors import check_weight_files
+    from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.optim.adamw import require_optimizer
 
     problems = check_weight_files(recipe)
     notices: list[Notice] = []
     found: ModelFacts | None = None
     try:
+        if (base := Path(str(recipe.model.name_or_path))).is_dir():
+            require_unchanged_output(base)  # of a merge; other directories have no record
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config)
-        found = _facts(recipe, config, model, packaged=packaged, has_files=not problems)
+        base = local_tensors(recipe) if not problems else None
+        account = account_for(recipe, config, model, base) if base is not None else None
+        found = _facts(recipe, config, model, base, account, packaged=packaged, has_files=not problems)
+        problems += account.problems if account is not None else ()
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
-            notices += _untrained_experts(model)
+            notices += [*_untrained_experts(model), *_untrained_parts(model)]
+        notices += _kept_notices(recipe, model)
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found = found.model_copy(update=_wrapping(recipe, model))
         require_optimizer(recipe)
+        problems += _optimizer_problems(recipe)
         device = str(recipe.launch.device)
         kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
         notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
@@ -57,15 +76,35 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     return ModelInspection(found, tuple(problems), tuple(notices))
 
 
-def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files: bool) -> ModelFacts:
+def _facts(
+    recipe: Recipe, config: Any, model: Any, base: BaseTensors | None, account: TensorAccount | None, *, packaged: bool, has_files: bool
+) -> ModelFacts:
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
     from fsdp_tune.model.loading.positions import positions_of_run
-    from fsdp_tune.model.loading.saved_layout import base_folder, base_layout, exported_config, exported_generation_config
+    from fsdp_tune.model.loading.saved_layout import (
+        base_folder,
+        base_layout,
+        exported_config,
+        exported_generation_config,
+        is_part_of_other,
+        is_text_alone,
+        published_names,
+        record_of_run,
+    )
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
+    name, revision = str(recipe.model.name_or_path), recipe.model.revision
+    tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
+    exported = exported_config(recipe, changes, config, model, tensors)
+    layout = BaseLayout()
+    if has_files:
+        layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
+        layout = replace(layout, kept_in_fp32=_kept_by_class(recipe, config))
+    if recipe.lora is not None:
+        layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
         packaged=packaged,
         model_type=config.model_type,
@@ -73,9 +112,11 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
         config=json.loads(config.to_json_string(use_diff=False)),
         base_folder=str(folder) if folder is not None else None,
         config_changes=changes,
-        exported_config=exported_config(recipe, changes, config),
+        exported_config=exported,
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
-        base_layout=base_layout(recipe, model) if has_files else BaseLayout(),
+        base_layout=layout,
+        tensors=tensors,
+        keeps_architectures=is_part_of_other(config, model, tensors),
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         embedding_rows=construct.embedding_rows(model),
@@ -87,13 +128,39 @@ def _facts(recipe: Recipe, config: Any, model: Any, *, packaged: bool, has_files
     )
 
 
+def _kept_by_class(recipe: Recipe, config: Any) -> dict[str, tuple[str, ...]]:
+    import torch
+
+    from fsdp_tune.model.loading.construct import construct
+    from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
+
+    with torch.device("meta"):
+        return kinds_in_fp32(lambda dtype: construct(recipe, config, dtype))
+
+
+def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
+    """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters in bf16."""
+    from fsdp_tune.model.shard.local import kept_in_fp32
+
+    kept = kept_in_fp32(model)
+    if recipe.model.dtype != "bf16" or not kept:
+        return []
+    named = [*model.named_parameters(), *model.named_buffers()]
+    size_bytes = sum(tensor.numel() * tensor.element_size() for name, tensor in named if name in kept)
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in kept})
+    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
+    message = f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as transformers does: {shown}"
+    return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
+
+
 def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
-    from fsdp_tune.model.adapters.lora import adapter_config, name_in_base
+    from fsdp_tune.model.adapters.lora import adapter_config, name_in_base, name_in_file
     from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
     return {
         "adapter": adapter_facts(model),
         "adapter_config": adapter_config(recipe, model),
+        "adapter_tensors": {name_in_file(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "nf4_weights": tuple(name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)),
         "quantization": describe_nf4(recipe, model) if recipe.quantization is not None else None,
     }
@@ -111,6 +178,15 @@ def adapter_facts(model: Any) -> AdapterFacts:
     return AdapterFacts(dict(sorted(modules.items())), parameters, parameters / base, trained_bytes)
 
 
+def _optimizer_problems(recipe: Recipe) -> list[Problem]:
+    """Try an optimizer with arguments; without any, the rules of the recipe have checked everything, and its imports take time."""
+    if not pairs_of(recipe.training):
+        return []
+    from fsdp_tune.model.optim.trial import optimizer_problems
+
+    return optimizer_problems(recipe)
+
+
 def _untrained_experts(model: Any) -> list[Notice]:
     from fsdp_tune.model.adapters.lora import stacks_without_adapters
 
@@ -121,6 +197,16 @@ def _untrained_experts(model: Any) -> list[Notice]:
     share = sum(stacks.values())
     message = f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; `lora.target_parameters` adapts them"
     return [Notice("lora-experts-frozen", message)]
+
+
+def _untrained_parts(model: Any) -> list[Notice]:
+    from fsdp_tune.model.adapters.lora import parts_without_text
+
+    parts = [name for name in parts_without_text(model) if any(True for _ in model.get_submodule(name).parameters())]
+    if not parts:
+        return []
+    message = f"{', '.join(parts)} of {type(model).__name__} get no adapters: rows of text do not call them"
+    return [Notice("lora-text-alone", message)]
 
 
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:

@@ -11,30 +11,54 @@ offset and strides tell which elements it has; nothing is read or copied.
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub import get_safetensors_metadata
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
-from fsdp_tune.core.families import changed_fields, old_names, with_changes, with_floats, with_old_spellings
-from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.model.adapters.lora import name_in_base
-from fsdp_tune.model.loading.stored_tensors import read_weight_map, tensors_of
+from fsdp_tune.core.families import (
+    LAYERS,
+    changed_fields,
+    old_names,
+    part_of,
+    with_changes,
+    with_floats,
+    with_old_spellings,
+    without_next_token_layers,
+)
+from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
+from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
+from fsdp_tune.model.adapters.lora import adapters_of, name_in_base
+from fsdp_tune.model.loading.stored_tensors import read_weight_map
+from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
+from fsdp_tune.model.loading.weight_slices import read_headers
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord, FileTensor, Piece, Published, common_prefixes
 from fsdp_tune.run.directory import run_of
+from fsdp_tune.run.written_files import model_files
 
+_LOG = logging.getLogger(__name__)
 _NOT_COMPARED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
 """Fields that a merge sets, or that do not change the model."""
 
@@ -45,18 +69,81 @@ def base_folder(recipe: Recipe) -> Path | None:
     if name is None or recipe.model.from_config is not None:
         return None
     if (run := run_of(Path(name))) is not None:
-        return run.model
+        return model_files(run)
     if Path(name).is_dir():
         return Path(name).resolve()
     cached = cached_model_file(name, recipe.model.revision, "config.json")
     return cached.parent if cached is not None else None
 
 
-def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def local_tensors(recipe: Recipe) -> BaseTensors | None:
+    """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
+    machine. None if it has no such files, or if they cannot be reached.
+    """
+    folder, name = base_folder(recipe), str(recipe.model.name_or_path)
+    if folder is None or run_of(Path(name)) is not None:
+        return None
+    base = read_headers(lambda file: path if (path := folder / file).is_file() else None)
+    is_complete = all(path.is_file() for path in _files_of_index(folder))
+    if base.types and is_complete:
+        return base
+    return None if Path(name).is_dir() or not hub_is_reachable() else _tensors_of_hub(name, recipe.model.revision, folder)
+
+
+def _files_of_index(folder: Path) -> set[Path]:
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    return {folder / file for file in read_weight_map(index).values()} if index.is_file() else set()
+
+
+def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | None:
+    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has config.json."""
+    try:
+        found = get_safetensors_metadata(name, revision=revision)
+    except Exception as error:  # noqa: BLE001  of the network too: the ranks read the files, and find what is wrong with them
+        _LOG.info("the headers of %s cannot be read: %s", name, error)
+        return None
+    tensors = {key: (file, info) for file, each in found.files_metadata.items() for key, info in each.tensors.items()}
+    types = {key: StoredType(info.dtype, tuple(info.shape)) for key, (_, info) in tensors.items()}
+    settings = quantisation_of(_read_object(folder / "config.json") or {})
+    return BaseTensors(types, {key: folder / file for key, (file, _) in tensors.items()}, settings)
+
+
+def record_of_run(recipe: Recipe) -> BaseRecord:
+    """Return the record of the run that a recipe starts from; an empty one if it starts from no run."""
+    run = run_of(Path(str(recipe.model.name_or_path))) if recipe.model.from_config is None else None
+    return (BaseRecord.read(run.tensors_json) if run is not None else None) or BaseRecord()
+
+
+def is_part_of_other(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
+    """Return whether the trained model is a part of what a merge writes, which is a model of another class. `config`: that of the base."""
+    return type(config) is not type(model.config) and bool(tensors.carried) and not is_text_alone(config, model, tensors)
+
+
+def is_text_alone(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
+    """Return whether the language model is all that is left of a base of several modalities. `config`: that of the base."""
+    layers = LAYERS.of(config.get_text_config()) or 0
+    parts = {part_of(name, layers) for name in tensors.carried}
+    return type(config) is not type(model.config) and bool(tensors.left_out) and parts <= {"mtp"}
+
+
+def exported_config(
+    recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord
+) -> dict[str, Any]:
     """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes; `config`: that of the run.
 
+    It describes what a merge writes: of a base of several modalities it is the text's alone if the others are left out.
     The result is read again: if transformers does not find the run's configuration in it, its own spelling is written instead.
     """
+    if is_text_alone(config, model, tensors):
+        found = with_old_spellings(_fields(model.config) | {"use_cache": True})
+    else:
+        found = _exported_config(recipe, changes, config)
+    layers = LAYERS.of(config.get_text_config()) or 0
+    has_lost_layers = any(part_of(name, layers) == "mtp" for name in tensors.left_out)
+    return without_next_token_layers(found) if has_lost_layers else found
+
+
+def _exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     new = _fields(config) | {"use_cache": True}
     candidates = [with_old_spellings(new), new]
     folder = base_folder(recipe)
@@ -64,7 +151,7 @@ def exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrain
         own = with_changes(written, changes)
         candidates = [with_old_spellings(own), own, *candidates] if _is_of_transformers_5(written) else [own, *candidates]
     for candidate in candidates:
-        candidate.pop("quantization_config", None)  # a merged model is not quantised
+        _remove_quantisation(candidate)  # a merged model is not quantised
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 
@@ -114,55 +201,137 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _remove_quantisation(config: dict[str, Any]) -> None:
+    text: Any = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            place.pop(key, None)
+
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def base_layout(recipe: Recipe, model: PreTrainedModel) -> BaseLayout:
+def base_layout(recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None = None, *, text_alone: bool = False) -> BaseLayout:
     """Return the layout of the files of a recipe's base, as far as it differs from that of the model's parameters.
 
-    Without such files on this machine it is that of `save_pretrained`, as of the models on the hub.
+    `base`: the tensors of `local_tensors`. Without such files, or if the language model is all that is left of them, the layout is that
+    of `save_pretrained`.
     """
     folder = base_folder(recipe)
+    if text_alone:
+        return saved_layout(model)
     if folder is not None and (run := run_of(Path(str(recipe.model.name_or_path)))) is not None:
         return BaseLayout.read(run.base_layout_json) or saved_layout(model)
-    return _layout(model, lambda: _stored_shapes(folder) if folder is not None else {})
+    if base is not None:
+        return saved_layout(model, base.plain_shapes())
+    return saved_layout(model, _stored_shapes(folder) if folder is not None else {})
+
+
+def published_names(config: PreTrainedConfig, model: PreTrainedModel, layout: BaseLayout) -> Published | None:
+    """Return the names of the model's modules in the class that the base's config.json names, if it is another one: PEFT and vLLM load an
+    adapter into that. `config`: that of the base.
+    """
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if type(config) is type(model.config) or not layout.renamed or kind is None:
+        return None
+    with torch.device("meta"):
+        full = kind(copy.deepcopy(config))
+    state = parameters_of(full)
+    names = names_in_model(full, layout.renamed.values(), state, legacy=False)
+    theirs = {ours: names[stored].name for ours, stored in layout.renamed.items() if names[stored].name in state}
+    prefixes = common_prefixes({ours: name for ours, name in theirs.items() if ours != name})
+    if prefixes is None:
+        return None
+    ends = {name.removeprefix(prefixes[0]) for name in adapters_of(model)}
+    others = [name.split(".") for name, _ in full.named_modules() if not name.startswith(prefixes[1])]
+    return Published(*prefixes, any(".".join(parts[at:]) in ends for parts in others for at in range(1, len(parts))))
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
     """Return {name: shape} of the tensors in a model directory; None for the shapes of files that are not there, or are pickled."""
     index = next((path for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if (path := folder / name).is_file()), None)
-    files = read_weight_map(index) if index is not None else {}
-    found: dict[str, tuple[int, ...] | None] = dict.fromkeys(files)
-    for file in set(files.values()) or {SAFE_WEIGHTS_NAME}:
-        if file.endswith(".safetensors") and (folder / file).is_file():
-            found.update((name, stored.shape) for name, stored in tensors_of(folder / file))
-    return found
+    base = read_headers(lambda name: path if (path := folder / name).is_file() else None)
+    return dict.fromkeys(read_weight_map(index).keys() - base.types.keys() if index is not None else ()) | base.plain_shapes()
 
 
 def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | None] | None = None) -> BaseLayout:
     """Return the layout of a model's files where it differs from that of its parameters.
 
-    `stored`: {name: shape, None if unknown} of the tensors in the files of the base. Parameters that these hold as the model does keep
-    their names and shapes, and so do all parameters if transformers converts in a way that is not a view.
+    `stored`: {name: shape, None if unknown} of the tensors in the files of the base, {} if they are unknown. A parameter that these hold
+    as the model does keeps its shape, and the name that it has there; so does every parameter if transformers converts in a way that is
+    not a view.
     """
-    return _layout(model, lambda: stored or {})
-
-
-def _layout(model: PreTrainedModel, read_stored: Callable[[], Mapping[str, tuple[int, ...] | None]]) -> BaseLayout:
-    """Return the layout of `saved_layout`. The files of the base are only read for a model that has conversions."""
+    stored = stored or {}
     state = {
         own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
         if (own := name_in_base(name)) is not None
     }
+    origins = _origins(model, stored, state)
     tensors = _file_tensors(model, state)
-    if tensors is None or all(_is_unchanged(tensor, state) for tensor in tensors) or not _is_reversible(model, tensors, state):
-        return BaseLayout()
-    stored = read_stored()
-    kept = [tensor for group in _groups(tensors) if not _is_stored_as_parameters(group, state, stored) for tensor in group]
-    renamed = {tensor.pieces[0].parameter: tensor.name for tensor in kept if _is_whole(tensor, state)}
-    others = [tensor for tensor in kept if not _is_whole(tensor, state)]
+    saved = {tensor.pieces[0].parameter: tensor.name for tensor in tensors or () if _is_whole(tensor, state)}
+    plain = {
+        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter))
+        for parameter, found in origins.items()
+        if len(found) == 1 and found[0].is_plain
+    }
+    if tensors is None or not _is_reversible(model, tensors, state):
+        return BaseLayout({name: new for name, new in plain.items() if name != new})
+    renamed: dict[str, str] = {}
+    others: list[FileTensor] = []
+    for group in _groups(tensors):
+        parameters = {piece.parameter for tensor in group for piece in tensor.pieces}
+        if parameters <= plain.keys():
+            renamed |= {parameter: plain[parameter] for parameter in parameters}
+            continue
+        names = {each.name for parameter in parameters for each in origins.get(parameter, ())}
+        named = _named_as_stored(group, sorted(names), stored)
+        renamed |= {tensor.pieces[0].parameter: tensor.name for tensor in named if _is_whole(tensor, state)}
+        others += [tensor for tensor in named if not _is_whole(tensor, state)]
     return BaseLayout({name: new for name, new in renamed.items() if name != new}, tuple(_numbered(others)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """A tensor of the files that a parameter is made of. `is_plain`: it is the parameter as it is."""
+
+    name: str
+    is_plain: bool
+
+
+def _origins(
+    model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | None], state: Mapping[str, torch.Tensor]
+) -> dict[str, list[_Origin]]:
+    """Return the tensors of the files by parameter."""
+    found: dict[str, list[_Origin]] = defaultdict(list)
+    for name, in_model in names_in_model(model, stored, state, legacy=False).items():
+        parameter = in_model.name
+        if parameter in state:
+            is_plain = not in_model.is_converted and stored[name] in (None, tuple(state[parameter].shape))
+            found[parameter].append(_Origin(name, is_plain))
+    return found
+
+
+def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str) -> str:
+    """Return the name under which a merge stores a parameter that the base has as `name`, and `save_pretrained` would have as `saved`.
+
+    It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: version 4
+    would add it to the name of an untied head too.
+    """
+    head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    if head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+        return name
+    differs_by_prefix = name.removeprefix(prefix) == parameter or parameter.removeprefix(prefix) == name
+    return parameter if saved == parameter and differs_by_prefix else name
+
+
+def _named_as_stored(group: Sequence[FileTensor], names: Sequence[str], stored: Mapping[str, tuple[int, ...] | None]) -> list[FileTensor]:
+    """Return the tensors of a group by the names that files have for them, if these are as many, of the same shapes in the same order."""
+    ordered = sorted(group, key=lambda tensor: dot_natural_key(tensor.name))
+    pairs = list(zip(ordered, sorted(names, key=dot_natural_key), strict=False))
+    if len(names) != len(ordered) or any(stored.get(name) not in (None, tensor.shape) for tensor, name in pairs):
+        return list(group)
+    return [replace(tensor, name=name) for tensor, name in pairs]
 
 
 class _Views(TorchFunctionMode):
@@ -255,11 +424,6 @@ def _is_whole(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
     return len(tensor.pieces) == 1 and first.sizes == tuple(state[first.parameter].shape) and first.axes == tuple(range(len(first.axes)))
 
 
-def _is_unchanged(tensor: FileTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a tensor is one parameter as it is, under its own name."""
-    return tensor.name == tensor.pieces[0].parameter and _is_whole(tensor, state)
-
-
 def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state: dict[str, torch.Tensor]) -> bool:
     """Return whether transformers finds the parameters under the names of the tensors, and no name twice.
 
@@ -292,18 +456,6 @@ def _groups(tensors: Sequence[FileTensor]) -> Iterator[list[FileTensor]]:
     for tensor in tensors:
         groups[root(tensor.pieces[0].parameter)].append(tensor)
     yield from groups.values()
-
-
-def _is_stored_as_parameters(
-    group: Sequence[FileTensor], state: Mapping[str, torch.Tensor], stored: Mapping[str, tuple[int, ...] | None]
-) -> bool:
-    """Return whether the files of the base hold the parameters of a group as the model does, and not as the group has them."""
-
-    def has(name: str, shape: tuple[int, ...]) -> bool:
-        return name in stored and stored[name] in (None, shape)
-
-    names = {piece.parameter for tensor in group for piece in tensor.pieces}
-    return all(has(name, tuple(state[name].shape)) for name in names) and not all(has(tensor.name, tensor.shape) for tensor in group)
 
 
 def _numbered(tensors: Sequence[FileTensor]) -> Iterator[FileTensor]:

@@ -21,7 +21,7 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -34,7 +34,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE, DamagedHeader, read_header
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
+from fsdp_tune.core.tensors.encodings import Encoded, Encodings
+from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE, DamagedHeader, HeaderEntry, read_header
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -45,6 +47,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -83,16 +86,59 @@ class Stored:
     start: int
     nested: NestedScales | None = None
     """Scales in 8 bits, of which a rank makes those of `shape`."""
+    codes: Codes | None = None
+    """Codes of a quantised weight, of which a rank makes `shape` in fp32."""
 
     @property
     def row_elements(self) -> int:
         """Elements of a row in the file."""
+        if self.codes is not None:
+            return math.prod(self.codes.weight.codes_shape[1:])
         return math.prod(self.shape[1:]) if self.nested is None else self.nested.columns
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Type of the elements in the file."""
+        return self.dtype if self.codes is None else DTYPES[self.codes.weight.codes_dtype]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file; `nested` scales are not in it."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """What decodes the codes of a quantised weight: its rule, and its scales and zero points in the files."""
+
+    weight: Encoded
+    scales: Stored
+    zero_points: Stored | None = None
+
+    def of_rows(self, first: int, count: int, codes: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight in fp32, flat, from their codes."""
+        start, sizes = (first, *(0,) * (len(self.weight.shape) - 1)), (count, *self.weight.shape[1:])
+        _, shape = self.weight.box_of_codes(start, sizes)
+        kind = OF_SAFETENSORS[self.weight.codes_dtype].numpy
+        array = codes.view(torch.uint8).numpy().view(kind).reshape(shape)
+        zero_points = None if self.zero_points is None else _read_array(self.zero_points)
+        return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), zero_points)).reshape(-1)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_array(stored: Stored) -> Any:
+    """Return a small tensor, as it is stored, in numpy: parts of one weight are decoded one after the other."""
+    kind = next(OF_SAFETENSORS[name].numpy for name, dtype in DTYPES.items() if dtype == stored.dtype)
+    return read_whole(stored).view(torch.uint8).numpy().view(kind).reshape(stored.shape)
+
+
+def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, Stored]:
+    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read."""
+    found = {name: stored for name, stored in tensors.items() if name not in encodings.parts}
+    for name, weight in encodings.weights.items():
+        codes, zero_points = tensors[weight.codes], tensors[weight.zero_points] if weight.zero_points else None
+        found[name] = Stored(codes.file, torch.float32, weight.shape, codes.start, codes=Codes(weight, tensors[weight.scales], zero_points))
+    return found
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -104,8 +150,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return cast("dict[str, str]", found) if isinstance(found, dict) else {}
 
 
-def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
+def headers_of(path: Path) -> list[HeaderEntry]:
+    """Return name, type and shape of the tensors of a file. Raises: FailedError for a damaged header."""
     with open(path, "rb") as file:
 
         def read(at: int, count: int) -> bytes:
@@ -113,10 +159,14 @@ def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
             return file.read(count)
 
         try:
-            entries = read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
+            return read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
         except DamagedHeader as error:
             raise _damaged(path, str(error)) from error
-    for entry in entries:
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
+    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
+    for entry in headers_of(path):
         if (dtype := DTYPES.get(entry.dtype)) is not None:
             yield entry.name, Stored(path, dtype, entry.shape, entry.first_byte)
 
@@ -132,7 +182,7 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
 
 def read_elements(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:
     """Read consecutive elements into the buffer, or into a separate one if they do not fit."""
-    size_bytes = elements * stored.dtype.itemsize
+    size_bytes = elements * stored.read_dtype.itemsize
     place = memoryview(buffer if size_bytes <= len(buffer) else bytearray(size_bytes))[:size_bytes]
     file.seek(start)
     done = 0
@@ -141,12 +191,15 @@ def read_elements(file: FileIO, stored: Stored, start: int, elements: int, buffe
         if not got:
             raise _damaged(stored.file, f"it ends at byte {start + done:,}")
         done += got
-    return torch.frombuffer(place, dtype=stored.dtype)
+    return torch.frombuffer(place, dtype=stored.read_dtype)
 
 
 def read_whole(stored: Stored) -> torch.Tensor:
+    """Return all elements of a tensor, flat; of a quantised weight, decoded."""
+    rows = stored.shape[0] if stored.shape else 1
     with open(stored.file, "rb", buffering=0) as file:
-        return read_elements(file, stored, stored.start, math.prod(stored.shape), bytearray(0)).clone()
+        found = read_elements(file, stored, stored.start, rows * stored.row_elements, bytearray(0)).clone()
+    return found if stored.codes is None else stored.codes.of_rows(0, rows, found)
 
 
 _POINTER = b"version "

@@ -26,36 +26,52 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
+from fsdp_tune.core.tensors.encodings import BITSANDBYTES, METHODS, StoredType, method_of, quantisation_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
-from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_elements, read_whole, tensors_of
+from fsdp_tune.model.loading.stored_tensors import (
+    DTYPES,
+    NestedScales,
+    Stored,
+    decoded,
+    headers_of,
+    read_elements,
+    read_weight_map,
+    read_whole,
+)
+from fsdp_tune.model.loading.tensor_account import IN_16_BITS, BaseTensors, unread_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _STATE = ".quant_state.bitsandbytes__"
-_IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"
 
 
 def is_of_bitsandbytes(config: PreTrainedConfig) -> bool:
-    found = _settings(config)
-    return str(found.get("quant_method", "")) == "bitsandbytes" or bool(found.get("load_in_4bit"))
+    return method_of(_settings(config)) == BITSANDBYTES
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    found = getattr(config, "quantization_config", None) or {}
-    return found if isinstance(found, dict) else found.to_dict()
+    return quantisation_of(config.to_dict())
+
+
+def without_quantisation(config: PreTrainedConfig) -> None:
+    """Remove the settings of quantised weights that are decoded while they are read: the model in memory is a plain one."""
+    for place in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(place, key) and not is_of_bitsandbytes(place):
+                delattr(place, key)
 
 
 def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Refuse stored weights that are quantised otherwise than the recipe loads them. Raises: usage error."""
     settings = _settings(config)
-    if not settings or (recipe.quantization is None and not is_of_bitsandbytes(config)):
+    if not settings or (recipe.quantization is None and method_of(settings) in METHODS):
         return
     method = str(settings.get("quant_method", "bitsandbytes"))
     name = recipe.model.name_or_path
@@ -63,7 +79,7 @@ def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
         kind = (
             "int8" if settings.get("load_in_8bit") else settings.get("bnb_4bit_quant_type", "fp4") if method == "bitsandbytes" else method
         )
-        raise _refused("model.name_or_path", f"the weights of {name} are quantised ({kind})", _IN_16_BITS)
+        raise _refused("model.name_or_path", f"the weights of {name} are quantised ({kind})", IN_16_BITS)
     if recipe.quantization is None:
         raise _refused(
             "model.name_or_path", f"the weights of {name} are in 4 bits (bitsandbytes)", "write `lora: {}` and `quantization: {}`"
@@ -78,14 +94,14 @@ def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
             raise _refused(key, f"the weights of {name} are in 4 bits, and each rank reads its part of them", f"leave `{key}` out")
     if recipe.merge.at_end and recipe.merge.adapter != "adapter":
         message = f"an adapter cannot be merged into the weights of {name}, which are in 4 bits (bitsandbytes)"
-        raise _refused("merge.adapter", message, "write `merge: {adapter: adapter}`, or " + _IN_16_BITS)
+        raise _refused("merge.adapter", message, "write `merge: {adapter: adapter}`, or " + IN_16_BITS)
 
 
 def refuse_unread(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Refuse files in 4 bits that do not have the parameters of the model. Raises: usage error."""
     if is_of_bitsandbytes(config):
         message = f"the files of {recipe.model.name_or_path} (bitsandbytes) hold other layers in 4 bits than the recipe does"
-        raise _refused("model.name_or_path", message, _IN_16_BITS)
+        raise _refused("model.name_or_path", message, IN_16_BITS)
 
 
 def _refused(key: str, message: str, hint: str) -> FsdpTuneError:
@@ -103,7 +119,7 @@ def by_layer(tensors: dict[str, Stored]) -> dict[str, Stored]:
         try:
             codes, scales = _of_layer(tensors, weight, json.loads(bytes(read_whole(tensors[key]).tolist())))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", _IN_16_BITS) from error
+            raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", IN_16_BITS) from error
         layer = weight.removesuffix("weight")
         found |= {f"{layer}{NF4_PACKED}": codes, f"{layer}{NF4_SCALES}": scales}
         found.pop(weight, None)
@@ -115,7 +131,7 @@ def _of_layer(tensors: dict[str, Stored], weight: str, state: dict[str, Any]) ->
     _refuse_if(f"the shape {state['shape']}", differs=not (isinstance(rows, int) and isinstance(columns, int)))
     if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
         message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
-        raise _refused("model.name_or_path", message, _IN_16_BITS)
+        raise _refused("model.name_or_path", message, IN_16_BITS)
     codes, absmax, blocks = tensors[weight], tensors[f"{weight}.absmax"], rows * columns // NF4_BLOCK
     # The bytes of the codes may be stored as another dtype (`bnb_4bit_quant_storage`, bfloat16 for FSDP1).
     _refuse_if(f"{codes.size_bytes:,} bytes of codes for {rows} x {columns} weights", differs=codes.size_bytes != rows * columns // 2)
@@ -150,30 +166,57 @@ BUFFER_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The tensors of a model directory, by name."""
+    """The tensors of a model directory, by name: those of a plain model, where a quantised weight is one tensor that is decoded."""
 
     tensors: dict[str, Stored]
+    base: BaseTensors | None = None
+    """The tensors as the files have them; None of an adapter's file."""
+
+    @property
+    def has_codes(self) -> bool:
+        return any(stored.codes is not None for stored in self.tensors.values())
 
 
 def find_weight_files(recipe: Recipe) -> WeightFiles | None:
-    """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none."""
+    """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none.
+
+    Raises: usage error for tensors of an encoding that no rule reads.
+    """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
 
     def file(filename: str) -> Path | None:
         found = cached_file(name, filename, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
         return Path(found) if found is not None else None
 
+    base = read_headers(file)
+    if not base.types:
+        return None
+    encodings = base.encodings()
+    if problems := unread_problems(encodings.unread, base.files):
+        raise FsdpTuneError(*problems)
+    headers = {entry.name: entry for path in set(base.files.values()) for entry in headers_of(path)}
+    tensors = {
+        name: Stored(base.files[name], dtype, entry.shape, entry.first_byte)
+        for name, entry in headers.items()
+        if (dtype := DTYPES.get(entry.dtype)) is not None
+    }
+    return WeightFiles(decoded(by_layer(tensors), encodings), base)
+
+
+def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
+    """Return the tensors of a model's safetensors files. `file`: returns the path of a file of the model, None if it has none."""
     index = file(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         single = file(SAFE_WEIGHTS_NAME)
-        paths = {single} if single is not None else set()
+        paths = {single} if single is not None else set[Path]()
     else:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_weight_map(index).values())
         paths = {path for path in map(file, sorted(names)) if path is not None}
-    if not paths:
-        return None
-    tensors = {name: stored for path in sorted(paths) for name, stored in tensors_of(path)}
-    return WeightFiles(by_layer(tensors))
+    config = file(CONFIG_NAME)
+    settings = quantisation_of(json.loads(config.read_bytes())) if config is not None and paths else {}
+    found = [(path, entry) for path in sorted(paths) for entry in headers_of(path)]
+    types = {entry.name: StoredType(entry.dtype, entry.shape) for _, entry in found}
+    return BaseTensors(types, {entry.name: path for path, entry in found}, settings)
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
@@ -256,7 +299,7 @@ def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) 
     if not stored.shape:
         yield StoredRows(target, local, stored, 0, 0, 1, ())
         return
-    most = max(1, buffer_bytes // (stored.row_elements * stored.dtype.itemsize))
+    most = max(1, buffer_bytes // (stored.row_elements * stored.read_dtype.itemsize))
     columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
     for row in range(0, local.shape[0], most):
         yield StoredRows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
@@ -280,7 +323,7 @@ class _FileReader:
         if self._file is None or self._file.name != str(stored.file):
             self.__exit__()
             self._file = FileIO(str(stored.file))
-        start = stored.start + rows.first * stored.row_elements * stored.dtype.itemsize
+        start = stored.start + rows.first * stored.row_elements * stored.read_dtype.itemsize
         return read_elements(self._file, stored, start, rows.count * stored.row_elements, buffer)
 
 
@@ -292,6 +335,8 @@ def _put(rows: StoredRows, block: torch.Tensor) -> None:
         return
     if stored.nested is not None:
         block = stored.nested.of_rows(rows.first, block.view(rows.count, stored.row_elements))
+    if stored.codes is not None:
+        block = stored.codes.of_rows(rows.first, rows.count, block)
     block = block.view(rows.count, *stored.shape[1:])
     if isinstance(rows.target, Nf4Linear):
         rows.target.set_rows(rows.into, block)

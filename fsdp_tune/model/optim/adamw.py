@@ -54,12 +54,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """AdamW with moments of `state_dtype`. With `rounds_parameters`, bf16 parameters are stochastically rounded.
+    """AdamW with moments of `state_dtype`, or of the dtype of each parameter if it is None. With `rounds_parameters`, bf16 parameters are
+    stochastically rounded.
 
     The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of a shard is known.
     """
 
-    def __init__(self, params: Any, *, state_dtype: torch.dtype, rounds_parameters: bool, seed: int, **options: Any) -> None:
+    def __init__(self, params: Any, *, state_dtype: torch.dtype | None, rounds_parameters: bool, seed: int, **options: Any) -> None:
         super().__init__(params, **options)
         self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
         self._steps: dict[torch.Tensor, int] = {}  # per parameter, on the host: reading the device's copy would synchronise
@@ -78,7 +79,7 @@ class LeanAdamW(torch.optim.AdamW):
         if not state:
             self._steps[parameter] = 0
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {name: torch.zeros_like(parameter, dtype=self.state_dtype) for name in MOMENTS}
+            state |= {name: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype) for name in MOMENTS}
         elif parameter not in self._steps:
             self._steps[parameter] = int(state["step"])
         return state
@@ -121,12 +122,14 @@ class LeanAdamW(torch.optim.AdamW):
         self._steps.clear()
 
 
-def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype) -> None:
-    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the parameter."""
+def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the parameter, None here."""
     names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     for name, parameter in zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True):
         source = state_dict["state"].get(name, {})
-        optimizer.state[parameter] |= {kind: value.to(parameter.device, dtype) for kind, value in source.items() if kind != "step"}
+        optimizer.state[parameter] |= {
+            kind: value.to(parameter.device, dtype or parameter.dtype) for kind, value in source.items() if kind != "step"
+        }
 
 
 def _flat(tensor: Any) -> torch.Tensor:

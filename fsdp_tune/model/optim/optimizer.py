@@ -31,7 +31,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
-from transformers.optimization import Adafactor
 
 from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals import torch_internals as internals
@@ -43,13 +42,11 @@ from fsdp_tune.model.step import parameter_groups, sum_of_squares
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import (
-    BLOCK,
-    DEFAULT_BLOCK,
-    MUON_DEFAULTS,
     STOCHASTIC,
     matching_group,
     optimizer_arguments,
     optimizer_name,
+    optimizer_options,
     state_bits,
     state_dtype,
     training_value,
@@ -376,7 +373,7 @@ def _round_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     """Create the optimizer for the trained parameters of `wrapped`, with weight decay for the names in `decayed`."""
-    optimizer = _build(recipe, wrapped, decayed)
+    optimizer = create_optimizer(recipe, wrapped, decayed)
     if sums_need_fp32(recipe):
         sum_gradients_in_fp32(wrapped)
         if not isinstance(optimizer, LeanAdamW):  # which computes on fp32 copies
@@ -386,12 +383,12 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
     return optimizer
 
 
-def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
+def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     training = recipe.training
     kind, options = optimizer_of(training)
     matrices = orthogonalised_names(wrapped, decayed) if kind is Muon else None
     groups = parameter_groups(wrapped, lambda name: _options_of(recipe, name, decayed, matrices))
-    if kind is Adafactor:
+    if optimizer_name(training) == "adafactor":
         return ShardedAdafactor(groups, lr=training.learning_rate)
     if state_bits(training) is not None:
         return with_plain_rates(kind)(groups, **options)
@@ -400,7 +397,7 @@ def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch
     given = optimizer_arguments(training)
     if not given:
         return AdamW(groups, **options)
-    kept_in = TORCH_DTYPE[state_dtype(training, recipe.model.dtype)]
+    kept_in = TORCH_DTYPE.get(state_dtype(training, "as stored"))  # None: parameters that the class keeps in fp32 have moments in fp32
     return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
 
 
@@ -421,24 +418,17 @@ def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: fr
 
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
-    name = optimizer_name(training)
-    options: dict[str, Any] = {"lr": training.learning_rate}
-    given = optimizer_arguments(training)
-    if name in _OTHERS:
-        return _OTHERS[name], options | given
+    name, bits, options = optimizer_name(training), state_bits(training), optimizer_options(training)
     if name == "adafactor":
-        return Adafactor, options | {"scale_parameter": False, "relative_step": False}
-    options["betas"] = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
-    options["eps"] = training_value(training, "adam_epsilon")
-    if bits := state_bits(training):
-        return torchao_class(bits), {**options, BLOCK: given.get(BLOCK, DEFAULT_BLOCK), STOCHASTIC: given.get(STOCHASTIC, False)}
-    if name == "muon":
-        return Muon, options | {"fused": True, "muon": MUON_DEFAULTS | given}
-    return torch.optim.AdamW, options | ({"fused": True} if name == "adamw_torch_fused" else {})
+        from transformers.optimization import Adafactor  # which imports PEFT
+
+        return Adafactor, options
+    return _CLASSES.get(name, torch.optim.AdamW) if bits is None else torchao_class(bits), options
 
 
-_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
+    "muon": Muon,
 }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.model.internals.transformers_internals import LAYER_CLASSES
+from fsdp_tune.model.shard.local import kept_in_fp32
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _ROOT = -1
@@ -30,6 +31,17 @@ class UnitPlan:
 
     groups: tuple[tuple[str, ...], ...]
     keeps_gathered: frozenset[tuple[str, ...]]
+    in_fp32: frozenset[tuple[str, ...]] = frozenset()
+    """The groups whose parameters are all kept in fp32 by the model's class: they are gathered as they are stored."""
+    holder: str | None = None
+    """The module whose unit has the kept parameters of all other groups, or None if there are none. It is wrapped before the groups."""
+    held: frozenset[str] = frozenset()
+    """The names of the parameters in the holder's unit."""
+
+    @property
+    def of_precision(self) -> frozenset[tuple[str, ...]]:
+        """The units, by their modules, that are gathered as they are stored."""
+        return self.in_fp32 | ({(self.holder,)} if self.holder is not None else frozenset())
 
 
 def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -86,7 +98,7 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot enclose them, or if ignored
     modules would be trained."""
-    plan = _join_tied(model, _units_of_policy(recipe, model))
+    plan = _hold_precision(recipe, model, _join_tied(model, _units_of_policy(recipe, model)))
     _refuse_ignored_that_train(recipe, model)
     _refuse_units_in_selective_layers(recipe, model, plan)
     return plan
@@ -162,6 +174,66 @@ def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
     kept = sorted((sorted(each) for each in joined if _ROOT not in each), key=lambda each: each[0])
     groups = tuple(tuple(name for index in each for name in plan.groups[index]) for each in kept)
     return UnitPlan(groups, plan.keeps_gathered & frozenset(groups))
+
+
+def _hold_precision(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> UnitPlan:
+    """Give the parameters that the class keeps in fp32 units that FSDP2 does not cast. Raises: usage error.
+
+    FSDP2 needs one dtype in a unit, for its trained parameters and for what it gathers. Most kept parameters are few in a layer, and
+    many are in a module with others (`sinks`, `A_log`) or are read outside of the forward of their own module (`conv1d`), so that they
+    cannot be units. All of them are the unit of the decoder, which gathers them once in a step and holds them until its backward ends.
+    """
+    kept = _kept_names(recipe, model)
+    if not kept:
+        return plan
+    names = dict.fromkeys(name for name, _ in model.named_parameters())
+    groups = [part for group in plan.groups for part in _split(model, group, kept)]
+    in_fp32 = frozenset(group for group in groups if (own := _own_names(names, group, groups)) and own <= kept)
+    held = kept - {name for group in in_fp32 for name in _own_names(names, group, groups)}
+    tail = {part for group in plan.keeps_gathered for part in _split(model, group, kept)}
+    if not held:
+        return UnitPlan(tuple(groups), frozenset(tail), in_fp32)
+    holder = model.base_model_prefix if model.base_model is not model else ""
+    if not holder or not all(name.startswith(f"{holder}.") for name in held):
+        raise _refused_precision(recipe, model, held)
+    return UnitPlan(tuple(group for group in groups if group != (holder,)), frozenset(tail), in_fp32, holder, held)
+
+
+def _kept_names(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the parameters that FSDP must not cast. Raises: usage error for FSDP1, which has one dtype in a unit."""
+    if not recipe.is_sharded or recipe.compute_dtype == "fp32":
+        return frozenset()
+    kept, ignored = kept_in_fp32(model), tuple(f"{name}." for name in ignored_module_names(recipe, model))
+    found = frozenset(name for name, _ in model.named_parameters() if name in kept and not name.startswith(ignored))
+    if recipe.fsdp.version == 2:
+        return found
+    if found and recipe.model.dtype != "fp32":
+        raise _refused_precision(recipe, model, found)
+    return frozenset()
+
+
+def _refused_precision(recipe: Recipe, model: PreTrainedModel, names: Collection[str]) -> FsdpTuneError:
+    message = f"{type(model).__name__} keeps {min(names)} and {len(names) - 1} more parameters in fp32, and "
+    if recipe.fsdp.version == 1:
+        message += "FSDP1 joins the parameters of a unit in one flat tensor of one dtype"
+        ways = ("write `fsdp: {version: 2}`", "write `model: {dtype: fp32}`")
+    else:
+        message += "no module of its own can hold them as an FSDP2 unit"
+        ways = ("write `model: {dtype: fp32}` and `precision: {mixed_precision: no}`", "write `fsdp: {sharding_strategy: NO_SHARD}`")
+    return usage_error("precision-not-kept", message, where=Where(key="model.dtype"), ways_out=ways)
+
+
+def _split(model: nn.Module, group: tuple[str, ...], kept: frozenset[str]) -> list[tuple[str, ...]]:
+    """Return the group, in two parts if some of its modules have only kept parameters: those modules are a unit of their own."""
+    alone = tuple(name for name in group if {own for own, _ in model.get_submodule(name).named_parameters(prefix=name)} <= kept)
+    others = tuple(name for name in group if name not in alone)
+    return [part for part in (others, alone) if part]
+
+
+def _own_names(names: Iterable[str], group: tuple[str, ...], groups: Sequence[tuple[str, ...]]) -> set[str]:
+    """Return the parameters of a group that are in no group inside of it."""
+    inner = tuple(f"{name}." for other in groups if other != group for name in other if name.startswith(tuple(f"{g}." for g in group)))
+    return {name for name in names if name.startswith(tuple(f"{each}." for each in group)) and not name.startswith(inner)}
 
 
 def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:

@@ -166,6 +166,12 @@ def count_elements(named: Iterable[tuple[str, torch.Tensor]]) -> int:
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def kept_in_fp32(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters and buffers that the model's class keeps in fp32 (`model.loading.kept_precision`)."""
+    names: frozenset[str] = vars(bare_model(model)).get("kept_in_fp32", frozenset())
+    return names
+
+
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay acts on a parameter: a matrix whose name contains neither "norm" nor "bias".
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -79,25 +80,51 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         "mp_policy": mixed_precision_policy(recipe),
         "offload_policy": offload_policy(recipe, device.type),
     }
-    ignored = ignored_parameters(recipe, model)
-    if ignored:
-        options["ignored_params"] = ignored
+    as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         allow_integer_parameters()
     ranks = mesh.size(-1)
     if any(shard_dim(recipe, parameter.shape, ranks) for parameter in model.parameters()):
         options["shard_placement_fn"] = lambda parameter: Shard(shard_dim(recipe, parameter.shape, ranks))
+        as_stored["shard_placement_fn"] = options["shard_placement_fn"]
     reshard = recipe.reshards_after_forward
+    ignored = ignored_parameters(recipe, model)
+    if units.holder is not None:
+        ignored |= _wrap_holder(model, units, ignored, options, as_stored)
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
-        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            reshard_after_forward=False if keep else reshard,
+            ignored_params=ignored or None,
+            **(as_stored if group in units.in_fp32 else options),
+        )
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
-    fully_shard(model, **options)
+    if units.holder is None:
+        fully_shard(model, ignored_params=ignored or None, **options)
     _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
     return model
+
+
+def _wrap_holder(
+    model: PreTrainedModel, units: UnitPlan, ignored: set[nn.Parameter], options: dict[str, Any], as_stored: dict[str, Any]
+) -> set[nn.Parameter]:
+    """Make the units of the root and of the holder. Return their parameters, which the other groups must not take.
+
+    `fully_shard` takes no parameter below a module that is a unit already. So these two come before the groups inside of them, and ignore
+    all parameters but their own.
+    """
+    assert units.holder is not None
+    named = dict(model.named_parameters())
+    inside = tuple(f"{name}." for group in units.groups for name in group)
+    rest = {name for name, p in named.items() if not name.startswith(inside) and name not in units.held and p not in ignored}
+    fully_shard(model, ignored_params={p for name, p in named.items() if name not in rest}, **options)
+    others = {p for name, p in model.named_parameters() if name not in units.held}
+    fully_shard(model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored)
+    return {p for name, p in model.named_parameters() if name in rest or name in units.held}
 
 
 def shard_dim(recipe: Recipe, shape: torch.Size, ranks: int) -> int:

@@ -25,6 +25,7 @@ from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment
 
@@ -48,7 +49,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     """Return the measured step time of a run on `hardware`. Raises: FsdpTuneError for a run on another device, or with too few lines."""
     run = RunDir(path)
     try:
-        recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+        recipe = Recipe.model_validate_json(read_recipe_json(run))
         devices = (Environment.read(run.environment_json) or Environment()).devices
         lines = read_metrics(run)
     except (OSError, ValueError) as error:

@@ -41,8 +41,8 @@ from fsdp_tune.model.internals.torch_internals import CHUNKS, FAKE_STORE
 from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.loading.positions import positions_of_run
-from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
-from fsdp_tune.model.shard.local import TORCH_DTYPE, count_elements
+from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, plan_units
+from fsdp_tune.model.shard.local import TORCH_DTYPE, count_elements, kept_in_fp32
 from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.trace import cuda_kernels, fake_gpu
@@ -86,11 +86,13 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
     flash_version = 3 if recipe.model.attn_implementation == "flash_attention_3" else 2
     kernel = attention(recipe, config)
     recipe, model = build_traced(recipe, config, vocabulary)
-    groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
-    counts, units = count(recipe, config, model), unit_list(recipe, model, tuple(groups))
+    plan = plan_units(recipe, model) if recipe.is_sharded else UnitPlan((), frozenset())
+    groups = plan.groups
+    counts, units = count(recipe, config, model), unit_list(recipe, model, plan)
     repeated: Repeated | None = None
     container = None if exact else container_of(recipe, model)
-    if container is not None and not has_unit_of_several_layers(recipe, model, groups):
+    # The unit of the holder grows with the number of layers.
+    if container is not None and plan.holder is None and not has_unit_of_several_layers(recipe, model, groups):
         repeated = repeated_layers(layer_signatures(recipe, model, groups), reach=_reach(recipe))
         if repeated is not None:
             recipe = shallow_recipe(recipe, container, repeated, model, groups)
@@ -233,12 +235,16 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
     )
 
 
-def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, ...], ...]) -> tuple[Unit, ...]:
+def unit_list(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> tuple[Unit, ...]:
     """Return the units of the full model in the order of wrapping, the root last; one 'unit' for plain DDP."""
     layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model, recipe.layer_classes))}
-    taken: set[int] = set()
     in_fp8 = _ids_gathered_in_fp8(recipe, model)
-    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, in_fp8) for group in groups]
+    held = {name: model.get_parameter(name) for name in plan.held}
+    taken = {id(parameter) for parameter in held.values()}
+    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, in_fp8) for group in plan.groups]
+    if plan.holder is not None:
+        size_bytes = sum(p.numel() * p.element_size() for p in held.values())
+        units.append(Unit(plan.holder, -1, count_elements(held.items()), size_bytes, size_bytes))
     return (*units, _unit(recipe, model, ("",), -1, taken, in_fp8))
 
 
@@ -257,7 +263,9 @@ def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, 
                 named[own_name] = parameter
     own = named.values()
     width = TORCH_DTYPE[recipe.compute_dtype].itemsize
-    gathered = sum(p.numel() * (1 if id(p) in in_fp8 or p.dtype == torch.uint8 else width) for p in own)
+    kept = kept_in_fp32(model)
+    sizes = {own_name: 1 if id(p) in in_fp8 or p.dtype == torch.uint8 else width for own_name, p in named.items()}
+    gathered = sum(p.numel() * (p.element_size() if own_name in kept else sizes[own_name]) for own_name, p in named.items())
     stored = sum(p.numel() * p.element_size() for p in own)
     return Unit(
         name=", ".join(group) or "(root)",

@@ -32,6 +32,8 @@ class Affects(Flag):
     """Seconds of a training step."""
     NUMBERS = auto()
     """Losses and weights computed from the same rows, beyond rounding."""
+    RESULT = auto()
+    """The delivered model, of the same losses: which checkpoint it is, and how its weights are rounded."""
 
 
 class OnResume(StrEnum):
@@ -52,6 +54,7 @@ class Effect:
 
 
 NOTHING, DATA, MEMORY, TIME, NUMBERS = Affects.NOTHING, Affects.DATA, Affects.MEMORY, Affects.TIME, Affects.NUMBERS
+RESULT = Affects.RESULT
 FREE, TRAJECTORY, REFUSED = OnResume.FREE, OnResume.TRAJECTORY, OnResume.REFUSED
 UNDECLARED = Effect(~NOTHING, REFUSED)
 

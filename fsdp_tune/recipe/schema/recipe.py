@@ -21,6 +21,7 @@ from fsdp_tune.recipe.schema.kinds import (
     NOTHING,
     NUMBERS,
     REFUSED,
+    RESULT,
     STRATEGIES,
     TIME,
     TRAJECTORY,
@@ -216,9 +217,9 @@ class Training(Section):
     """Steps, or a share of all steps when below 1."""
     logging_steps: Annotated[Whole, Effect(NOTHING, FREE)] = 10
     """Steps between two lines of metrics.jsonl."""
-    eval_strategy: Annotated[Literal["auto", "no", "steps", "epoch"], Effect(MEMORY, FREE)] = "auto"
+    eval_strategy: Annotated[Literal["auto", "no", "steps", "epoch"], Effect(MEMORY | RESULT, FREE)] = "auto"
     """When to evaluate; auto = with every save if `data.eval` is set."""
-    save_steps: Annotated[Whole | Fraction, Effect(NOTHING, FREE)] = 500
+    save_steps: Annotated[Whole | Fraction, Effect(RESULT, FREE)] = 500
     """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
     save_total_limit: Annotated[WholeOrZero | None, Effect(NOTHING, FREE)] = 2
     """Complete checkpoints to keep; the newest and the best are never deleted. 0 or null keeps all."""

@@ -14,6 +14,7 @@ from fsdp_tune.recipe.schema.kinds import (
     NOTHING,
     NUMBERS,
     REFUSED,
+    RESULT,
     TIME,
     TRAJECTORY,
     AboveOne,
@@ -136,6 +137,8 @@ class Model(Section):
     """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
+    leave_out: Annotated[list[Text], Effect(NOTHING, REFUSED)] = []
+    """Parts of the base that are neither trained nor written into the merged model (`[mtp, visual]`). Others are written unchanged."""
     tokens: Tokens = Tokens()
 
     @property
@@ -291,7 +294,7 @@ class Data(Section):
     on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
     """skip counts bad rows and writes them to a file."""
     max_bad_share: Annotated[float, Field(ge=0.0, le=1.0), Description("a number from 0 to 1"), Effect(NOTHING, FREE)] = 0.01
-    """Largest share of bad rows to skip; more is an error. Fewer than 1,000 rows count as 1,000."""
+    """Largest share of bad rows to skip, of all rows; more is an error. Of a stream: of the rows that a lane has read, from 1,000 on."""
     num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
     """Processes that tokenise; auto = min(16, cores)."""
     cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
@@ -421,7 +424,7 @@ class Launch(Section):
     """Address of machine 0; null = the address from Slurm or Kubernetes."""
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
     """auto = a free port; 29500 for several machines, which must agree on one."""
-    env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
+    env: Annotated[dict[str, str], Effect(MEMORY | TIME | RESULT, FREE)] = {}
     """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
     shared_directory: Annotated[bool, Effect(NOTHING, FREE)] = True
     """Whether all machines see one `output_dir`; false = each has its own, with its ranks' part of every checkpoint."""
@@ -442,13 +445,13 @@ class Merge(Section):
 
     at_end: bool = True
     """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
-    dtype: Auto | MergedDtype = "auto"
+    dtype: Annotated[Auto | MergedDtype, Effect(RESULT, FREE)] = "auto"
     """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
     """Output of a LoRA run: merged weights, the adapter, or both."""
-    base: BaseWeights = "trained"
+    base: Annotated[BaseWeights, Effect(RESULT, FREE)] = "trained"
     """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
     verify: MergeCheck = "quick"
     """How the merged directory is checked."""

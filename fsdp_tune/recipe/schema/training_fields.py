@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -14,7 +15,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.recipe import ParameterGroup, Training
 
 
@@ -120,19 +121,28 @@ PASSED_EFFECTS: dict[str, Effect] = {
         ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"), Effect(MEMORY | TIME | NUMBERS, TRAJECTORY)
     ),
     **dict.fromkeys(("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"), Effect(NUMBERS, TRAJECTORY)),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism"), Effect(MEMORY | TIME, FREE)),
+    "tf32": Effect(MEMORY | TIME | NUMBERS, FREE),  # 10 bits of the mantissa, in place of 23
     **dict.fromkeys(
-        ("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism", "tf32"), Effect(MEMORY | TIME, FREE)
+        (
+            *("eval_delay", "eval_on_start", "eval_steps", "save_strategy"),
+            *("greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
+        ),
+        Effect(RESULT, FREE),
     ),
     **dict.fromkeys(
         (
-            *("eval_delay", "eval_on_start", "eval_steps", "greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
             *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "logging_first_step"),
-            *("logging_strategy", "project", "save_strategy", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+            *("logging_strategy", "project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
         ),
         Effect(NOTHING, FREE),
     ),
 }
 """The effects of the fields that `training:` passes on; a field of a newer transformers affects everything until it has a row."""
+CHOOSING = tuple(
+    f"training.{name}" for name in ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_steps", "save_strategy")
+)
+"""Keys that affect the result only of a run in which evaluations choose a checkpoint or end the run (`chooses_by_evaluation`)."""
 _RANGES: dict[str, tuple[float, bool]] = {
     # name: (least value, whether that value itself is allowed)
     "num_train_epochs": (0, False),
@@ -221,6 +231,11 @@ def training_value(training: Training, name: str) -> Any:
     return extra[name] if name in extra else TRAINING_FIELDS.fields[name].default
 
 
+def chooses_by_evaluation(training: Training) -> bool:
+    """Return whether evaluations choose the delivered checkpoint, or end the run."""
+    return bool(training_value(training, "load_best_model_at_end")) or training.early_stopping is not None
+
+
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 STATE_DTYPE, STOCHASTIC, BLOCK = "state_dtype", "bf16_stochastic_round", "block_size"
 DEFAULT_BLOCK = 256
@@ -277,8 +292,15 @@ def _steps(text: str) -> int:
     return int(text)
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
 def _coefficients(text: str) -> tuple[float, ...]:
-    numbers = tuple(map(float, text.split("/")))
+    numbers = tuple(map(_number, text.split("/")))
     if len(numbers) != 3:
         raise ValueError(text)
     return numbers
@@ -290,7 +312,7 @@ def _adjustment(text: str) -> str:
     return text
 
 
-_NUMBER, _SWITCH = OptimizerArgument("a number", float), OptimizerArgument("true or false", _switch)
+_NUMBER, _SWITCH = OptimizerArgument("a number", _number), OptimizerArgument("true or false", _switch)
 _ROUNDING = {STOCHASTIC: _SWITCH}
 _BLOCKS = {BLOCK: OptimizerArgument("a power of two, 16 or more", _block), **_ROUNDING}
 _RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps"), _NUMBER), "centered": _SWITCH}
@@ -346,6 +368,27 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
     """Return the given arguments, parsed. The rules of the recipe have refused invalid ones."""
     arguments = OPTIMIZERS[optimizer_name(training)].arguments
     return {name: arguments[name].read(value) for name, value in pairs_of(training) if value is not None}
+
+
+OPTIMIZER_FIELDS = tuple(name for name in TRAINING_FIELDS.fields if name.startswith(("adam_", "optim_")) and name != "optim_args")
+"""Fields of which an optimizer reads some. Every one reads `optim_args`, as far as its row in `OPTIMIZERS` has the argument."""
+
+
+def optimizer_options(training: Training) -> dict[str, Any]:
+    """Return the keyword arguments of the class of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
+    name, given = optimizer_name(training), optimizer_arguments(training)
+    options: dict[str, Any] = {"lr": training.learning_rate}
+    if name in ("sgd", "adagrad", "rmsprop"):
+        return options | given
+    if name == "adafactor":
+        return options | {"scale_parameter": False, "relative_step": False}
+    options["betas"] = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
+    options["eps"] = training_value(training, "adam_epsilon")
+    if state_bits(training) is not None:
+        return {**options, BLOCK: given.get(BLOCK, DEFAULT_BLOCK), STOCHASTIC: given.get(STOCHASTIC, False)}
+    if name == "muon":
+        return options | {"fused": True, "muon": MUON_DEFAULTS | given}
+    return options | ({"fused": True} if name == "adamw_torch_fused" else {})
 
 
 def state_bits(training: Training) -> int | None:

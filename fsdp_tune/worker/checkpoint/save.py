@@ -211,6 +211,9 @@ class Saved:
     stall_seconds: float
     """Time during which training waited."""
     seconds: float = 0.0
+    """Wall time from the request, with the wait for the save before, to the complete checkpoint: what is lost if the run ends earlier."""
+    requested_at: float = 0.0
+    """On the monotonic clock."""
     size_bytes: int = 0
     error: FsdpTuneError | None = None
     left: str | None = None
@@ -260,7 +263,7 @@ class Checkpointer:
         started = time.monotonic()
         self.wait()
         snapshot = self._snapshot(step, trainer, own, best_step)
-        self._pending = Saved(step, 0.0)
+        self._pending = Saved(step, 0.0, requested_at=started)
         if self.asynchronous:
             if not self.live.full:  # the tensors gathered on rank 0 are already copies
                 snapshot = self._arena.copy(snapshot)  # the save before has ended, so its copy may be overwritten
@@ -296,8 +299,7 @@ class Checkpointer:
             saved, self._pending = self._pending, None
             if saved.error is None:
                 self.last_step = saved.step
-                # A background save blocks training only for its copy, and is written afterwards.
-                self.longest_seconds = max(self.longest_seconds, saved.stall_seconds + (saved.seconds if self.asynchronous else 0.0))
+                self.longest_seconds = max(self.longest_seconds, saved.seconds)
             self.report(saved)
 
     def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
@@ -318,7 +320,6 @@ class Checkpointer:
         self._thread.start()
 
     def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
-        started = time.monotonic()
         try:
             saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
             saved.left = self._rotate(snapshot)
@@ -326,7 +327,7 @@ class Checkpointer:
             message = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
             failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", message, hint=SAVE_HINT)
             saved.error = with_free_space(failure, self.run.path, self._size_bytes)
-        saved.seconds = time.monotonic() - started
+        saved.seconds = time.monotonic() - saved.requested_at
 
     def probe(self, trainer: str, own: dict[str, Any]) -> float:
         """Save once under a stage name, verify the files by digest and remove them, so that a save that cannot work fails early.

@@ -31,11 +31,11 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.optim.optimizer import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.local import local_part, plain_name
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
+from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits, state_dtype
 from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
@@ -50,7 +50,6 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
     wrapped = loaded.wrapped
     kind = _wrapper(wrapped)
     parameters = list(wrapped.named_parameters())
-    trained = [p for _, p in parameters if p.requires_grad]
     groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
     sharding = _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
     return LiveState(
@@ -58,7 +57,8 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         world_size=dist.get_world_size(),
         mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
         sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
-        parameter_dtype=_only({_name(p.dtype) for p in trained}),
+        parameter_dtype=_only({_name(p.dtype) for p in _cast_parameters(loaded)}),
+        kept_in_fp32=_kept_dtypes(loaded),
         offload_params=_offloads(wrapped, kind),
         global_batch_size=trainer.parts.rows.global_batch,
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
@@ -116,6 +116,19 @@ def _wrapper(wrapped: nn.Module) -> str:
     return "ddp" if isinstance(wrapped, DistributedDataParallel) else type(wrapped).__name__
 
 
+def _cast_parameters(loaded: Loaded) -> list[nn.Parameter]:
+    """Return the trained parameters whose dtype is that of the recipe: all but those that the model's class keeps in fp32."""
+    kept = kept_in_fp32(loaded.model)
+    return [p for name, p in loaded.wrapped.named_parameters() if p.requires_grad and plain_name(name) not in kept]
+
+
+def _kept_dtypes(loaded: Loaded) -> dict[str, int]:
+    """Return the number of parameters and buffers that the model's class keeps in fp32, by their dtype on this rank."""
+    kept = kept_in_fp32(loaded.model)
+    named = [*loaded.wrapped.named_parameters(), *loaded.wrapped.named_buffers()]
+    return dict(Counter(str(_name(tensor.dtype)) for name, tensor in named if plain_name(name) in kept))
+
+
 def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
@@ -163,14 +176,19 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
                 backward_prefetch=sum(other is not state for other in internals.BACKWARD_PREFETCH.of(state)),
             )
         )
-    layers = [unit for unit in units if unit.modules[0] != "(root)" and (tuple(unit.modules) not in loaded.units.keeps_gathered)]
+    as_stored = [unit for unit in units if tuple(unit.modules) in loaded.units.of_precision]
+    cast = [unit for unit in units if unit not in as_stored]
+    holder = (loaded.units.holder,)
+    stays_gathered = {("(root)",), holder} | loaded.units.keeps_gathered
+    layers = [unit for unit in units if tuple(unit.modules) not in stays_gathered]
     first_trained = next((index for index, unit in enumerate(layers) if unit.is_trained), 0)
     plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
-    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
     return {
         "placements": _parsed(placements),
         "reshard_after_forward": _only({unit.reshard_after_forward for unit in layers}) if layers else None,
-        "compute_dtype": _of_all(unit.param_dtype or storage for unit in units),
+        "compute_dtype": _of_all(unit.param_dtype or storage for unit in cast),
+        "cast_although_kept": [unit.modules[0] for unit in as_stored if unit.param_dtype is not None],
         "reduce_dtype": _of_all(unit.reduce_dtype for unit in units),
         "forward_prefetch": max((unit.forward_prefetch for unit in layers), default=0),
         "backward_prefetch": max((unit.backward_prefetch for unit in layers[first_trained:]), default=0) or "implicit",
@@ -218,7 +236,7 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
     strategy = _only({unit.sharding_strategy.name for unit in units})
     precision = units[0].mixed_precision
-    storage = _only({_name(p.dtype) for p in loaded.wrapped.parameters() if p.requires_grad})
+    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
     # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward and backward.
     return {
         "placements": [] if strategy == "NO_SHARD" else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
@@ -233,7 +251,7 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
 def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
     from fsdp_tune.model.step import compute_context
 
-    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
     with compute_context(recipe, recipe.launch.device):
         enabled = torch.is_autocast_enabled(recipe.launch.device)
         compute = _name(torch.get_autocast_dtype(recipe.launch.device)) if enabled else storage
@@ -291,9 +309,19 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
     if len(limits := reports[0].collective_limits_seconds) > 1:
         found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
     found += _inside_differences(recipe, loaded, reports[0])
+    found += _kept_differences(reports[0])
     found += fp8_differences(recipe, loaded, reports[0].fp8)
     on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
     return found + structure_differences(recipe, loaded, reports[0]) + on_host
+
+
+def _kept_differences(report: LiveState) -> list[str]:
+    """Return a sentence if what the model's class keeps in fp32 is stored or gathered in another dtype."""
+    others = {dtype: count for dtype, count in report.kept_in_fp32.items() if dtype != "float32"}
+    found = [
+        f"kept_in_fp32: the model's class keeps them in fp32, the run has {count} of them in {dtype}" for dtype, count in others.items()
+    ]
+    return found + [f"kept_in_fp32: the unit {name} is cast when it is gathered" for name in report.cast_although_kept]
 
 
 def _within_units(wanted: dict[str, Any], report: LiveState) -> dict[str, Any]:
@@ -357,10 +385,13 @@ class ReadBackError(FailedError):
 def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer) -> str | None:
     """Compare, after step 1, the dtype of the optimizer's moments with the recipe."""
     meaning = expected(recipe)
+    of_fp32 = str(TORCH_DTYPE[state_dtype(recipe.training, "fp32")]).removeprefix("torch.")
     in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
     for parameter, state in optimizer.state.items():
         wide = in_blocks and not blocks_fit(parameter, block)
-        wanted = "float32" if wide else meaning["optimizer_state_dtype"]
+        # Under `model.dtype: bf16` the parameters that the model's class keeps in fp32 have moments in fp32.
+        by_dtype = of_fp32 if parameter.dtype == torch.float32 and not in_blocks else meaning["optimizer_state_dtype"]
+        wanted = "float32" if wide else by_dtype
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and kind != "step" and kept_as(value) != wanted:
                 return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {kept_as(value)!r}"

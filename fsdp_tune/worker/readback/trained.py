@@ -24,7 +24,17 @@ from transformers.pytorch_utils import Conv1D
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.families import have_experts
 from fsdp_tune.core.tensors.file_formats import value_for
-from fsdp_tune.model.adapters.lora import ADAPTER_NAME, ALL_LINEAR, adapters_of, ends_with, is_of_adapter, last_parts, name_in_base, rank_of
+from fsdp_tune.model.adapters.lora import (
+    ADAPTER_NAME,
+    ALL_LINEAR,
+    adapters_of,
+    ends_with,
+    is_of_adapter,
+    last_parts,
+    name_in_base,
+    parts_without_text,
+    rank_of,
+)
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
 from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME
 from fsdp_tune.model.loading.assemble import Loaded
@@ -155,7 +165,9 @@ def _is_trained_by(lora: Lora, name: str) -> bool:
 def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
     """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or rates of dropout."""
     adapted = adapters_of(loaded.model)
-    bare = [name for name in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_in_saved_module(lora, name)]
+    others = tuple(f"{name}." for name in parts_without_text(loaded.model))  # rows of text do not call them
+    linears = [name for name in _linears(loaded.model) if not name.startswith(others)]
+    bare = [name for name in linears if _is_meant(lora, name, loaded) and not _is_in_saved_module(lora, name)]
     found = [f"adapters: `{bare[0]}` has none ({len(bare)} linear layers)"] if bare else []
     stacks = [name for name in _meant_parameters(lora, loaded) if name not in adapted]
     found += [f"adapters: `{stacks[0]}` has none ({len(stacks)} parameters)"] if stacks else []

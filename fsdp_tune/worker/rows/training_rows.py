@@ -26,7 +26,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.data.batches import (
-    RowOrder,
     TokenBudget,
     collate,
     cumulative_lengths,
@@ -37,6 +36,7 @@ from fsdp_tune.data.batches import (
 )
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
+from fsdp_tune.data.row_order import RowOrder
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Origin, Row, RowStore
 from fsdp_tune.run.manifest import digest
 from fsdp_tune.worker.agreement import gather
@@ -189,8 +189,10 @@ class MicroBatches(BatchSampler):
         return self.order.global_batch
 
     def digest(self, epoch: int = 0) -> str:
-        """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batch."""
-        return digest(np.ascontiguousarray(self.order.rows_of(epoch), dtype=np.int64).tobytes())
+        """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batches."""
+        found = self.order.epoch(epoch)
+        cut = [repr(found.parts)] if len(found.parts) > 1 else []
+        return digest(np.ascontiguousarray(found.rows, dtype=np.int64).tobytes(), *cut)
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return this rank's rows in step `step` (from 0) of the current epoch."""
@@ -199,23 +201,26 @@ class MicroBatches(BatchSampler):
 
     def epochs_after(self, step: int) -> float:
         """Return the epochs trained after `step` steps (rows over rows per epoch), the same on any number of ranks."""
-        epochs, steps = self.order.locate(step)
-        return epochs + (steps * self.global_batch / len(self.order.rows_of(epochs)) if steps else 0.0)
+        return self.order.epochs_after(step)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.order.rows_of(self.epoch)), self.global_batch)
-        return whole * self._accumulation + self._places(rest)
+        epoch = self.order.epoch(self.epoch)
+        last = epoch.steps - 1
+        return last * self._accumulation + self._places(len(epoch.batch(last)))
 
     def _places(self, rows: int) -> int:
         return math.ceil(rows / (self._data_size * self.micro_batch))
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order.rows_of(self.epoch)
-        for start in range(0, len(order), self.global_batch):
-            yield from self._split(order[start : start + self.global_batch])
+        epoch = self.order.epoch(self.epoch)
+        # The Trainer skips the steps that earlier attempts trained, and counts as many places for each as for a step of this one.
+        trained = epoch.parts[-1].step
+        yield from [[]] * (trained * self._accumulation)
+        for step in range(trained, epoch.steps):
+            yield from self._split(epoch.batch(step))
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
         if self._by_tokens is not None:

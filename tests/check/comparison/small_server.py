@@ -60,6 +60,16 @@ class Planted:
     echoes: bool = False
     gives_ids: bool = True
     ends: tuple[str, ...] = ("<|end|>", EOS)
+    dtype: str = "float32"
+    penalty: float = 0.0
+    """Subtracted from the logits of tokens of the answer so far, before the log-probabilities if `is_processed`."""
+    top_k: int = 0
+    """Tokens that are left, before the log-probabilities if `is_processed`; the least probable of them is chosen."""
+    is_processed: bool = False
+    shift: int = 0
+    """By how many positions the log-probabilities of the answer come from later logits."""
+    rolled: int = 0
+    """By how many positions the log-probabilities of a prompt are late."""
     models: tuple[str, ...] = ("served",)
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict[str, "tuple[int, Any]"])
     """By path: status and body in the place of its own, bytes as they are."""
@@ -68,13 +78,14 @@ class Planted:
 
 
 @functools.cache
-def loaded(folder: Path) -> tuple[Any, Any]:
-    return LlamaForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+def loaded(folder: Path, dtype: str) -> tuple[Any, Any]:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 class SmallServer:
     def __init__(self, folder: Path, planted: Planted) -> None:
-        self.model, self.tokenizer = loaded(folder.resolve())
+        self.model, self.tokenizer = loaded(folder.resolve(), planted.dtype)
         self.planted = planted
         self.seen: list[tuple[str, dict[str, str], Any]] = []
         """Path, headers and body of each request."""
@@ -118,14 +129,21 @@ class SmallServer:
         ends = {self.tokenizer.convert_tokens_to_ids(end) for end in self.planted.ends}
         ids = list(prompt)
         reason = "length"
-        values = torch.log_softmax(self.planted.scale * self.model(torch.tensor([ids])).logits[0], -1)
-        every = [values[at] for at in range(len(ids))]
+        logits = self.planted.scale * self.model(torch.tensor([ids])).logits[0].float()
+        every = [torch.log_softmax(row, -1) for row in logits[:-1]]
+        chosen, row = self.processed(logits[-1], [])
+        every.append(row)
         for _ in range(body["max_tokens"]):
-            ids.append(int(every[-1].argmax()))
+            ids.append(chosen)
             if ids[-1] in ends:
                 reason = "stop"
                 break
-            every.append(torch.log_softmax(self.planted.scale * self.model(torch.tensor([ids])).logits[0, -1], -1))
+            logits = self.planted.scale * self.model(torch.tensor([ids])).logits[0, -1].float()
+            chosen, row = self.processed(logits, ids[len(prompt) :])
+            every.append(row)
+        if self.planted.shift:
+            shown = every[len(prompt) - 1 :]
+            every = [*every[: len(prompt) - 1], *(shown[min(at + self.planted.shift, len(shown) - 1)] for at in range(len(shown)))]
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         text = self.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
         choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
@@ -133,7 +151,21 @@ class SmallServer:
             echoes = self.planted.echoes and body.get("echo") and not is_chat
             at = [(index, every[index - 1] if index else None) for index in range(0 if echoes else len(prompt), len(ids))]
             choice["logprobs"] = (self.of_chat if is_chat or self.planted.kind == "llama.cpp" else self.of_text)(ids, at)
+            if self.planted.rolled and echoes:
+                given = choice["logprobs"]["token_logprobs"]
+                choice["logprobs"]["token_logprobs"] = [None, *given[: len(prompt) - 1], *given[len(prompt) :]]
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+
+    def processed(self, logits: torch.Tensor, before: list[int]) -> tuple[int, torch.Tensor]:
+        """Return the token that is chosen after the penalty and among the top-k, and the log-probabilities that are returned."""
+        changed = logits.clone()
+        changed[before] -= self.planted.penalty
+        chosen = int(changed.argmax())
+        if self.planted.top_k:
+            kept = changed.topk(self.planted.top_k).indices
+            chosen = int(kept[-1])
+            changed = torch.full_like(changed, -torch.inf).index_copy(0, kept, changed[kept])
+        return chosen, torch.log_softmax(changed if self.planted.is_processed else logits, -1)
 
     def piece(self, token: int) -> str:
         return f"token_id:{token}" if self.planted.kind == "vLLM" else str(self.tokenizer.decode([token]))

@@ -177,6 +177,10 @@ def test_drawn_answers_depend_on_the_seed_and_not_on_the_order(models: Path) -> 
     first, second = drawn("one", "two", seed=1)
     assert drawn("two", "one", seed=1) == [second, first]
     assert drawn("one", "two", seed=2) != [first, second]
+    copies = drawn("two", "one", "one", "one", "two", seed=1)
+    assert copies[:2] == [second, first], "the first sample of a prompt is the same whatever comes before it"
+    assert len(set(copies)) == 5, "copies of a prompt have answers of their own"
+    assert drawn("one", "one", "one", seed=1) == copies[1:4]
 
 
 def test_every_prompt_that_cannot_be_answered_is_reported_before_the_first_answer(models: Path) -> None:

@@ -21,6 +21,7 @@ from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
+from fsdp_tune.run.records import DOCUMENT_DIGEST
 from tests.model.recipes import facts_of_model, recipe_of
 from tests.parity.peft_adapters import make_adapter
 
@@ -166,7 +167,7 @@ def test_weights_in_4_bits_that_the_base_lacks_are_named(tmp_path: Path) -> None
     trained(base, tmp_path / "adapter", TRAININGS["4 bits"])
     record = json.loads((tmp_path / "adapter" / BASE_FILE).read_text())
     record["nf4_weights"] = ["model.layers.7.mlp.up_proj.weight"]
-    (tmp_path / "adapter" / BASE_FILE).write_text(json.dumps(record))
+    (tmp_path / "adapter" / BASE_FILE).write_text(json.dumps({name: value for name, value in record.items() if name != DOCUMENT_DIGEST}))
     with pytest.raises(FsdpTuneError, match=r"no `model\.layers\.7"):
         evaluated(tmp_path / "adapter")
 

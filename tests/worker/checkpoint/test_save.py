@@ -6,7 +6,9 @@ import functools
 import json
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ import torch
 
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.worker.checkpoint.save import remove_leftovers, rotate
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, rotate
 from tests.cuda.devices import on_devices, on_devices_fast
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -35,6 +37,25 @@ def complete(run: RunDir, step: int, *, kind: str = CHECKPOINT_KIND) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_seconds_of_a_save_are_from_its_request(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool) -> None:
+    """What is copied while training waits counts too: a stop must come that long before the end."""
+    found: list[Saved] = []
+    saver: Any = object.__new__(Checkpointer)
+    saver.__dict__.update(run=run, device_type="cpu", asynchronous=asynchronous, report=found.append, live=SimpleNamespace(full=True))
+    saver.heartbeat = SimpleNamespace(during=lambda *_: nullcontext())
+    monkeypatch.setattr(saver, "_snapshot", lambda *_: time.sleep(0.2) or SimpleNamespace(step=1))
+    monkeypatch.setattr(saver, "_write", lambda *_: time.sleep(0.1) or 7)
+    monkeypatch.setattr(saver, "_rotate", lambda *_: None)
+    saver.save(1, "", {}, best_step=None)
+    saver.wait()
+    (saved,) = found
+    assert (saved.error, saved.size_bytes) == (None, 7)
+    assert saved.seconds >= 0.3
+    assert saved.stall_seconds >= (0.2 if asynchronous else 0.3)
+    assert saver.longest_seconds == saved.seconds
 
 
 def steps(run: RunDir) -> list[int]:

@@ -58,7 +58,8 @@ def test_waiting_rank_is_alive_without_progress(run: RunDir, monkeypatch: pytest
         beat.beat("training", 3)
         before = content(run)
         until(lambda: content(run)["time"] > before["time"])
-        assert {**content(run), "time": 0, "silent_seconds": 0} == {**before, "time": 0, "silent_seconds": 0}
+        changing = {"time": 0, "silent_seconds": 0, "document_digest": ""}
+        assert content(run) | changing == before | changing
         beat.mark("forward")
         until(lambda: content(run)["phase"] == "forward")
         assert content(run)["progressed_at"] > before["progressed_at"]

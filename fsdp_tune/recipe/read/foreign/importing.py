@@ -56,6 +56,7 @@ from fsdp_tune.recipe.read.tools import (
     TRL,
     UNSLOTH,
 )
+from fsdp_tune.recipe.rules.rates import UNREAD
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -460,12 +461,18 @@ def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Proble
 
 
 def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
-    """Take back the setting that a problem is about, and return it; None if the recipe has none there any more."""
+    """Take back the setting that a problem is about, and return it; None if the recipe has none there any more.
+
+    A setting that nothing would read is left out; other ones become questions.
+    """
     key = problem.where.key or ""
     names = {dotted(target): target for target in ledger.settings}
     target = names.get(key) or next((path for name, path in names.items() if name.startswith((f"{key}.", f"{key}["))), None)
     target = target or next((path for name, path in names.items() if key.startswith((f"{name}.", f"{name}["))), None)
     if target is None or not key or ledger.is_answered(target):
         return None
-    ledger.withdraw(target, problem.message + (f"; {problem.hint}" if problem.hint else ""))
+    if problem.code == UNREAD:
+        ledger.discard(target, f"no effect: {problem.message}")
+    else:
+        ledger.withdraw(target, problem.message + (f"; {problem.hint}" if problem.hint else ""))
     return target

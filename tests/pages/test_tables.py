@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.pages.charts import events_of, plan_table, samples_of, source_tables, spike_tables, summary_table
 from fsdp_tune.pages.run_record import RunRecord, read_run
+from fsdp_tune.pages.tables import difference_table, events_of, plan_table, samples_of, source_tables, spike_tables, summary_table
 from tests.pages.written import training_line, written
 
 
@@ -13,14 +13,23 @@ def record(folder: Path, lines: list[dict[str, Any]], **keys: Any) -> RunRecord:
     return read_run(written(folder, lines, **keys), folder.name)
 
 
-def test_summary_has_a_column_for_each_run_and_no_empty_rows(tmp_path: Path) -> None:
+def test_summary_has_a_row_for_each_run_and_no_empty_columns(tmp_path: Path) -> None:
     runs = [record(tmp_path / "one", [training_line(10), training_line(20)]), record(tmp_path / "two", [])]
     table = summary_table(runs)
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert table.head == ["", "one", "two"]
-    assert rows["loss"] == ["0.5 → 0.25, lowest 0.25 at step 20", "–"]
-    assert rows["tokens"] == ["20,000", "–"]
-    assert "MFU" not in rows
+    assert [row[0] for row in table.rows] == ["one", "two"]
+    columns = dict(zip(table.head, zip(*table.rows, strict=True), strict=True))
+    assert columns["loss"] == ("0.5 → 0.25, lowest 0.25 at step 20", "–")
+    assert columns["tokens"] == ("20,000", "–")
+    assert "MFU" not in columns
+    alone = summary_table(runs[:1])
+    assert (alone.head, ["tokens", "20,000"] in alone.rows) == ([], True)
+
+
+def test_differences_of_many_runs_have_a_row_for_each_run(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, []) for name in "abcde"]
+    found = {"seed": ["1", "2", "3", "4", None]}
+    assert difference_table(found, runs).rows == [["a", "1"], ["b", "2"], ["c", "3"], ["d", "4"], ["e", "–"]]
+    assert difference_table({"seed": ["1", "2"]}, runs[:2]).rows == [["seed", "1", "2"]]
 
 
 def test_plan_is_compared_with_the_last_line(tmp_path: Path) -> None:

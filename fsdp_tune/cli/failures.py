@@ -1,0 +1,63 @@
+"""What an exception that nothing has caught is told as, and where its traceback is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from fsdp_tune.cli.terminal import printable, write_text
+from fsdp_tune.core.errors import Problem, as_os_error
+from fsdp_tune.core.limits import limit_problem
+from fsdp_tune.core.units import shown
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
+    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
+    errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
+}
+
+
+def _file_system_problem(error: OSError, log: str) -> Problem:
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
+        return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
+    what = error.strerror or type(error).__name__
+    given = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    names = " → ".join(map(shown, given) if error.errno == errno.ENAMETOOLONG else given)
+    remedy = _REMEDIES.get(error.errno or 0)
+    hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
+    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
+
+
+def problem_of(error: BaseException, directory: Path | None) -> Problem:
+    """Return the problem of an exception that nothing has caught: a limit of the system, a file that cannot be used, or a bug.
+
+    `directory`: of the run's logs, where the traceback is written; None: there is none.
+    """
+    if (limit := limit_problem(error)) is not None:
+        return limit
+    found, log = as_os_error(error), _log_traceback(directory)
+    if isinstance(found, OSError):
+        return _file_system_problem(found, log)
+    return Problem(
+        "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
+    )
+
+
+def _log_traceback(directory: Path | None) -> str:
+    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else to stderr."""
+    text = traceback.format_exc()
+    for parent in (directory, None):
+        try:
+            handle, name = tempfile.mkstemp(prefix="fsdp-tune-traceback-", suffix=".log", dir=parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            return name
+        except OSError:
+            continue
+    write_text(sys.stderr, printable(text))
+    return "the lines above (no log file could be written)"

@@ -1,0 +1,335 @@
+"""Weights that files store quantised: the rule that decodes each of them, found by names, types and shapes alone, and its arithmetic.
+
+`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8; compressed-tensors `float-quantized`,
+`int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their group (compressed-tensors
+`pack-quantized`). `mxfp4`: two values of 4 bits a byte, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges
+decode the same values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import ml_dtypes
+import numpy as np
+
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
+from fsdp_tune.core.units import json_list, json_object
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Rule = Literal["scaled", "packed", "mxfp4"]
+
+FP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "compressed-tensors", "mxfp4", "bitsandbytes"
+METHODS = (FP8, COMPRESSED, MXFP4)
+"""Values of `quant_method` whose weights are decoded while they are read."""
+_CODES = ("F8_E4M3", "F8_E5M2", "I8")
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_SCALES = (*_PLAIN, "F8_E8M0", "U8")
+_FP8_SCALES = ("{}_scale_inv", "{}scale", "{}qscale_weight")
+"""Names of the scales of a weight `X.weight`, of which the last two replace the last part (DeepSeek V4, Mistral Large 4)."""
+_UNUSED = ("activation_scale", "input_scale", "output_scale", "qscale_act", "input_zero_point", "input_global_scale")
+"""Parts next to a weight that quantise its input: training computes with inputs as they are."""
+_MARKS = ("_scale_inv", "_scale", "_packed", "_zero_point", "_global_scale", "_g_idx", "_scale_2")
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_MXFP4_BLOCK = 32
+_BIAS_OF_EXPONENT = 127
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """Type (safetensors' name) and shape of a tensor of a file."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a floating-point type that needs no scale."""
+        return self.dtype in _PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A weight `name` of `shape`, as plain files have it, and the tensors that it is decoded from."""
+
+    name: str
+    shape: Shape
+    rule: Rule
+    codes: str
+    codes_shape: Shape
+    codes_dtype: str
+    scales: str
+    zero_points: str | None = None
+    block: Shape = ()
+    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`)."""
+    bits: int = 8
+    """Of one value (`packed`)."""
+    rounds_to_scales: bool = False
+    """Round the product to the type of the scales, as compressed-tensors does (`_dequantize`)."""
+    unused: tuple[str, ...] = ()
+    """Further tensors of the files that belong to the weight and are not needed to decode it."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all tensors of the files that belong to the weight."""
+        return (self.codes, self.scales, *([self.zero_points] if self.zero_points else ()), *self.unused)
+
+    def box_of_codes(self, start: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, Shape]:
+        """Return (start, sizes) of the codes of a box of the weight."""
+        if self.rule == "scaled":
+            return tuple(start), tuple(sizes)
+        if self.rule == "packed":
+            per_word = 32 // self.bits
+            first, last = start[-1] // per_word, -(-(start[-1] + sizes[-1]) // per_word)
+            return (*start[:-1], first), (*sizes[:-1], last - first)
+        first, last = start[1] // _MXFP4_BLOCK, -(-(start[1] + sizes[1]) // _MXFP4_BLOCK)
+        return (start[0], start[2], first, 0), (sizes[0], sizes[2], last - first, _MXFP4_BLOCK // 2)
+
+    def decode(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array, zero_points: Array | None = None) -> Array:
+        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; scales and zero points in full."""
+        if self.rule == "mxfp4":
+            return self._decode_mxfp4(start, sizes, codes, scales)
+        if self.rule == "packed":
+            values = _unpacked(codes, self.bits)
+            skipped = start[-1] % (32 // self.bits)
+            values = values[..., skipped : skipped + sizes[-1]]
+        else:
+            values = _as_float(codes)
+        index = np.ix_(*(np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)))
+        if zero_points is not None:
+            values = values - _grid(zero_points, self.shape)[index].astype(np.float32)
+        product = values * _as_scales(_grid(scales, self.shape)[index])
+        return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
+
+    def _decode_mxfp4(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array) -> Array:
+        first, box = self.box_of_codes(start, sizes)
+        part = tuple(slice(at, at + size) for at, size in zip(first[:3], box[:3], strict=True))
+        pairs = np.stack([_FP4[codes & 0x0F], _FP4[codes >> 4]], axis=-1).reshape(*box[:3], _MXFP4_BLOCK)
+        values = np.ldexp(pairs, scales[part].astype(np.int32)[..., None] - _BIAS_OF_EXPONENT)
+        rows = values.reshape(box[0], box[1], -1).transpose(0, 2, 1)
+        skipped = start[1] % _MXFP4_BLOCK
+        return np.ascontiguousarray(rows[:, skipped : skipped + sizes[1]])
+
+
+def _as_float(codes: Array) -> Array:
+    """Upcast 8-bit codes by a table: ml_dtypes converts one at a time."""
+    if codes.dtype == np.int8:
+        return codes.astype(np.float32)
+    return np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float32)[codes.view(np.uint8)]
+
+
+def _as_scales(scales: Array) -> Array:
+    """Return scales in fp32; bytes are exponents of two."""
+    if scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu:
+        return np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - _BIAS_OF_EXPONENT)
+    return scales.astype(np.float32)
+
+
+def _unpacked(words: Array, bits: int) -> Array:
+    """Return the signed integers of int32 words in fp32, the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return values.reshape(*words.shape[:-1], -1).astype(np.float32) - np.float32(1 << (bits - 1))
+
+
+def _grid(scales: Array, shape: Shape) -> Array:
+    return scales.reshape(_grid_shape(scales.shape, shape) or scales.shape)
+
+
+def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
+    """Return the shape of scales with as many dimensions as the weight; None if they do not fit."""
+    if math.prod(scales) == 1:
+        return (1,) * len(shape)
+    if len(scales) == 1 and scales[0] == shape[0]:
+        return (scales[0], *(1,) * (len(shape) - 1))
+    return scales if len(scales) == len(shape) else None
+
+
+def _blocks(shape: Shape, scales: Shape, configured: Sequence[int]) -> Shape | None:
+    """Return the elements that share a scale, by dimension; None if the scales do not fit. `configured`: of the last dimensions.
+
+    The last block may be shorter: 576 rows have 5 scales for blocks of 128.
+    """
+    grid = _grid_shape(scales, shape)
+    if grid is None:
+        return None
+    sizes = [0] * (len(shape) - len(configured)) + list(configured)
+    found: list[int] = []
+    for size, count, wanted in zip(shape, grid, sizes[-len(shape) :], strict=True):
+        if wanted > 0 and count == -(-size // wanted):
+            found.append(wanted)
+        elif count > 0 and size % count == 0:
+            found.append(max(size // count, 1))
+        else:
+            return None
+    return tuple(found)
+
+
+# ---- The rules of a model's files
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A tensor that no rule reads, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encodings:
+    """`weights`: the decoded weights by name; `unread`: tensors of an encoding that no rule covers."""
+
+    weights: dict[str, Encoded] = field(default_factory=dict[str, Encoded])
+    unread: tuple[Unread, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Encoded]:
+        """{tensor of the files: the weight that it belongs to}."""
+        return {part: weight for weight in self.weights.values() for part in weight.parts}
+
+
+def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.json under which its weights are quantised; {} if it has none."""
+    for place in (config, json_object(config.get("text_config"))):
+        for key in ("quantization_config", "compression_config"):
+            found = place.get(key)
+            if isinstance(found, dict) and found:
+                return cast("dict[str, Any]", found)
+    return {}
+
+
+def method_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the `quant_method` of a config's settings; None for a model that is not quantised."""
+    if not settings:
+        return None
+    is_bitsandbytes = bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
+    is_compressed = "config_groups" in settings
+    return str(settings.get("quant_method") or (BITSANDBYTES if is_bitsandbytes else COMPRESSED if is_compressed else "unknown"))
+
+
+def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Encodings:
+    """Return the weights of a model's files that are decoded, and the tensors that are encoded in a way that no rule reads.
+
+    `settings`: those of `quantisation_of`. Files in 4 bits (bitsandbytes) have a reader of their own, and nothing is found in them.
+    """
+    method = method_of(settings)
+    if method == BITSANDBYTES:
+        return Encodings()
+    found = {FP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4}[method](tensors, settings) if method in METHODS else ()
+    weights: dict[str, Encoded] = {}
+    unread: dict[str, str] = {}
+    for each in found:
+        if isinstance(each, Unread):
+            unread[each.name] = each.why
+        else:
+            weights[each.name] = each
+    taken = {part for weight in weights.values() for part in weight.parts}
+    for name, stored in tensors.items():
+        if name not in taken and name not in unread and (why := _why_unread(name, stored, tensors)) is not None:
+            unread[name] = why
+    return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())))
+
+
+def _why_unread(name: str, stored: StoredType, tensors: Mapping[str, StoredType]) -> str | None:
+    """Return why a tensor that no rule has read cannot be taken as it is: its type, or that it is a part of another one's encoding."""
+    if stored.dtype.startswith(("F8", "F6", "F4")) or stored.dtype not in OF_SAFETENSORS:
+        return f"is of the type {stored.dtype}, and no rule gives its scales"
+    mark = next((mark for mark in _MARKS if name.endswith(f"weight{mark}") or (mark == "_scale_inv" and name.endswith(mark))), None)
+    if mark is not None:
+        return f"({stored.dtype}) belongs to a quantised weight, and no rule reads it"
+    stem = name.removesuffix("_blocks")
+    if stem != name and stored.dtype == "U8" and f"{stem}_scales" in tensors:
+        return f"({stored.dtype}) holds the blocks of a quantised weight, and no rule reads it"
+    stem = name.removesuffix("qweight")
+    if stem != name and (f"{stem}qzeros" in tensors or f"{stem}scales" in tensors):
+        return f"({stored.dtype}) is a quantised weight (GPTQ or AWQ), and no rule reads it"
+    return None
+
+
+def _of_fp8(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
+    block: Any = settings.get("weight_block_size") or ()
+    for name, stored in tensors.items():
+        if not stored.dtype.startswith("F8") or stored.dtype == "F8_E8M0":
+            continue
+        owner = name.removesuffix("weight")
+        names = [form.format(name if "_inv" in form else owner) for form in _FP8_SCALES]
+        scales = next((each for each in names if each in tensors), None)
+        yield _scaled(tensors, name, scales, block, rounds=False)
+
+
+def _scaled(
+    tensors: Mapping[str, StoredType], name: str, scales: str | None, block: Sequence[int], *, rounds: bool, zeros: str | None = None
+) -> Encoded | Unread:
+    stored = tensors[name]
+    if scales is None:
+        return Unread(name, f"is of the type {stored.dtype} without scales")
+    if stored.dtype not in _CODES or tensors[scales].dtype not in _SCALES or not stored.shape:
+        return Unread(name, f"is of the type {stored.dtype} with scales in {tensors[scales].dtype}, which no rule reads")
+    blocks = _blocks(stored.shape, tensors[scales].shape, block)
+    if blocks is None:
+        return Unread(name, f"is {list(stored.shape)}, and its scales {list(tensors[scales].shape)} fit no blocks of it")
+    owner = name.removesuffix("weight")
+    unused = tuple(f"{owner}{part}" for part in _UNUSED if f"{owner}{part}" in tensors) if owner != name else ()
+    unused += tuple(f"{name}{end}" for end in ("_activation_scale", "_input_scale") if f"{name}{end}" in tensors)
+    return Encoded(
+        name, stored.shape, "scaled", name, stored.shape, stored.dtype, scales, zeros, blocks, rounds_to_scales=rounds, unused=unused
+    )
+
+
+_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
+
+
+def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
+    groups = [json_object(each) for each in json_object(settings.get("config_groups")).values()]
+    weights = [json_object(group.get("weights")) for group in groups]
+    formats = {str(each) for each in (settings.get("format"), *(group.get("format") for group in groups)) if each}
+    bits = {each.get("num_bits") for each in weights}
+    structures = [json_list(each.get("block_structure")) for each in weights]
+    structure = cast("list[int]", next((each for each in structures if each), list[object]()))
+    is_known = formats <= {*_COMPRESSED_FORMATS}
+    for scales in [name for name in tensors if name.endswith("weight_scale")]:
+        owner = scales.removesuffix("weight_scale")
+        parts = {part: f"{owner}weight{part}" for part in ("_packed", "_zero_point", "_g_idx", "_global_scale", "_shape")}
+        present = {part: name for part, name in parts.items() if name in tensors}
+        if not is_known or "_g_idx" in present or "_global_scale" in present:
+            yield Unread(scales, f"belongs to a weight in the format {', '.join(sorted(formats)) or 'unknown'}, which no rule reads")
+        elif "_packed" in present:
+            yield _packed(tensors, owner, present, bits)
+        elif f"{owner}weight" in tensors:
+            yield _scaled(tensors, f"{owner}weight", scales, structure, rounds=True, zeros=present.get("_zero_point"))
+
+
+def _packed(tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], bits: set[Any]) -> Encoded | Unread:
+    codes, scales = present["_packed"], f"{owner}weight_scale"
+    words, width = tensors[codes], next(iter(bits)) if len(bits) == 1 else None
+    if width not in (4, 8) or words.dtype != "I32" or len(words.shape) != 2 or tensors[scales].dtype not in _PLAIN:
+        return Unread(
+            codes, f"({words.dtype}) holds integers of {sorted(map(str, bits))} bits, and 4 or 8 are read, of one width in a model"
+        )
+    if "_zero_point" in present:
+        return Unread(codes, "holds integers with packed zero points (`symmetric: false`), which no rule reads")
+    shape = (words.shape[0], words.shape[1] * 32 // width)
+    blocks = _blocks(shape, tensors[scales].shape, ())
+    if blocks is None:
+        return Unread(codes, f"holds {list(shape)} values, and its scales {list(tensors[scales].shape)} fit no groups of them")
+    unused = (present["_shape"],) if "_shape" in present else ()
+    unused += tuple(f"{owner}{part}" for part in _UNUSED if f"{owner}{part}" in tensors)
+    name = f"{owner}weight"
+    return Encoded(name, shape, "packed", codes, words.shape, "I32", scales, None, blocks, width, rounds_to_scales=True, unused=unused)
+
+
+def _of_mxfp4(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type
+    for codes in [name for name in tensors if name.endswith("_blocks")]:
+        name = codes.removesuffix("_blocks")
+        scales, stored = f"{name}_scales", tensors[codes]
+        found = tensors.get(scales)
+        fits = found is not None and found.dtype == stored.dtype == "U8" and found.shape == stored.shape[:-1]
+        if not fits or len(stored.shape) != 4 or stored.shape[-1] != _MXFP4_BLOCK // 2:
+            yield Unread(codes, f"is {stored.dtype} {list(stored.shape)}, not the blocks [experts, rows, blocks, 16] of mxfp4 with scales")
+            continue
+        experts, rows, blocks, _ = stored.shape
+        yield Encoded(name, (experts, blocks * _MXFP4_BLOCK, rows), "mxfp4", codes, stored.shape, "U8", scales)

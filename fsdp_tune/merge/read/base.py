@@ -1,0 +1,117 @@
+"""The tensors of a base's model directory: under an adapter, and those that training does not change and a merge carries over.
+
+Quantised weights are decoded, so that each tensor is one of a plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.tensors.dtypes import DTYPES, DType
+from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, quantisation_of
+from fsdp_tune.merge.companions import fetch_model, read_folder
+from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
+from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
+from fsdp_tune.merge.source import Format, Selection, find_weights
+from fsdp_tune.run.base_model import TENSORS_FILE, BaseRecord, describe_base
+
+
+def record_of_base(selection: Selection) -> BaseRecord:
+    """Return what a run, or the directory of its exported adapter, records of its base's tensors; an empty record if it has none."""
+    folder = selection.run.model if selection.run is not None else selection.weights[0].root
+    return BaseRecord.read(folder / TENSORS_FILE) or BaseRecord()
+
+
+def read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of a model directory by name; `stack` closes its files. Raises: usage error if it has none that are read."""
+    found = find_weights(folder)
+    if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
+        raise usage_error(
+            "merge-adapter-base",
+            "the base holds no weights that can be read (safetensors are)",
+            where=Where(str(folder)),
+            hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
+        )
+    files = stack.enter_context(SourceFiles(found.root))
+    tensors, _ = read_tensors(files, found.format, found.file)
+    if missing := missing_parts(files, tensors):
+        raise as_error(missing)
+    return _decoded({tensor.name: tensor for tensor in tensors}, folder)
+
+
+def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of a plain model. Raises: FailedError for an encoding that no rule reads."""
+    config = read_folder(folder).config or {}
+    types = {name: StoredType(tensor.dtype.safetensors, tensor.shape) for name, tensor in tensors.items()}
+    encodings = find_encodings(types, quantisation_of(config))
+    if encodings.unread:
+        first = encodings.unread[0]
+        raise failed_error(
+            "merge-adapter-base",
+            f"its `{first.name}` {first.why} ({len(encodings.unread):,} such tensors)",
+            where=Where(str(folder)),
+            hint="give the same model in 16 bits: `--base MODEL`",
+        )
+    plain = {name: tensor for name, tensor in tensors.items() if name not in encodings.parts}
+    dtype = _dtype_of(config)
+    return plain | {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
+
+
+def _dtype_of(config: Mapping[str, Any]) -> DType:
+    """Return the dtype that a config.json gives the weights that it has quantised."""
+    text: Any = config.get("text_config")
+    names = [place.get(key) for place in (config, text if isinstance(text, dict) else {}) for key in ("dtype", "torch_dtype")]
+    found = next((DTYPES[name] for name in names if isinstance(name, str) and name in DTYPES), None)
+    return found if found is not None and found.converts else DTYPES["bfloat16"]
+
+
+def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) -> SourceTensor:
+    codes, zero_points = tensors[weight.codes], tensors[weight.zero_points] if weight.zero_points else None
+    return SourceTensor(
+        weight.name, dtype, weight.shape, (), codes.files, encoded=EncodedTensor(weight, codes, tensors[weight.scales], zero_points)
+    )
+
+
+def without_others(tensors: Mapping[str, SourceTensor], record: BaseRecord) -> dict[str, SourceTensor]:
+    """Return the tensors of a base that the trained model has: neither carried nor left out."""
+    others = {*record.carried, *record.left_out}
+    return {name: tensor for name, tensor in tensors.items() if not others.intersection(_stored_names(tensor))}
+
+
+def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> dict[str, SourceTensor]:
+    """Return the tensors that the trained model lacks and a merge writes as the base has them. `named`: the base that the user names.
+
+    Raises: FailedError if the base cannot be found, is known to be another one, or lacks one of them.
+    """
+    record = record_of_base(selection)
+    if not record.carried:
+        return {}
+    base = record.base
+    name = named or (base.name if base is not None else None)
+    where = Where(str(selection.run.tensors_json if selection.run is not None else selection.weights[0].root / TENSORS_FILE))
+    if name is None:
+        raise failed_error("merge-carried", "it does not name the base with the tensors to carry over", where=where, hint="`--base MODEL`")
+    folder = fetch_model(name, revision=base.revision if base is not None and named is None else None, named_in=Path(where.source or ""))
+    what = f"{len(record.carried):,} tensors of {name} that were not trained, such as `{record.carried[0]}`, are written unchanged"
+    if base is not None and base.digest is not None and base.differs_from(describe_base(str(folder), None)):
+        hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
+        raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
+    return _of_names(read_base(stack, folder), record.carried, folder, what)
+
+
+def _of_names(tensors: Mapping[str, SourceTensor], carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
+    wanted = set(carried)
+    found = {name: replace(tensor, is_carried=True) for name, tensor in tensors.items() if wanted.intersection(_stored_names(tensor))}
+    if lost := sorted(wanted.difference(*(_stored_names(tensor) for tensor in found.values()))):
+        hint = "give the base with all its tensors: `--base MODEL`"
+        raise failed_error("merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint)
+    return found
+
+
+def _stored_names(tensor: SourceTensor) -> tuple[str, ...]:
+    return (tensor.name,) if tensor.encoded is None else tensor.encoded.weight.parts

@@ -1,0 +1,203 @@
+"""The account of a base's tensors: each tensor of its files has one fate, found from headers, config.json and the model on the meta device.
+
+*trained* and *frozen*: a parameter or buffer of the model. *decoded*: a part of a quantised weight that a rule reads. *carried*: not in
+the class that is trained (`mtp.*`, `visual.*`, an extra layer of next-token prediction), and written unchanged into a merged model.
+A quantised weight of these is decoded too, since the merged model is a plain one. *left out*: named by `model.leave_out`. Anything else
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from fsdp_tune.core.errors import Problem, Where
+from fsdp_tune.core.families import LAYERS, part_of
+from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
+from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseRecord
+
+Fate = Literal["trained", "frozen", "decoded", "carried", "left out"]
+IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"
+_EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensors:
+    """Names, types and shapes of the tensors of a model's files, the file of each, and how its config.json says they are quantised."""
+
+    types: dict[str, StoredType]
+    files: dict[str, Path]
+    quantisation: Mapping[str, Any]
+
+    def encodings(self) -> Encodings:
+        return find_encodings(self.types, self.quantisation)
+
+    def plain_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of the tensors that a plain model would have, where each quantised weight is one."""
+        encodings = self.encodings()
+        plain = {name: stored.shape for name, stored in self.types.items() if name not in encodings.parts}
+        return plain | {name: weight.shape for name, weight in encodings.weights.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class InModel:
+    """The name that transformers gives a tensor of files in the model, and whether it makes the parameter of several, or of a part."""
+
+    name: str
+    is_converted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAccount:
+    """`fates`: of each tensor by its name in the files; `rules`: {rule: number of weights} of the decoded ones; `parameters`: the name
+    in the model of each plain or decoded weight that the model has."""
+
+    fates: dict[str, Fate]
+    rules: dict[str, int]
+    parameters: dict[str, str]
+    problems: tuple[Problem, ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """Return {fate: number of tensors}, without those of none."""
+        return dict(Counter(self.fates.values()))
+
+    def names(self, fate: Fate) -> tuple[str, ...]:
+        return tuple(sorted(name for name, found in self.fates.items() if found == fate))
+
+    def record(self) -> BaseRecord:
+        return BaseRecord(self.counts(), self.rules, self.names("carried"), self.names("left out"))
+
+
+def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel, base: BaseTensors) -> TensorAccount:
+    """Return the account of a base's files under the model that is trained, with or without adapters. `config`: that of the base."""
+    layers = LAYERS.of(config.get_text_config()) or 0
+    encodings = base.encodings()
+    problems = [*unread_problems(encodings.unread, base.files)]
+    unread = {each.name for each in encodings.unread}
+    plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts and name not in unread}
+    names = [*plain, *encodings.weights]
+    state = parameters_of(model)
+    parameters = {name: found.name for name, found in names_in_model(model, names, state).items() if found.name in state}
+    fates: dict[str, Fate] = {}
+    if method_of(base.quantisation) == BITSANDBYTES:
+        plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}
+        fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
+    for name, stored in plain.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            fates[name] = "left out" if is_left_out(recipe, name, layers) else "carried"
+            continue
+        fates[name] = "trained" if state[parameter].requires_grad else "frozen"
+        if state[parameter].is_floating_point() and not stored.is_float:
+            why = f"is of the type {stored.dtype}, and the model has `{parameter}` in floating point"
+            problems += unread_problems([Unread(name, why)], base.files)
+    for name, weight in encodings.weights.items():
+        carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
+        fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
+    problems += [*_unused_entries(recipe, fates, layers), *_partly_left_out(model, config, fates, layers)]
+    rules = Counter(weight.rule for weight in encodings.weights.values())
+    return TensorAccount(fates, dict(rules), parameters, tuple(problems))
+
+
+def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by the names that they have without adapters."""
+    persistent = set(model.state_dict())
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {own: tensor for name, tensor in tensors if name in persistent and (own := name_in_base(name)) is not None}
+
+
+def names_in_model(
+    model: PreTrainedModel, names: Iterable[str], state: Mapping[str, torch.Tensor], *, legacy: bool = True
+) -> dict[str, InModel]:
+    """Return the name in the model of each tensor of files, whether the model has it or not. `legacy`: by transformers' old names too.
+
+    Of the tensors of different experts one is looked up: a mapping for DeepSeek V3 would take seconds otherwise.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=legacy)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    known: dict[str, InModel] = {}
+    found: dict[str, InModel] = {}
+    meta: Any = state
+    for name in sorted(names, key=dot_natural_key):  # the order in which transformers renames, which one of its renamings depends on
+        kind = _EXPERT.sub("0", name)
+        if kind not in known:
+            new, pattern = rename_source_key(kind, renamings, converters, model.base_model_prefix, meta)
+            if new not in state and kind in state:
+                new, pattern = kind, None
+            known[kind] = InModel(new, pattern is not None)
+        number = _EXPERT.search(name)
+        found[name] = known[kind] if number is None else replace(known[kind], name=_EXPERT.sub(number[0], known[kind].name))
+    return found
+
+
+def is_left_out(recipe: Recipe, name: str, layers: int) -> bool:
+    """Return whether an entry of `model.leave_out` names the part of the base that a tensor is in, or a module that encloses it."""
+    return any(_names(entry, name, layers) for entry in recipe.model.leave_out)
+
+
+def _names(entry: str, name: str, layers: int) -> bool:
+    return entry == part_of(name, layers) or f".{entry}." in f".{name}."
+
+
+def unread_problems(unread: Iterable[Unread], files: Mapping[str, Path]) -> list[Problem]:
+    """Return a problem for the tensors of each file that no rule reads: the first by name, with the number of the others."""
+    by_file: dict[Path | None, list[Unread]] = {}
+    for each in unread:
+        by_file.setdefault(files.get(each.name), []).append(each)
+    return [
+        Problem(
+            "model-quantised",
+            "; ".join(f"`{each.name}` {each.why}" for each in found[:_SHOWN])
+            + (f"; {len(found) - _SHOWN:,} more such tensors" if len(found) > _SHOWN else ""),
+            Where(str(file) if file is not None else None, key="model.name_or_path"),
+            IN_16_BITS,
+        )
+        for file, found in by_file.items()
+    ]
+
+
+def _is_of_4_bits(name: str, types: Mapping[str, StoredType]) -> bool:
+    """Return whether a tensor is a weight that bitsandbytes quantised, or one of the parts that are stored with it."""
+    weight, mark, _ = name.partition(".weight.")
+    return mark != "" or f"{name}.absmax" in types or (weight != name and f"{weight}.weight.absmax" in types)
+
+
+def _unused_entries(recipe: Recipe, fates: Mapping[str, Fate], layers: int) -> list[Problem]:
+    """Return a problem for each entry of `model.leave_out` that names no carried tensor, or one that the model has."""
+    problems: list[Problem] = []
+    for entry in recipe.model.leave_out:
+        named = {fate for name, fate in fates.items() if _names(entry, name, layers)}
+        if "left out" in named:
+            continue
+        others = sorted({part_of(name, layers) for name, fate in fates.items() if fate == "carried"})
+        what = "names tensors of the model that is trained" if named else "matches no tensor of the base"
+        hint = f"can be left out: {', '.join(others)}" if others else "the model has all tensors of the base: remove the entry"
+        problems.append(Problem("leave-out", f"model.leave_out: `{entry}` {what}", Where(key="model.leave_out"), hint))
+    return problems
+
+
+def _partly_left_out(model: PreTrainedModel, config: PreTrainedConfig, fates: Mapping[str, Fate], layers: int) -> list[Problem]:
+    """Return a problem for a base of several modalities of which some are left out: no configuration describes the rest."""
+    parts = {
+        fate: {part for name, found in fates.items() if found == fate and (part := part_of(name, layers)) != "mtp"}
+        for fate in ("carried", "left out")
+    }
+    if type(config) is type(model.config) or not parts["left out"] or not parts["carried"]:
+        return []
+    kept, gone = (", ".join(sorted(parts[fate])) for fate in ("carried", "left out"))
+    message = f"model.leave_out: {gone} would be left out and {kept} kept, and {type(config).__name__} describes no such model"
+    every = sorted(parts["carried"] | parts["left out"])
+    return [Problem("leave-out", message, Where(key="model.leave_out"), f"leave out all of them: [{', '.join(every)}], or none")]

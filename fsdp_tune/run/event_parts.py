@@ -1,0 +1,54 @@
+"""Parts of the events of metrics.jsonl: generated samples, rows of a spike, changed keys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
+
+from fsdp_tune.core.command import JsonAnswer
+
+SAMPLE_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSample(JsonAnswer):
+    """What the model generated for a prompt."""
+
+    prompt: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return the end of the prompt and the beginning of the text on one line."""
+        prompt, text = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (self.prompt, self.text))
+        shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
+        return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeRow(JsonAnswer):
+    """A row of a spike. A file of such objects, one a line, is one for `train --skip-rows`."""
+
+    file: str
+    row: int
+    """In the file, from 1: its line, where the file has lines."""
+    tokens: int
+    step: int
+    rank: int
+    micro_batch: int
+    """In the step, from 1."""
+    sequence: int
+    """Packed examples share one."""
+    loss: float | None
+    """Mean token loss of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedKey(JsonAnswer):
+    key: str
+    old: Any
+    new: Any
+    class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
+    """What the change does to the training."""

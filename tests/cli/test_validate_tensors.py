@@ -1,0 +1,43 @@
+"""`validate` names the tensor of a base that no rule reads, and counts the fates of the others, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.cli.conftest import Cli
+from tests.merge.published import LAYOUTS
+
+
+@pytest.mark.parametrize("keeps_config", [True, False])
+def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_path: Path, keeps_config: bool) -> None:
+    base = LAYOUTS["qwen3 fp8"](tmp_path / "base").folder
+    if not keeps_config:
+        config = json.loads((base / "config.json").read_text())
+        del config["quantization_config"]
+        (base / "config.json").write_text(json.dumps(config))
+    file = base / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2, 2)}, file)
+    with open(tmp_path / "rows.jsonl", "w", encoding="utf-8") as rows:
+        rows.write(json.dumps({"input_ids": [3, 4, 5], "labels": [3, 4, 5]}) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_length": 32}
+    launch = {"device": "cpu", "num_processes": 2}
+    document = {"model": {"name_or_path": str(base), "tokenizer": "builtin:arithmetic"}, "data": data, "launch": launch}
+    recipe.write_text(yaml.safe_dump(document | {"output_dir": str(tmp_path / "run"), "training": {"max_steps": 1}}))
+    done = cli("validate", "--config", str(recipe), "--json")
+    answer = json.loads(done.stdout)
+    if keeps_config:
+        assert done.returncode == 0, done.stderr
+        assert answer["model"]["tensors"]["counts"] == {"trained": 11, "decoded": 28, "carried": 1}
+        return
+    assert done.returncode == 2
+    (error,) = answer["errors"]
+    assert error["code"] == "model-quantised"
+    assert "_proj.weight` is of the type F8_E4M3" in error["message"]
+    assert error["file"] == str(file)

@@ -1,0 +1,155 @@
+"""Quantised weights of files: which tensors a rule reads, and that the values are those of transformers' own dequantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, method_of, quantisation_of
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+W = "model.layers.0.mlp.up_proj."
+Tensors = dict[str, torch.Tensor]
+NAMES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+def types_of(tensors: Tensors) -> dict[str, StoredType]:
+    return {name: StoredType(NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def as_numpy(tensor: torch.Tensor) -> Any:
+    special: dict[torch.dtype, Any] = {
+        torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+        torch.bfloat16: ml_dtypes.bfloat16,
+        torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu,
+    }
+    kind = special.get(tensor.dtype)
+    return tensor.numpy() if kind is None else tensor.contiguous().view(torch.uint8).numpy().view(kind).reshape(tensor.shape)
+
+
+def read(weight: Encoded, tensors: Tensors, start: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """Decode a box from the codes that it needs alone, as ranks and merges do."""
+    first, shape = weight.box_of_codes(start, sizes)
+    codes = as_numpy(tensors[weight.codes])[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
+    zero_points = as_numpy(tensors[weight.zero_points]) if weight.zero_points else None
+    return torch.from_numpy(weight.decode(start, sizes, codes, as_numpy(tensors[weight.scales]), zero_points).copy())
+
+
+def whole(tensors: Tensors, settings: dict[str, Any]) -> torch.Tensor:
+    (weight,) = find_encodings(types_of(tensors), settings).weights.values()
+    value = read(weight, tensors, (0,) * len(weight.shape), weight.shape)
+    for _ in range(8):  # any box has the values of the whole
+        start = tuple(int(np.random.default_rng(_).integers(size)) for size in weight.shape)
+        sizes = tuple(size - at for at, size in zip(start, weight.shape, strict=True))
+        box = tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))
+        assert torch.equal(read(weight, tensors, start, sizes), value[box])
+    return value
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).mul(30).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("scales", [torch.rand(2, 3), torch.rand(2, 3).bfloat16(), torch.randint(120, 130, (2, 3), dtype=torch.uint8)])
+def test_fp8_blocks_are_those_of_transformers(scales: torch.Tensor) -> None:
+    tensors = {W + "weight": fp8(256, 384), W + "weight_scale_inv": scales}
+    wanted = Fp8Dequantize(None)._dequantize_one(tensors[W + "weight"], scales, torch.float32)
+    assert torch.equal(whole(tensors, FP8), wanted)
+
+
+def test_fp8_block_at_the_end_may_be_shorter() -> None:
+    """DeepSeek V3's `kv_a_proj_with_mqa`: 576 rows and 5 scales, which transformers 5.24 refuses."""
+    tensors = {W + "weight": fp8(576, 128), W + "weight_scale_inv": torch.rand(5, 1)}
+    wanted = tensors[W + "weight"].float() * tensors[W + "weight_scale_inv"].repeat_interleave(128, 0)[:576]
+    assert torch.equal(whole(tensors, FP8), wanted)
+
+
+def test_fp8_scales_of_stacked_experts_and_of_tensors() -> None:
+    stack = {"mlp.experts.down_proj": fp8(3, 128, 256), "mlp.experts.down_proj_scale_inv": torch.rand(3, 1, 2)}
+    wanted = stack["mlp.experts.down_proj"].float() * stack["mlp.experts.down_proj_scale_inv"].repeat_interleave(128, 2)
+    assert torch.equal(whole(stack, FP8), wanted)
+    one = {W + "weight": fp8(16, 8), W + "weight_scale_inv": torch.tensor(0.3), W + "activation_scale": torch.tensor(0.1)}
+    assert torch.equal(whole(one, {"quant_method": "fp8"}), one[W + "weight"].float() * 0.3)
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+@pytest.mark.parametrize("scales", [torch.rand(1), torch.rand(16, 1), torch.rand(16, 1).bfloat16()])
+@pytest.mark.parametrize("codes", [torch.randint(-128, 128, (16, 32), dtype=torch.int8), fp8(16, 32)])
+def test_compressed_tensors_of_8_bits_are_codes_times_scales(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    tensors = {W + "weight": codes, W + "weight_scale": scales}
+    form = "int-quantized" if codes.dtype == torch.int8 else "float-quantized"
+    assert torch.equal(whole(tensors, compressed(form, num_bits=8)), (codes.to(scales.dtype) * scales).float())
+
+
+def test_compressed_tensors_packed_in_words() -> None:
+    """`pack_to_int32` of compressed-tensors: the offset 8 is added, and the first of 8 values has the lowest bits."""
+    values, scales = torch.randint(-8, 8, (16, 64)), torch.rand(16, 2)
+    words = sum(((values + 8)[:, at::8] << (4 * at)) for at in range(8)) - (1 << 32) * ((values + 8)[:, 7::8] >= 8)
+    tensors = {W + "weight_packed": words.to(torch.int32), W + "weight_scale": scales, W + "weight_shape": torch.tensor([16, 64])}
+    found = whole(tensors, compressed("pack-quantized", num_bits=4, group_size=32, symmetric=True))
+    assert torch.equal(found, values.float() * scales.repeat_interleave(32, 1))
+
+
+def test_mxfp4_is_that_of_transformers() -> None:
+    blocks, scales = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8), torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
+    tensors = {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales}
+    assert torch.equal(whole(tensors, {"quant_method": "mxfp4"}), convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+
+
+def drop(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(names)}
+
+
+PACKED = {W + "weight_packed": torch.zeros(16, 8, dtype=torch.int32), W + "weight_scale": torch.rand(16, 2)}
+BLOCKS = {"e.down_proj_blocks": torch.zeros(2, 6, 3, 16, dtype=torch.uint8), "e.down_proj_scales": torch.zeros(2, 6, 3, dtype=torch.uint8)}
+ONE = {W + "weight": fp8(128, 128), W + "weight_scale_inv": torch.rand(1, 1)}
+INT4 = compressed("pack-quantized", num_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "named"),
+    [
+        (ONE, {}, "weight"),  # a config without its quantization_config
+        (drop("_inv")(ONE), FP8, "weight"),
+        ({**ONE, W + "weight_scale_inv": torch.rand(3, 1)}, FP8, "weight"),
+        (ONE, {"quant_method": "modelopt"}, "weight"),
+        ({W + "weight": torch.rand(8, 8), W + "weight_scale_inv": torch.rand(1, 1)}, FP8, "weight_scale_inv"),
+        (PACKED, FP8, "weight_packed"),
+        ({**PACKED, W + "weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}, INT4, "weight_packed"),
+        ({**PACKED, W + "weight_g_idx": torch.zeros(64, dtype=torch.int32)}, INT4, "weight_scale"),
+        (PACKED, compressed("pack-quantized", num_bits=3), "weight_packed"),
+        (PACKED, compressed("marlin-24", num_bits=4), "weight_scale"),
+        (BLOCKS, {}, "down_proj_blocks"),
+        (drop("_scales")(BLOCKS), {"quant_method": "mxfp4"}, "down_proj_blocks"),
+    ],
+)
+def test_what_no_rule_reads_is_named(tensors: Tensors, settings: dict[str, Any], named: str) -> None:
+    assert any(each.name.endswith(named) for each in find_encodings(types_of(tensors), settings).unread)
+
+
+def test_settings_are_found_where_configs_have_them() -> None:
+    assert method_of(quantisation_of({"text_config": {"quantization_config": FP8}})) == "fp8"
+    assert method_of(quantisation_of({"compression_config": {"config_groups": {"a": {}}}})) == "compressed-tensors"
+    assert method_of({"load_in_4bit": True}) == "bitsandbytes"
+    assert method_of(quantisation_of({"text_config": SimpleNamespace()})) is None

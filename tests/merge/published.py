@@ -1,0 +1,347 @@
+"""Bases in the layouts that are published, in small, and a merge of each without training: tensors in, tensors out.
+
+`python -m tests.merge.published` writes docs/evidence/data/published-bases.tsv, a row for each layout and kind of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
+from fsdp_tune.model.model_files import ModelInspection
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseModel, describe_base
+from tests.merge.checkpoints import make_run
+from tests.model.recipes import recipe_of
+
+State = dict[str, torch.Tensor]
+TABLE = Path(__file__).parents[2] / "docs" / "evidence" / "data" / "published-bases.tsv"
+KINDS = ("full", "lora")
+IDS = {"vocab_size": 384, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+TEXT = {**IDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+TEXT |= {"head_dim": 16, "tie_word_embeddings": False}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DEEPSEEK = {**TEXT, "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4}
+DEEPSEEK |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16}
+DEEPSEEK |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_nextn_predict_layers": 1}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
+QWEN35 = {**TEXT, "mtp_num_hidden_layers": 1, "layer_types": ["linear_attention", "full_attention"]}
+QWEN35 |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+QWEN_VISION |= {"num_position_embeddings": 16}
+
+
+@dataclass(slots=True)
+class Base:
+    """A directory of a model, and what its files mean: `plain` values by name, and the names that the trained class lacks."""
+
+    folder: Path
+    plain: State = field(default_factory=State)
+    carried: frozenset[str] = frozenset()
+    lora: dict[str, Any] = field(default_factory=lambda: {"r": 4})
+
+
+def _save(folder: Path, kind: str, **config: Any) -> Base:
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(kind, **config)
+    named: Any = getattr(transformers, _CLASSES[kind], None) if kind in _CLASSES else None
+    model: Any = named(settings) if named is not None else AutoModelForCausalLM.from_config(settings)
+    model.save_pretrained(folder)
+    return Base(folder, load_file(folder / "model.safetensors"))
+
+
+_CLASSES = {"qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration"}
+
+
+def _write(base: Base, stored: State, quantization: dict[str, Any] | None = None) -> Base:
+    save_file(stored, base.folder / "model.safetensors", metadata={"format": "pt"})
+    if quantization is not None:
+        path = base.folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    return base
+
+
+def _with(base: Base, extra: State) -> Base:
+    """Add tensors that the class does not have."""
+    base.plain |= extra
+    base.carried = frozenset(extra)
+    return _write(base, base.plain)
+
+
+def _quantised(base: Base, encode: Callable[[str, torch.Tensor], tuple[State, torch.Tensor]], settings: dict[str, Any]) -> Base:
+    """Store the projections as codes; `encode` returns the stored tensors of a weight, and the values that they mean."""
+    stored: State = {}
+    for name, value in base.plain.items():
+        if name.endswith("_proj.weight") and value.ndim == 2:
+            codes, base.plain[name] = encode(name, value)
+            stored |= codes
+        else:
+            stored[name] = value
+    return _write(base, stored, settings)
+
+
+def _fp8(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    scale = value.float().abs().max() / 448
+    codes = (value.float() / scale).to(torch.float8_e4m3fn)
+    grid = scale.expand(-(-value.shape[0] // 128), -(-value.shape[1] // 128)).contiguous()
+    return {name: codes, f"{name}_scale_inv": grid}, codes.float() * scale
+
+
+def _by_channel(kind: torch.dtype, largest: float) -> Callable[[str, torch.Tensor], tuple[State, torch.Tensor]]:
+    def encode(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+        scale = value.abs().amax(1, keepdim=True) / largest
+        codes = (value / scale).round().to(kind) if kind == torch.int8 else (value / scale).to(kind)
+        return {name: codes, f"{name}_scale": scale}, codes.float() * scale
+
+    return encode
+
+
+def _int4(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    groups = value.reshape(len(value), -1, 32)
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    codes = (groups / scale).round().clamp(-8, 7)
+    shifted = (codes.reshape(value.shape) + 8).to(torch.int64)
+    words = sum((shifted[:, at::8] << (4 * at)) for at in range(8))
+    packed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    stored = {f"{name}_packed": packed, f"{name}_scale": scale[..., 0].contiguous(), f"{name}_shape": torch.tensor(value.shape)}
+    return stored, (codes * scale).reshape(value.shape)
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+
+
+def _next_token_layer(base: Base, layer: int) -> Base:
+    """Copy the last layer to one beyond it, with the tensors that join the two (DeepSeek V3, GLM)."""
+    last = f"model.layers.{layer - 1}."
+    extra = {name.replace(last, f"model.layers.{layer}."): value.clone() for name, value in base.plain.items() if name.startswith(last)}
+    extra |= {f"model.layers.{layer}.eh_proj.weight": torch.randn(64, 128), f"model.layers.{layer}.enorm.weight": torch.ones(64)}
+    base.lora = {"r": 4, "target_modules": ["o_proj"]}
+    return _with(base, extra | {f"model.layers.{layer}.shared_head.head.weight": base.plain["lm_head.weight"].clone()})
+
+
+def _mtp(base: Base) -> Base:
+    extra = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.ones(64).bfloat16()}
+    extra["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(128, 64).bfloat16()
+    visual = {name for name in base.plain if ".visual." in name}
+    found = _with(base, extra)
+    found.carried |= visual
+    found.lora = {"r": 4, "target_modules": ["q_proj", "in_proj_z", "o_proj"]}
+    return found
+
+
+def _gpt_oss(base: Base) -> Base:
+    stored = dict(base.plain)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, columns, rows // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        base.plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return _write(base, stored, {"quant_method": "mxfp4"})
+
+
+def _renamed(base: Base, *, without: str = "", extra: State) -> Base:
+    base.plain = {name.removeprefix(without): value for name, value in base.plain.items()}
+    return _with(base, extra)
+
+
+def _qwen35(folder: Path, kind: str, **text: Any) -> Base:
+    return _mtp(_save(folder, kind, text_config={**QWEN35, **text}, vision_config=QWEN_VISION, image_token_id=100, video_token_id=101))
+
+
+GPT2 = {**IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT_OSS = {**TEXT, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+LAYOUTS: dict[str, Callable[[Path], Base]] = {
+    "llama": lambda folder: _save(folder, "llama", **TEXT),
+    "llama with rotary frequencies": lambda folder: _renamed(
+        _save(folder, "llama", **TEXT), extra={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
+    ),
+    "llama int8 (compressed-tensors)": lambda folder: _quantised(
+        _save(folder, "llama", **TEXT), _by_channel(torch.int8, 127), _compressed("int-quantized", num_bits=8, type="int")
+    ),
+    "llama int4 (compressed-tensors)": lambda folder: _quantised(
+        _save(folder, "llama", **TEXT), _int4, _compressed("pack-quantized", num_bits=4, type="int", group_size=32)
+    ),
+    "qwen3 fp8": lambda folder: _quantised(_save(folder, "qwen3", **TEXT), _fp8, FP8),
+    "qwen3 fp8 (compressed-tensors)": lambda folder: _quantised(
+        _save(folder, "qwen3", **TEXT), _by_channel(torch.float8_e4m3fn, 448), _compressed("float-quantized", num_bits=8, type="float")
+    ),
+    "qwen3 tied": lambda folder: _save(folder, "qwen3", **{**TEXT, "tie_word_embeddings": True}),
+    "qwen3_moe": lambda folder: _save(folder, "qwen3_moe", **TEXT, **EXPERTS),
+    "qwen3_moe fp8": lambda folder: _quantised(_save(folder, "qwen3_moe", **TEXT, **EXPERTS), _fp8, FP8),
+    "mixtral": lambda folder: _save(folder, "mixtral", **TEXT, **EXPERTS),
+    "deepseek_v3 + layer": lambda folder: _next_token_layer(_save(folder, "deepseek_v3", **DEEPSEEK), 2),
+    "deepseek_v3 fp8 + layer": lambda folder: _quantised(_next_token_layer(_save(folder, "deepseek_v3", **DEEPSEEK), 2), _fp8, FP8),
+    "glm4_moe + layer": lambda folder: _next_token_layer(_save(folder, "glm4_moe", **{**DEEPSEEK, "head_dim": 16}), 2),
+    "gpt_oss": lambda folder: _save(folder, "gpt_oss", **GPT_OSS),
+    "gpt_oss mxfp4": lambda folder: _gpt_oss(_save(folder, "gpt_oss", **GPT_OSS)),
+    "qwen3_5 + visual + mtp": lambda folder: _qwen35(folder, "qwen3_5"),
+    "qwen3_5_moe + visual + mtp": lambda folder: _qwen35(folder, "qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
+    "gemma3 + vision": lambda folder: _save(
+        folder,
+        "gemma3",
+        text_config={**TEXT, "tie_word_embeddings": True},
+        vision_config={**VISION, "num_hidden_layers": 1, "num_attention_heads": 2},
+        mm_tokens_per_image=4,
+        image_token_index=100,
+        boi_token_index=101,
+        eoi_token_index=102,
+    ),
+    "gpt2 of the hub": lambda folder: _renamed(
+        _save(folder, "gpt2", **GPT2), without="transformer.", extra={"h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+    ),
+    "gpt_neox with masks": lambda folder: _renamed(
+        _save(folder, "gpt_neox", **TEXT), extra={"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool)}
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`way`: how ranks load the base; `differing`: tensors of the base that the merged model lacks, adds or has with other values."""
+
+    way: str
+    counts: dict[str, int]
+    merged: int
+    differing: tuple[str, ...]
+    reported: tuple[str, ...]
+    """Keys that transformers or PEFT report when they load what was written."""
+
+
+def merge_untrained(base: Base, kind: str, folder: Path, **model: Any) -> Outcome:
+    """Load a base in both ways, save it as a run does, and merge."""
+    lora = base.lora if kind == "lora" else None
+    sections: dict[str, Any] = {"merge": {"dtype": "fp32"}, "data": {"train": [{"path": "x"}], "max_length": 32}}
+    sections |= {"lora": lora} if lora is not None else {}
+    recipe = recipe_of({"name_or_path": str(base.folder), **model}, **sections)
+    found = find_facts(recipe)
+    assert found.facts is not None
+    assert not found.problems, found.problems
+    loaded = build_full(recipe, model_config(recipe))
+    way, differing = _loaded_in_slices(recipe, loaded.state_dict())
+    trained = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+    state = {name: value for name, value in loaded.state_dict().items() if lora is None or name in trained}
+    run = make_run(folder / "run", {1: state}, model=_run_model(folder, base, found), recipe=recipe)
+    output = merge_checkpoint(run, MergeOptions()).output
+    merged = load_file(output / "model.safetensors")
+    wanted = {name: value for name, value in base.plain.items() if name not in found.facts.tensors.left_out}
+    differing += [*sorted(wanted.keys() ^ merged.keys()), *_other_values(wanted, merged, base.carried)]
+    reported = _reported(output, base)
+    if kind == "lora":
+        reported += _reported_by_peft(merge_checkpoint(run, MergeOptions(adapter=True)).output, base)
+    return Outcome(way, found.facts.tensors.counts, len(merged), tuple(differing), tuple(reported))
+
+
+def _loaded_in_slices(recipe: Recipe, whole: State) -> tuple[str, list[str]]:
+    model, files = build_empty(recipe, model_config(recipe)).to_empty(device="cpu"), find_weight_files(recipe)
+    assert files is not None
+    if not fits(model, files):
+        return "whole", []
+    read_slices(model, files)
+    model.tie_weights()
+    state = {name: value for name, value in model.state_dict().items() if name_in_base(name) is not None}
+    return "slices", [f"slices: {name}" for name, value in state.items() if not torch.equal(value, whole[name])]
+
+
+def _run_model(folder: Path, base: Base, found: ModelInspection) -> Path:
+    """Write the files of RUN/model, without a tokenizer."""
+    facts, target = found.facts, folder / "model"
+    assert facts is not None
+    target.mkdir(parents=True)
+    config = facts.exported_config | ({} if facts.keeps_architectures else {"architectures": [facts.architecture]})
+    (target / "config.json").write_text(json.dumps(config))
+    facts.base_layout.write(target / "base_layout.json")
+    identity = describe_base(str(base.folder), None)
+    facts.tensors.write(target / "tensors.json")
+    if facts.adapter_config is not None:
+        (target / "adapter_config.json").write_text(json.dumps(facts.adapter_config))
+        BaseModel(str(base.folder), digest=identity.digest).write(target / "base.json")
+    return target
+
+
+def _other_values(wanted: State, merged: State, carried: frozenset[str]) -> list[str]:
+    """Names of tensors with other values; those that are carried must have their dtype too, unless they were decoded."""
+    found: list[str] = []
+    for name in wanted.keys() & merged.keys():
+        one, other = wanted[name], merged[name]
+        same = torch.equal(one, other) if name in carried and one.dtype == other.dtype else torch.equal(one.float(), other.float())
+        if not same and not (name in carried and torch.equal(one.bfloat16(), other.bfloat16()) and other.dtype == torch.bfloat16):
+            found.append(f"values: {name}")
+    return sorted(found)
+
+
+def _reported(folder: Path, base: Base) -> list[str]:
+    """Load with AutoModelForCausalLM and with the class that config.json names."""
+    config = json.loads((folder / "config.json").read_text())
+    found: list[str] = []
+    for kind in (AutoModelForCausalLM, getattr(transformers, config["architectures"][0])):
+        loaded: Any = kind.from_pretrained(folder, output_loading_info=True)
+        report = {name: {str(key) for key in keys} for name, keys in loaded[1].items() if name != "unexpected_keys"}
+        found += [f"{kind.__name__} {name}: {key}" for name, keys in report.items() for key in sorted(keys)]
+        unexpected = sorted(str(key) for key in loaded[1]["unexpected_keys"] if not _is_carried(str(key), base))
+        found += [f"{kind.__name__}: {key}" for key in unexpected]
+    return found
+
+
+def _is_carried(key: str, base: Base) -> bool:
+    """Whether a key is a carried tensor, or of a layer beyond the last: transformers names its experts as it would stack them."""
+    return key in base.carried or key.startswith("model.layers.2.")
+
+
+def _reported_by_peft(adapter: Path, base: Base) -> list[str]:
+    """Load the adapter onto the published class. Quantised bases are replaced by plain ones: loading these is transformers' concern."""
+    from peft import PeftModel
+
+    config = json.loads((base.folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    kind = getattr(transformers, config["architectures"][0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(kind(AutoConfig.for_model(**config)), str(adapter))
+    names = {name for name, _ in adapted.named_parameters() if "lora_" in name}
+    stored = load_file(adapter / "adapter_model.safetensors")
+    found = [str(each.message)[:120] for each in caught if "adapter keys" in str(each.message)]
+    return found + ([] if len(names) == len(stored) else [f"PEFT has {len(names)} tensors, and the file {len(stored)}"])
+
+
+def main() -> None:
+    rows = ["base\ttraining\tloaded as\ttensors in\ttrained\tfrozen\tdecoded\tcarried\ttensors out\tdiffering\treported"]
+    for name, make in LAYOUTS.items():
+        for kind in KINDS:
+            with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(sys.stderr):
+                folder = Path(place)
+                outcome = merge_untrained(make(folder / "base"), kind, folder / "made")
+            counts = Counter(outcome.counts)
+            fates = [str(counts[fate]) for fate in ("trained", "frozen", "decoded", "carried")]
+            ends = [str(outcome.merged), str(len(outcome.differing)), str(len(outcome.reported))]
+            rows.append("\t".join([name, kind, outcome.way, str(counts.total()), *fates, *ends]))
+            print(rows[-1], outcome.differing[:3], outcome.reported[:3], file=sys.stderr)
+    TABLE.write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

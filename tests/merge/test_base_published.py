@@ -1,0 +1,113 @@
+"""Tensors in, tensors out: bases in the layouts that are published, loaded in both ways, merged without training, and loaded by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp_tune.check.evaluation.score import _published_names
+from fsdp_tune.core.errors import FailedError
+from fsdp_tune.merge.lora.adapt import merge_problems
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.run.base_model import BaseLayout
+from tests.merge.published import KINDS, LAYOUTS, merge_untrained
+from tests.model.recipes import recipe_of
+
+FAST = {("qwen3 fp8", "lora"), ("deepseek_v3 fp8 + layer", "full"), ("qwen3_5 + visual + mtp", "lora")}
+COMPOSITE = "qwen3_5 + visual + mtp"
+CASES = [
+    pytest.param(name, kind, marks=() if (name, kind) in FAST else pytest.mark.slow, id=f"{name}-{kind}")
+    for name in LAYOUTS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_tensor_of_a_base_is_in_the_merged_model_with_its_values(name: str, kind: str, tmp_path: Path) -> None:
+    outcome = merge_untrained(LAYOUTS[name](tmp_path / "base"), kind, tmp_path / "made")
+    assert outcome.differing == ()
+    assert outcome.reported == ()
+    record = json.loads((tmp_path / "made" / "run" / "merged" / "merge.json").read_text())
+    assert record["base_tensors"]["counts"] == outcome.counts
+
+
+def config_of_merged(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "made" / "run" / "merged" / "config.json").read_text())
+
+
+def test_parts_that_are_left_out_are_gone_from_weights_and_config(tmp_path: Path) -> None:
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    outcome = merge_untrained(base, "full", tmp_path / "made", leave_out=["mtp", "visual"])
+    assert outcome.counts == {"trained": 28, "left out": 24}
+    assert outcome.merged == 28
+    assert outcome.reported == ()
+    config = config_of_merged(tmp_path)
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["mtp_num_hidden_layers"] == 0
+    assert "vision_config" not in config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [COMPOSITE, "deepseek_v3 + layer", "deepseek_v3 fp8 + layer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_predict_further_tokens_can_be_left_out(name: str, kind: str, tmp_path: Path) -> None:
+    outcome = merge_untrained(LAYOUTS[name](tmp_path / "base"), kind, tmp_path / "made", leave_out=["mtp"])
+    assert outcome.counts["left out"] >= 3
+    assert outcome.differing == ()
+    config = config_of_merged(tmp_path)
+    assert {config.get("num_nextn_predict_layers"), config.get("text_config", {}).get("mtp_num_hidden_layers")} <= {0, None}
+    assert ("visual" in str(load_file(tmp_path / "made" / "run" / "merged" / "model.safetensors").keys())) == (name == COMPOSITE)
+
+
+def test_base_that_changed_since_the_training_is_refused_by_name(tmp_path: Path) -> None:
+    base = LAYOUTS["llama with rotary frequencies"](tmp_path / "base")
+    merge_untrained(base, "full", tmp_path / "made")
+    file = base.folder / "model.safetensors"
+    tensors = load_file(file)
+    for changed, says in (({"x": torch.zeros(4)}, "its weights have changed"), ({}, "its weights have changed")):
+        save_file(tensors | changed | {"lm_head.weight": tensors["lm_head.weight"] + 1}, file)
+        with pytest.raises(FailedError, match=says) as caught:
+            merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True))
+        assert "rotary_emb.inv_freq" in str(caught.value)
+
+
+def test_adapter_has_the_names_of_the_published_class_and_is_continued_and_loaded_by_them(tmp_path: Path) -> None:
+    """vLLM and PEFT build the class of config.json, whose modules have longer names than those of the text alone."""
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    merge_untrained(base, "lora", tmp_path / "made")
+    adapter = tmp_path / "made" / "run" / "adapter"
+    names = load_file(adapter / "adapter_model.safetensors").keys()
+    assert {name.partition(".layers.")[0] for name in names} == {"base_model.model.model.language_model"}
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert all(target.startswith("layers.") for target in targets)  # ends of names in either class
+    lora = {**base.lora, "adapter": str(adapter)}
+    continued = build_full(recipe_of({"name_or_path": str(base.folder)}, lora=lora, data={"train": [{"path": "x"}], "max_length": 32}))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    own = {name: p.detach() for name, p in continued.named_parameters() if ".lora_" in name}
+    assert len(own) == len(stored)
+    for name, value in stored.items():
+        ours = name.removeprefix("base_model.model.").replace("model.language_model.", "model.").replace(".weight", ".default.weight")
+        assert torch.equal(own[ours], value)
+    assert _published_names(continued, adapter) == {r"^model\.language_model\.": "model."}
+
+
+def test_adapter_that_a_merge_could_not_add_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    sections: dict[str, Any] = {"lora": base.lora, "data": {"train": [{"path": "x"}], "max_length": 32}}
+    recipe = recipe_of({"name_or_path": str(base.folder)}, **sections)
+    facts = find_facts(recipe).facts
+    assert facts is not None
+    assert merge_problems(recipe, facts) == []
+    (problem, *_) = merge_problems(recipe, facts.model_copy(update={"base_layout": BaseLayout()}))  # as before the layout had its names
+    assert "could not be merged" in problem.message
+    assert "q_proj" in problem.message or "linear_attn" in problem.message
+    alone = recipe.model_copy(update={"merge": recipe.merge.model_copy(update={"adapter": "adapter"})})
+    assert merge_problems(alone, facts.model_copy(update={"base_layout": BaseLayout()})) == []

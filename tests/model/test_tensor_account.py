@@ -1,0 +1,139 @@
+"""Each tensor of a base's files has one fate, or is refused by name before a byte of weights is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.tensors.encodings import StoredType
+from fsdp_tune.model.loading import saved_layout
+from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
+from fsdp_tune.model.loading.weight_slices import find_weight_files
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"])).save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder: Path, changes: dict[str, torch.Tensor | None], quantization: dict[str, Any] | None = None) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+    if quantization is not None:
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def fp8_like(folder: Path) -> torch.Tensor:
+    return torch.randn(load_file(folder / "model.safetensors")[UP].shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("method", [None, "modelopt", "gptq", "fbgemm_fp8"])
+def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_and_loaded(base: Path, method: str | None) -> None:
+    rewrite(base, {UP: fp8_like(base), f"{UP}_scale": torch.ones(1)}, None if method is None else {"quant_method": method})
+    recipe = recipe_of({"name_or_path": str(base)})
+    problems = find_facts(recipe).problems
+    assert [problem.code for problem in problems] == ["model-quantised"]
+    assert (method or UP) in problems[0].message
+    assert problems[0].hint is not None
+    for load in (find_weight_files, build_full):
+        with pytest.raises(FsdpTuneError, match=r"up_proj|quantised") as caught:
+            load(recipe)
+        assert caught.value.exit_code == 2
+
+
+def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> None:
+    rewrite(base, {UP: torch.zeros(load_file(base / "model.safetensors")[UP].shape, dtype=torch.int8)})
+    (problem,) = find_facts(recipe_of({"name_or_path": str(base)})).problems
+    assert UP in problem.message
+    assert "I8" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("entry", "says", "hint"),
+    [("mtp", "matches no tensor", "extra"), ("layers.0", "tensors of the model that is trained", "extra"), ("extra", None, None)],
+)
+def test_entries_of_leave_out_that_leave_nothing_out_are_refused(base: Path, entry: str, says: str | None, hint: str | None) -> None:
+    rewrite(base, {"extra.weight": torch.ones(3)})
+    recipe = recipe_of({"name_or_path": str(base), "leave_out": [entry]})
+    found = find_weight_files(recipe)
+    assert found is not None
+    assert found.base is not None
+    account = account_for(recipe, model_config(recipe), build_empty(recipe), found.base)
+    assert account.names("left out") == (("extra.weight",) if says is None else ())
+    assert [problem.message for problem in account.problems if says and says in problem.message] == [
+        problem.message for problem in account.problems
+    ]
+    assert all(hint is not None and hint in str(problem.hint) for problem in account.problems)
+
+
+def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first run on a model of the hub would not record what a merge carries over."""
+    stored = load_file(base / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 2)}
+    (base / "model.safetensors").unlink()
+    types = {name: StoredType("F32", tuple(value.shape)) for name, value in stored.items()}
+    files = dict.fromkeys(types, base / "model.safetensors")
+    monkeypatch.setattr(saved_layout, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(saved_layout, "_tensors_of_hub", lambda *_: BaseTensors(types, files, {}))
+    monkeypatch.setattr(saved_layout, "base_folder", lambda _: base)
+    recipe = recipe_of({"name_or_path": str(base)})
+    hub = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": "org/name"})})
+    found = saved_layout.local_tensors(hub)
+    assert found is not None
+    account = account_for(recipe, model_config(recipe), build_empty(recipe), found)
+    assert account.names("carried") == ("mtp.fc.weight",)
+
+
+TEXT = {k: FAMILIES["llama"][k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+
+
+@pytest.fixture
+def gemma3(tmp_path: Path) -> Path:
+    """A directory with the config of a model with a vision tower, without weights."""
+    config = {"text_config": {**TEXT, "head_dim": 16}, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 3}
+    AutoConfig.for_model("gemma3", **config, architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_parts_that_text_does_not_call_get_no_adapters(gemma3: Path) -> None:
+    found = find_facts(recipe_of({"name_or_path": str(gemma3)}, lora={"r": 2}))
+    assert found.problems == ()
+    assert found.facts is not None
+    assert not [name for name in found.facts.adapter_tensors if "vision_tower" in name]
+    assert ["model.vision_tower, model.multi_modal_projector" in n.message for n in found.notices if n.code == "lora-text-alone"] == [True]
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": ["fc1"]}, {"target_modules": ["q_proj"], "modules_to_save": ["fc2"]}])
+def test_adapters_of_the_vision_tower_alone_are_refused_with_a_way_out(gemma3: Path, lora: dict[str, Any]) -> None:
+    (problem,) = find_facts(recipe_of({"name_or_path": str(gemma3)}, lora={"r": 2, **lora})).problems
+    assert "would get no gradient" in problem.message
+    assert "outside of" in str(problem.hint)
+
+
+def test_model_of_several_modalities_without_a_causal_lm_has_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model(
+        "mistral3", text_config={"model_type": "mistral", **TEXT}, vision_config={"model_type": "pixtral", **VISION}
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "full")
+    (problem,) = find_facts(recipe_of({"name_or_path": str(tmp_path / "full")})).problems
+    assert "Mistral3Config, a model of several modalities" in problem.message
+    code = str(problem.hint).partition('python -c "')[2].removesuffix('"').partition("AutoTokenizer.from_pretrained")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(code)
+    assert find_facts(recipe_of({"name_or_path": str(tmp_path / "text")})).problems == ()
