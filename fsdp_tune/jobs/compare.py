@@ -69,7 +69,7 @@ from fsdp_tune.jobs.served import (
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.pages.run_record import differences
 from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file, options_of
-from fsdp_tune.recipe.read.foreign.ledger import Fate
+from fsdp_tune.recipe.read.foreign.ledger import DEFAULT_OF, Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -103,8 +103,10 @@ class _Side:
 
     @property
     def not_carried(self) -> list[ImportedKey]:
+        """Keys of a foreign file that its recipe lacks. A default of the tool that the file spells out says nothing more."""
         rows = () if self.imported is None else self.imported.rows
-        return [ImportedKey(**row.as_dict()) for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION)]
+        left_out = [row for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION)]
+        return [ImportedKey(**row.as_dict()) for row in left_out if not row.reason.startswith(DEFAULT_OF)]
 
 
 def compare(

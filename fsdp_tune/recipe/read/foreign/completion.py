@@ -15,7 +15,7 @@ from fsdp_tune.recipe.read.foreign.general import (
     Rules,
     is_on,
 )
-from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.read.foreign.ledger import DEFAULT_OF, AccountRow, Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.foreign.long_rows import settle_long_rows
 from fsdp_tune.recipe.read.foreign.open_keys import is_asked, leave_open
 from fsdp_tune.recipe.read.tools import (
@@ -349,7 +349,7 @@ def _leave_out_defaults(ledger: Ledger, defaults: dict[str, Any]) -> None:
         )
         key = dotted(target)
         if is_alone or (defaults[key] if key in defaults else default_at(target) if has_default(target) else None) != setting.value:
-            ledger.discard(target, f"the default of {ledger.tool}")
+            ledger.discard(target, f"{DEFAULT_OF} {ledger.tool}")
 
 
 def _decide_about_rows(ledger: Ledger) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import shown
-from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight, flattened, leaves
+from fsdp_tune.recipe.read.foreign.ledger import DEFAULT_OF, Fate, Ledger, Path, Weight, flattened, leaves
 from fsdp_tune.recipe.read.foreign.tool_keys import tool_keys
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
@@ -176,7 +176,7 @@ def settle_key(ledger: Ledger, path: Path, rules: Rules) -> None:
                 raise
             ledger.ask(path, f"not the kind of value that {ledger.tool} has here")
     if ledger.rows and ledger.rows[-1].path == path and ledger.rows[-1].fate is Fate.QUESTION and ledger.is_default(path):
-        ledger.rows[-1].fate, ledger.rows[-1].targets, ledger.rows[-1].reason = Fate.DROPPED, (), f"the default of {ledger.tool}"
+        ledger.rows[-1].fate, ledger.rows[-1].targets, ledger.rows[-1].reason = Fate.DROPPED, (), f"{DEFAULT_OF} {ledger.tool}"
 
 
 def settle_by_name(ledger: Ledger, path: Path, value: Any) -> None:

@@ -23,6 +23,10 @@ _LOGINS = {"wandb": "WANDB_API_KEY, or log in with `wandb login`", "swanlab": "S
 _HUB_LOGIN = "HF_TOKEN, or log in with `hf auth login`"
 
 
+DEFAULT_OF = "the default of"
+"""Beginning of the reason of a key that says what the tool does without it."""
+
+
 class Fate(StrEnum):
     """What became of a key of the other tool."""
 
