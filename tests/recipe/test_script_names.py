@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, Names
+from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, ScriptNames
 from tests.recipe.imports import from_text, row, values
 
 QUESTION = object()
@@ -19,7 +19,7 @@ def value_of_use(text: str) -> Any:
     """Return the value of the argument of the call `use(…)` in a script."""
     module = ast.parse(text)
     (call,) = [node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "use"]
-    return Names(module, frozenset({"use"}), has_lines=True).value(call.args[0])
+    return ScriptNames(module, frozenset({"use"}), has_lines=True).value(call.args[0])
 
 
 @pytest.mark.parametrize(

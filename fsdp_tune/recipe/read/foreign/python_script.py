@@ -33,7 +33,7 @@ from fsdp_tune.recipe.read.foreign.general import (
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.foreign.long_rows import packing_strategy
-from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, Names, called
+from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, ScriptNames, called
 from fsdp_tune.recipe.read.tools import UNSLOTH
 
 MOST_BYTES = 32 << 20
@@ -106,7 +106,7 @@ def read_script(text: str, path: FilePath) -> Script:
             if any(name in source for name in _CALLS if name != MAP):
                 broken.append(f"cell {number} is not Python that can be read: {error}")
     module = ast.Module([statement for tree, _ in cells for statement in tree.body], [])
-    names = Names(module, frozenset(_CALLS), has_lines=not is_notebook)
+    names = ScriptNames(module, frozenset(_CALLS), has_lines=not is_notebook)
     reader = _CallReader(script, names, _objects_of_calls(module))
     for tree, lines in cells:
         reader.read(tree.body, lines, has_lines=not is_notebook)
@@ -143,7 +143,7 @@ def _objects_of_calls(module: ast.Module) -> dict[str, str]:
 class _CallReader:
     """Reads the statements of one file, or of the cells of a notebook, in their order."""
 
-    def __init__(self, script: Script, names: Names, objects: Mapping[str, str]) -> None:
+    def __init__(self, script: Script, names: ScriptNames, objects: Mapping[str, str]) -> None:
         """`objects`: names of the objects that a read call makes, with the section of its arguments."""
         self._script, self._names, self._objects = script, names, objects
 

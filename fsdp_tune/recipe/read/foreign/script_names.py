@@ -49,7 +49,7 @@ class _Binding:
     kind: str
 
 
-class Names:
+class ScriptNames:
     """The names of a script, or of the cells of a notebook as one module. `has_lines`: messages name the lines of bindings."""
 
     def __init__(self, module: ast.Module, readers: frozenset[str], *, has_lines: bool) -> None:

@@ -47,7 +47,7 @@ class Unexpanded(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WordPart:
     """A piece of a word: literal text, or an expansion, which is split at spaces unless it is in quotes."""
 
     text: str
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(slots=True)
 class Word:
-    parts: list[Part] = field(default_factory=list[Part])
+    parts: list[WordPart] = field(default_factory=list[WordPart])
     items: list[Word] | None = None
     """The words of an array, `NAME=(…)`."""
 
@@ -68,13 +68,13 @@ class Word:
     @property
     def assigned(self) -> re.Match[str] | None:
         """The name and `+` of an assignment, if the word is one."""
-        first = self.parts[0] if self.parts else Part("")
+        first = self.parts[0] if self.parts else WordPart("")
         return None if first.is_expansion or first.is_quoted else _ASSIGNMENT.match(first.text)
 
     def after(self, length: int) -> Word:
         """Return the word without its first `length` characters, which are text."""
         first, *rest = self.parts
-        return Word([Part(first.text[length:]), *rest], self.items)
+        return Word([WordPart(first.text[length:]), *rest], self.items)
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Binding:
+class _Assigned:
     statement: Statement
     value: Word | None
     """None if it is not a plain assignment."""
@@ -104,7 +104,7 @@ class ShellScript:
 
     def __init__(self, text: str) -> None:
         self.statements, self.comments = _Lexer(text).read()
-        self._bindings: dict[str, list[_Binding]] = {}
+        self._bindings: dict[str, list[_Assigned]] = {}
         self.exported: list[str] = []
         """Names of variables that the commands of the script inherit, in the order of the script."""
         self._sourced: list[int] = []
@@ -116,15 +116,15 @@ class ShellScript:
         for word in words:
             for part in (*word.parts, *(each for item in word.items or () for each in item.parts)):
                 for match in re.finditer(rf"\$\{{({_NAME}):?=", part.text) if part.is_expansion else ():
-                    self._bindings.setdefault(match[1], []).append(_Binding(statement, None))
+                    self._bindings.setdefault(match[1], []).append(_Assigned(statement, None))
         first = words[0].text if words else ""
         if first in (".", "source", "eval"):
             self._sourced.append(statement.order)
         elif first == "for" and len(words) > 1:
-            self._bindings.setdefault(words[1].text, []).append(_Binding(statement, None))
+            self._bindings.setdefault(words[1].text, []).append(_Assigned(statement, None))
         elif first in _READS:
             for word in words[1:]:
-                self._bindings.setdefault(re.split(r"\W", word.text)[0], []).append(_Binding(statement, None))
+                self._bindings.setdefault(re.split(r"\W", word.text)[0], []).append(_Assigned(statement, None))
         elif first in _DECLARES or statement.is_assignment:
             is_exported = first == "export" or (first in _DECLARES and any(word.text == "-x" for word in words))
             for word in words[1:] if first in _DECLARES else words:
@@ -136,9 +136,9 @@ class ShellScript:
         match = word.assigned
         if match is not None:
             value = word.after(match.end()) if is_plain and not match[2] else None
-            self._bindings.setdefault(match[1], []).append(_Binding(statement, value))
+            self._bindings.setdefault(match[1], []).append(_Assigned(statement, value))
         elif element := re.match(rf"({_NAME})\[", word.text):
-            self._bindings.setdefault(element[1], []).append(_Binding(statement, None))
+            self._bindings.setdefault(element[1], []).append(_Assigned(statement, None))
 
     # ---- Values
 
@@ -148,10 +148,10 @@ class ShellScript:
 
     def value(self, name: str, statement: Statement) -> str:
         """Return the value of a variable at a statement, as one word."""
-        return self._joined(Word([Part(f"${name}", is_expansion=True, is_quoted=True)]), statement)
+        return self._joined(Word([WordPart(f"${name}", is_expansion=True, is_quoted=True)]), statement)
 
     def _joined(self, word: Word, statement: Statement) -> str:
-        found = self._expanded(Word([Part(part.text, part.is_expansion, is_quoted=True) for part in word.parts]), statement)
+        found = self._expanded(Word([WordPart(part.text, part.is_expansion, is_quoted=True) for part in word.parts]), statement)
         return found[0] if found else ""
 
     def _expanded(self, word: Word, statement: Statement) -> list[str]:
@@ -358,27 +358,27 @@ class _Lexer:
             elif character in " \t\r\n;&|()<>":
                 break
             elif character == "\\":
-                word.parts.append(Part(self._text[self._at + 1 : self._at + 2], is_quoted=True))
+                word.parts.append(WordPart(self._text[self._at + 1 : self._at + 2], is_quoted=True))
                 self._skip(2)
             elif character == "'" and (end := self._text.find("'", self._at + 1)) > 0:
-                word.parts.append(Part(self._text[self._at + 1 : end], is_quoted=True))
+                word.parts.append(WordPart(self._text[self._at + 1 : end], is_quoted=True))
                 self._skip(end + 1 - self._at)
             elif character == '"' and self._closing_quote(self._at + 1) > 0:
                 self._quoted(word, self._closing_quote(self._at + 1))
             elif character in "$`" and (length := _expansion(self._text, self._at)):
-                word.parts.append(Part(self._text[self._at : self._at + length], is_expansion=True))
+                word.parts.append(WordPart(self._text[self._at : self._at + length], is_expansion=True))
                 self._skip(length)
             else:
                 self._plain(word, character)
-        word.parts = word.parts or [Part("")]
+        word.parts = word.parts or [WordPart("")]
         return word
 
     def _plain(self, word: Word, character: str) -> None:
         last = word.parts[-1] if word.parts else None
         if last is not None and not last.is_expansion and not last.is_quoted:
-            word.parts[-1] = Part(last.text + character)
+            word.parts[-1] = WordPart(last.text + character)
         else:
-            word.parts.append(Part(character))
+            word.parts.append(WordPart(character))
         self._skip(1)
 
     def _array(self) -> list[Word]:
@@ -415,8 +415,8 @@ class _Lexer:
             length = _expansion(self._text, self._at) if character in "$`" else 0
             if length:
                 word.parts += [
-                    Part(text, is_quoted=True),
-                    Part(self._text[self._at : self._at + length], is_expansion=True, is_quoted=True),
+                    WordPart(text, is_quoted=True),
+                    WordPart(self._text[self._at : self._at + length], is_expansion=True, is_quoted=True),
                 ]
                 text = ""
             elif character == "\\" and self._text[self._at + 1] in '$`"\\\n':
@@ -425,7 +425,7 @@ class _Lexer:
             else:
                 text += character
             self._skip(length or 1)
-        word.parts.append(Part(text, is_quoted=True))
+        word.parts.append(WordPart(text, is_quoted=True))
         self._skip(1)
 
 
