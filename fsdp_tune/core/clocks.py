@@ -42,7 +42,7 @@ class LivedClock:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def now(self) -> float:
-        """Return the seconds lived through. The first call starts the thread."""
+        """Return the seconds lived through. The first call starts the thread. Not for a handler of signals: it waits for a lock."""
         if self._pid != os.getpid():  # also in a fork, which has no threads
             self._pid, self._seen, self._lock = os.getpid(), None, threading.Lock()
             self._look()

@@ -113,6 +113,15 @@ def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
     assert supervisor.signals == numbers
 
 
+def test_handler_does_not_wait_for_the_clock(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that a signal interrupts may hold the clock's lock, and would wait for itself."""
+    supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
+    monkeypatch.setattr(supervise.LIVED, "now", lambda: pytest.fail("the handler waits for the lock"))
+    with supervisor._listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert supervisor.signals == [signal.SIGTERM]
+
+
 def test_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf) -> None:
     ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}), signal_listeners(signal.SIGINT))
     assert (ended.exit_code, ended.problem, ended.step) == (130, None, 7)

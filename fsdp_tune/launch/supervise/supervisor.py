@@ -287,7 +287,7 @@ class Supervisor:
         """Record signals instead of dying of them. SIGKILL cannot be caught; `core.processes` covers it."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
-            self._signals.append((number, LIVED.now()))
+            self._signals.append((number, time.monotonic()))  # the clock has a lock, which this thread may hold
             self._forward()
 
         before = {number: signal.signal(number, note) for number in without_ignored(FORWARDED)}
@@ -325,7 +325,7 @@ class Supervisor:
             watch.read_all()
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
-        if not self._gave_up_saving and last_at - first_at > ECHO_SECONDS:
+        if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
             self._gave_up_saving = True
             yield Message(f"{signal.Signals(last).name}: stopping at once")
 
@@ -341,7 +341,7 @@ class Supervisor:
             # In training, the ranks agree on the step where they stop.
             stopped = self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
             if stopped is not None:
-                self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, now))
+                self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, time.monotonic()))
         if silent_seconds is not None:
             yield Message("no progress: collecting the stacks of every rank")
             self._stuck = self._report_hang(launcher, watch, silent_seconds)
