@@ -1,4 +1,4 @@
-"""What an exception that nothing has caught is told as, and where its traceback is."""
+"""The problem that is reported for an uncaught exception, and the file with its traceback."""
 
 from __future__ import annotations
 

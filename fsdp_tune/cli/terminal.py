@@ -179,7 +179,7 @@ class Terminal:
         """Called in the thread of an outlet."""
         if error.errno in GONE:
             return
-        text = f"warning: {name} cannot be written ({error.strerror}) and is closed; the command continues"
+        text = _closed(name, error)
         self._record(text)
         if name == "stdout":
             write_text(sys.stderr, text + "\n")
@@ -457,6 +457,10 @@ def _has_descriptor(stream: TextIO) -> bool:
         return False
 
 
+def _closed(name: str, error: OSError) -> str:
+    return f"warning: {name} cannot be written ({error.strerror}) and is closed; the command continues"
+
+
 def write_text(stream: TextIO, text: str, *, is_result: bool = False) -> None:
     """Write at once. A closed pipe or terminal is ignored from then on. After any other failure, such as a full disk, the stream is closed
     with a warning: a command must not fail for its lines. Raises: OSError if the text is what the command is run for.
@@ -471,4 +475,4 @@ def write_text(stream: TextIO, text: str, *, is_result: bool = False) -> None:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
         if error.errno not in GONE and stream is sys.stdout:
-            write_text(sys.stderr, f"warning: stdout cannot be written ({error.strerror}) and is closed; the command continues\n")
+            write_text(sys.stderr, _closed("stdout", error) + "\n")

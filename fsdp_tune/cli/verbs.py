@@ -322,9 +322,10 @@ def _refuse_bytes_that_are_no_text() -> None:
 
 def _is_text(word: str) -> bool:
     try:
-        return bool(word.encode()) or True
+        word.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 # ---- Options

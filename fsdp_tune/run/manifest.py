@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -82,7 +82,7 @@ class Manifest:
     @property
     def identity(self) -> str:
         """Digest of all that the manifest has: copies of one checkpoint have the same."""
-        return _digest_of(asdict(self))
+        return digest_of_values(asdict(self))
 
     @property
     def machines(self) -> list[MachineFiles]:
@@ -98,7 +98,7 @@ class Manifest:
 
     def to_json(self) -> str:
         fields = asdict(self)
-        return json.dumps({**fields, "digest": _digest_of(fields)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**fields, "digest": digest_of_values(fields)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -107,7 +107,7 @@ class Manifest:
             raw = json.loads(text)
             if raw["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}")
-            if raw.pop("digest") != _digest_of(raw):
+            if raw.pop("digest") != digest_of_values(raw):
                 raise ValueError("the manifest itself is damaged (digest differs)")
             files = {str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"])) for name, entry in raw["files"].items()}
             return cls(str(raw["kind"]), files, dict(raw["facts"]))
@@ -115,9 +115,9 @@ class Manifest:
             raise ValueError(f"not a manifest: {error!r}") from error
 
 
-def _digest_of(fields: dict[str, Any]) -> str:
-    """Return the XXH3-128 of a manifest's values, independent of the layout of its JSON."""
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+def digest_of_values(values: Mapping[str, Any]) -> str:
+    """Return the XXH3-128 of a JSON object with text keys, independent of the layout of its file."""
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(canonical.encode()).hexdigest()
 
 

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import read_regular
+from fsdp_tune.run.manifest import digest_of_values
 
 DOCUMENT_DIGEST = "document_digest"
 """Key of a document's digest of its other values. Documents of earlier versions have none, and are not compared."""
@@ -41,9 +41,7 @@ def verified(raw: Any) -> dict[str, Any]:
 
 
 def _digest_of(values: dict[str, Any]) -> str:
-    """Return the XXH3-128 of a document's values, independent of the layout of its JSON."""
-    as_read = json.loads(json.dumps(values))  # whose keys are text
-    return xxhash.xxh3_128(json.dumps(as_read, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return digest_of_values(json.loads(json.dumps(values)))  # as it will be read: with text keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,17 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FailedError, Problem, Where
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.run.directory import MERGE_RECORD, RunDir
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage, digest_data, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    damage,
+    digest_data,
+    digest_file,
+    digest_of_values,
+    list_files,
+    read_manifest,
+)
 
 MODEL_FILES_KIND = "fsdp-tune model files"
 RECORD_DIGEST = "record_digest"
@@ -50,7 +60,7 @@ def model_files(run: RunDir) -> Path:
 
 def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return merge.json with a digest of its own values."""
-    return {**record, RECORD_DIGEST: _digest_of(record)}
+    return {**record, RECORD_DIGEST: digest_of_values(record)}
 
 
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def _compare_output(folder: Path, _state: tuple[Any, ...]) -> None:
     record = cast(dict[str, Any], read) if isinstance(read, dict) else {}
     if RECORD_DIGEST not in record:
         return  # of an earlier version, or downloaded from the hub
-    if _digest_of(unsealed(record)) != record[RECORD_DIGEST]:
+    if digest_of_values(unsealed(record)) != record[RECORD_DIGEST]:
         raise _changed(folder, {MERGE_RECORD: "its values are not those that were written (digest differs)"}, path)
     found = {name: what for name, what in _differing_files(folder, record) if what is not None}
     if found:
@@ -152,10 +162,6 @@ def _digest_of_part(path: Path, start: int, size_bytes: int) -> str:
             found.update(buffer[:count])
             size_bytes -= count
     return found.hexdigest()
-
-
-def _digest_of(record: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _changed(folder: Path, found: Mapping[str, str], record: Path) -> FailedError:

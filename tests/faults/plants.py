@@ -347,7 +347,7 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "digest of the manifest ignored",
         "run.manifest:Manifest.from_json",
-        condition("_digest_of", "not raw.pop('digest')"),
+        condition("digest_of_values", "not raw.pop('digest')"),
         rows="F077",
     ),
     plant("hanging tracker blocks the run", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),

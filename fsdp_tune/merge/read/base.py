@@ -1,7 +1,4 @@
-"""The tensors of a base's model directory: under an adapter, and those that training does not change and a merge carries over.
-
-Quantised weights are decoded, so that each tensor is one of a plain model.
-"""
+"""Read a base's tensors, decoded where they are quantised: those under an adapter, and those that a merge carries over unchanged."""
 
 from __future__ import annotations
 
