@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import os
 import pickle
+import pkgutil
 import random
 import select
 import shutil
@@ -209,12 +211,17 @@ def _import_stack() -> None:
     import transformers.models.llama.modeling_llama
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
     from torch.utils import tensorboard
+    from transformers import conversion_mapping
 
     import fsdp_tune.cli.app
     import fsdp_tune.worker.main
     import fsdp_tune.worker.setup
 
+    for found in pkgutil.walk_packages(fsdp_tune.__path__, "fsdp_tune."):
+        if not found.name.endswith(".__main__"):
+            importlib.import_module(found.name)
     torch.set_num_threads(1)
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # its first call compiles a thousand regular expressions
     # The rendezvous describes its callers for a log, which takes seconds with as many modules as these.
     dynamic_rendezvous.construct_and_record_rdzv_event = lambda **facts: None
     dynamic_rendezvous.get_method_name = lambda depth=2: "not looked up"
