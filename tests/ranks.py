@@ -206,7 +206,10 @@ def _import_stack() -> None:
     import hypothesis
     import peft
     import torch
+    import torch._inductor.codegen.wrapper
+    import torch._inductor.compile_fx
     import torch.distributed.run
+    import torch.utils.serialization
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
