@@ -72,6 +72,11 @@ def nothing_left(mark: str) -> Iterator[None]:
     assert not left, f"the test left behind: {'; '.join(left)}"
 
 
+def is_shared(pid: int) -> None:
+    """Let a child outlive the test that happened to need it first. It ends with its parent."""
+    _known_processes.add(pid)
+
+
 def _remember() -> None:
     """Count what exists as known."""
     if "process" in _happened:

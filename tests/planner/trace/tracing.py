@@ -1,47 +1,73 @@
-"""Traces for tests: each in a forked child, since a trace takes the default process group of its process."""
+"""Traces for tests, in forked children, since a trace takes the default process group of its process."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from fsdp_tune.planner.trace_format import KINDS, PHASES, Records, Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests import leaks
 
 
 def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] | None = None) -> Trace:
-    """`change` is called in the child first: what it breaks of the shared step stays there."""
-    import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  before the fork: the import is the long part
+    """`change` is called first, in a child of its own: what it breaks of the shared step stays there.
 
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(recipe, exact, change, writer))
-    child.start()
-    writer.close()
+    Without a change one child makes all traces, as in a plan: torch's caches are warm, which halves the seconds of a trace.
+    """
+    connection = _tracer() if change is None else _start(change)
     try:
-        answer: Any = reader.recv()
+        connection.send((recipe, exact))
+        answer: Any = connection.recv()
     finally:
-        child.join()
+        if change is not None:
+            connection.close()
     if isinstance(answer, str):
         raise AssertionError(answer)
     return Trace.from_bytes(answer)
 
 
-def _trace(recipe: Recipe, exact: bool, change: Callable[[], None] | None, writer: Any) -> None:
+@functools.cache
+def _tracer() -> Connection:
+    return _start(lambda: None)
+
+
+def _start(change: Callable[[], None]) -> Connection:
+    """Fork a child that makes traces until the connection is closed."""
+    import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  before the fork: the import is the long part
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_serve, args=(change, ours, theirs), daemon=True)
+    child.start()
+    assert child.pid is not None
+    leaks.is_shared(child.pid)
+    theirs.close()
+    return ours
+
+
+def _serve(change: Callable[[], None], ours: Connection, theirs: Connection) -> None:
     import traceback
     import warnings
 
     from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 
+    ours.close()
     warnings.simplefilter("ignore")
-    try:
-        if change is not None:
+    while True:
+        try:
+            recipe, exact = theirs.recv()
+        except EOFError:
+            return
+        try:
             change()
-        writer.send(trace_recipe(recipe, exact=exact).to_bytes())
-    except BaseException:  # noqa: BLE001  the test gets the traceback
-        writer.send(traceback.format_exc())
+            theirs.send(trace_recipe(recipe, exact=exact).to_bytes())
+        except BaseException:  # noqa: BLE001  the test gets the traceback
+            theirs.send(traceback.format_exc())
 
 
 def alive(trace: Trace, *kinds: str, until: Records | None = None) -> Counter[int]:
