@@ -11,8 +11,6 @@ from tests.cuda.build import why_not
 DEVICES = ["cpu", "cuda"]
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
 """Run a test on both; on emulated GPUs with the slow tests."""
-on_devices_fast = pytest.mark.parametrize("device", DEVICES, indirect=True)
-"""Run a test on both with the fast tests."""
 
 
 def require(device: str) -> None:

@@ -147,7 +147,7 @@ def test_lane_whose_stage_has_ended_goes_on_with_the_next(tmp_path: Path) -> Non
     assert [row.origins for row in resumed] == [row.origins for row in rows[at + stream.lanes :: stream.lanes][:20]]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_source_with_fewer_rows_than_lanes_has_its_share(tmp_path: Path, shuffle: bool) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts("a", 5))
     write_jsonl(tmp_path / "b.jsonl", texts("b", 2000))
@@ -174,7 +174,7 @@ def test_lane_that_took_a_source_for_empty_keeps_to_it(tmp_path: Path, monkeypat
         assert [read(row) for row in resumed] == [read(row) for row in rows[20:]]
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path, packing: bool) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 40)
     with pytest.raises(FsdpTuneError, match="has a token to train"):

@@ -239,7 +239,7 @@ def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("llama", {"r": 1}),
+        pytest.param("llama", {"r": 1}, marks=pytest.mark.slow),
         ("llama", {"r": 3, "use_dora": True}),
         ("mixtral", {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
     ],

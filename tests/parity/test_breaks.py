@@ -57,7 +57,7 @@ SEEN_BY: dict[str, Case] = {
     "shared rows counted on each rank": SHARED,
     "dropout of adapters equal on all ranks": replace(ADAPTED, lora=(*ADAPTED.lora, ("lora_dropout", 0.1))),
 }
-FAST = {"loss averaged per micro-batch", "packed examples not isolated", "no clipping", "optimizer state not restored on resume"}
+FAST = {"packed examples not isolated", "optimizer state not restored on resume"}
 
 
 @pytest.mark.ranks

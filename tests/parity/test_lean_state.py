@@ -134,7 +134,7 @@ def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], b
     "case",
     [
         short(ROUNDED),
-        short(EIGHT_BITS),
+        slow(short(EIGHT_BITS)),
         *map(slow, (ROUNDED, EIGHT_BITS, BLOCKS_BESIDE_BF16, ROUNDED_BESIDE_BLOCKS, BF16_STATE, FOUR_BITS)),
     ],
     ids=str,

@@ -73,7 +73,7 @@ def samples(run: RunDir) -> list[tuple[int, list[str]]]:
         pytest.param(GPT2, {"fsdp": {"sharding_strategy": "NO_SHARD"}, "precision": {"mixed_precision": "bf16"}}, marks=pytest.mark.slow),
         pytest.param(LLAMA, {"fsdp": {"version": 1, "activation_checkpointing": "full"}}, marks=pytest.mark.slow),
         pytest.param(MIXTRAL, {"kernels": {"loss": "chunked"}}, marks=pytest.mark.slow),
-        (LLAMA, {"parallelism": {"sp_size": 2}}),
+        pytest.param(LLAMA, {"parallelism": {"sp_size": 2}}, marks=pytest.mark.slow),
         pytest.param(GPT2, HYBRID, marks=pytest.mark.slow),
         pytest.param(GPT2, HYBRID | {"fsdp": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "version": 1}}, marks=pytest.mark.slow),
     ],

@@ -79,6 +79,7 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
     assert document["recomputed_layers"] == 4
 
 
+@pytest.mark.slow  # tests/parity/test_matrix.py computes it for each example
 @pytest.mark.ranks
 def test_balance_loss_does_not_depend_on_wrapping(bench: Bench) -> None:
     model = FAMILIES["mixtral"] | {"output_router_logits": True}

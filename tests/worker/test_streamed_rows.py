@@ -71,7 +71,9 @@ def states_of(ranks: list[StreamedRows]) -> dict[str, object]:
         return ranks[0].state()
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (4, 0), (1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"), [(2, 0), (4, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 0), (1, 3), (2, 1)])]
+)
 def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream, ranks: int, workers: int, tmp_path: Path) -> None:
     expected = steps_of(ranks_of(stream, 1, tmp_path), 0, STEPS)
     every = ranks_of(stream, ranks, tmp_path)
@@ -80,7 +82,10 @@ def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream
         assert [row for row, _ in rows] == every[0].rows_of_all_ranks(step)
 
 
-@pytest.mark.parametrize(("before", "workers_before", "after", "workers_after"), [(1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0), (4, 3, 2, 0)])
+@pytest.mark.parametrize(
+    ("before", "workers_before", "after", "workers_after"),
+    [(4, 3, 2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0)])],
+)
 def test_run_goes_on_with_the_next_rows(
     stream: RowStream, before: int, workers_before: int, after: int, workers_after: int, tmp_path: Path
 ) -> None:
@@ -165,7 +170,7 @@ def trained_ids(ranks: list[StreamedRows]) -> list[str]:
             return places
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 @pytest.mark.parametrize("options", [{"packing": True}, {"overlong": "drop", "max_length": 40}, {"packing": True, "on_bad_row": "skip"}])
 def test_lanes_of_different_lengths_are_read_to_their_ends(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
     """Lanes have as many rows of the files, which become different numbers of rows of the run."""
@@ -183,7 +188,10 @@ def test_lanes_of_different_lengths_are_read_to_their_ends(tmp_path: Path, ranks
     assert sum(state.rows_read for rank in every for state in rank.states.values()) == len(lines)
 
 
-@pytest.mark.parametrize(("before", "after", "stop"), [(2, 4, 20), (4, 1, 35), (1, 2, 37), (2, 1, 39), (1, 4, 41), (4, 2, 44)])
+@pytest.mark.parametrize(
+    ("before", "after", "stop"),
+    [(4, 1, 35), (1, 4, 41), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 4, 20), (1, 2, 37), (2, 1, 39), (4, 2, 44)])],
+)
 def test_run_that_is_resumed_while_lanes_end_reads_the_rest(tmp_path: Path, before: int, after: int, stop: int) -> None:
     """The first of the lanes ends in step 36, and in step 44 half of them have no row left."""
     draw = random.Random(2)

@@ -23,7 +23,7 @@ from tests.parity.store import TRAIN_ROWS
 from tests.ranks import Leaves
 
 LONGEST = 48
-FAST = (7, 28)
+FAST = (28,)
 """Sequences of few steps."""
 
 

@@ -21,7 +21,7 @@ STEPS = 4
 CASES = [
     Case("gpt2-dropout"),
     pytest.param(Case("gpt2-dropout", strategy="SHARD_GRAD_OP"), marks=pytest.mark.slow),
-    Case("gpt2-dropout", strategy="NO_SHARD"),
+    pytest.param(Case("gpt2-dropout", strategy="NO_SHARD"), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD_ZERO2", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", ranks=4, fsdp=(("reshard_after_forward", 2),)), marks=pytest.mark.slow),

@@ -49,7 +49,7 @@ CASES = [
     replace(BASE, architecture="mixtral-balanced"),
     replace(BASE, precision="bf16", kernels=SLICES),
 ]
-FAST = CASES[:3]
+FAST = CASES[:2]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_configuration_and_its_recipe_are_equal_but_for_the_order(files: Path) -
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_key_is_the_cause_whichever_side_the_tool_computes(files: Path, *, turned: bool) -> None:
     sides = (written(files, "trl", weight_decay=0.1), recipe_of(files))
     found = compared(*(reversed(sides) if turned else sides))
@@ -125,7 +125,7 @@ def test_option_that_no_recipe_has_is_found_in_either_of_two_configurations(file
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_option_that_the_tool_ignores_is_the_cause_of_what_the_recipe_has_from_it(files: Path, *, turned: bool) -> None:
     template = TEMPLATE.replace("<|im_end|>", "<|stop|>")
     options = {"chat_template": template, "warmup_ratio": 0.5}

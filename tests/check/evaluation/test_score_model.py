@@ -40,6 +40,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+FAST = ("4 bits, bf16 scales", "override", "untied in 4 bits")
+
+
 def make_base(folder: Path, *, tied: bool = True) -> Path:
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -87,7 +90,7 @@ def expected_notices(training: str, adapter: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("training", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in TRAININGS])
 def test_adapter_is_evaluated_and_merged_on_the_base_that_it_was_trained_on(training: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     recipe, wanted = trained(base, tmp_path / "adapter", TRAININGS[training])

@@ -63,7 +63,7 @@ def test_ranges_of_other_machines_have_the_bytes_of_their_files(on_ranks: Ranks,
     assert on_ranks.run(sum(ranks_of), scattered_ranks.fetch, tmp_path, contents, ranks_of, held, seed) == [0] * sum(ranks_of)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sharded", "full"])
 def test_checkpoint_in_parts_is_loaded_by_any_division_of_ranks(on_ranks: Ranks, tmp_path: Path, full: bool) -> None:
     four = tmp_path / "saved"
     assert on_ranks.run(4, scattered_ranks.save, four, (2, 2), (10, 20), full) == [[]] * 4

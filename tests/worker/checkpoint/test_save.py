@@ -18,7 +18,7 @@ import torch
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, rotate
-from tests.cuda.devices import on_devices, on_devices_fast
+from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -175,7 +175,7 @@ def run_recording_rotations(path: str) -> list[list[int]]:
     return protected_steps
 
 
-@on_devices_fast
+@on_devices
 @pytest.mark.ranks
 def test_background_save_has_the_state_of_its_step_and_is_resumed_from(bench: Bench) -> None:
     """Steps continue while a save is written: it must be that of a run which waits, also to the run that resumes from it."""

@@ -63,10 +63,9 @@ def test_live_state_matches_strategy(strategy: str, bench: Bench) -> None:
     assert len(units) == len(set(units)), "norm and head are one unit, told once"
 
 
+@pytest.mark.slow  # the parity matrix has it
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("strategy", "reshards"), [("HYBRID_SHARD", True), pytest.param("HYBRID_SHARD_ZERO2", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
 def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str, reshards: bool, bench: Bench) -> None:
     run = short_run(bench, Case(version=1, strategy=strategy, ranks=4), COMPARED)
     assert meaning_of(document_of(run)) == ("fsdp1", [2, 2], ["Replicate()", "Shard(dim=0)"], reshards)

@@ -383,7 +383,9 @@ def resumed(bench: Bench, donor: Case) -> RunDir:
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("donor", [None, Case(), HYBRID], ids=["fresh", "resumed", "resumed from other ranks"])
+@pytest.mark.parametrize(
+    "donor", [None, pytest.param(Case(), marks=pytest.mark.slow), HYBRID], ids=["fresh", "resumed", "resumed from other ranks"]
+)
 def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(donor: Case | None, bench: Bench) -> None:
     run = short_run(bench) if donor is None else resumed(bench, donor)
     generators = json.loads(run.readback_json.read_text())["witness"]["generators"]
