@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.families import family_of, max_positions
-from fsdp_tune.model.kernels.attention import attention_with_masks
+from fsdp_tune.model.kernels.varlen import attention_with_masks
 
 
 def generate(

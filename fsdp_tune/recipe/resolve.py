@@ -14,7 +14,15 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.references import absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
-from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
+from fsdp_tune.recipe.rules.limits import (
+    FP8_MULTIPLE,
+    OLDEST_BF16_GPU,
+    computes_in_fp8,
+    flash_gpu_problem,
+    fp8_gpu_problem,
+    lora_limits,
+    slow_bf16,
+)
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
@@ -203,6 +211,9 @@ class _Resolver:
             add(found.code, found.keys, found.message, found.hint)
         if (found := slow_bf16(self.recipe, name, capability)) is not None:
             self.add_notice(found.code, found.keys, found.message, found.hint)
+        if (found := flash_gpu_problem(self.recipe, name, capability)) is not None:
+            add = self.add_problem if self.assume is None else self.add_notice
+            add(found.code, found.keys, found.message, found.hint)
         if self.recipe.model.attn_implementation == "auto" and self.recipe.compute_dtype != "fp32" and capability < OLDEST_BF16_GPU:
             wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
             reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"

@@ -26,6 +26,15 @@ from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
 
+BLACKWELL = {
+    "NVIDIA B200": (10, 0),
+    "NVIDIA GB200": (10, 0),
+    "NVIDIA B300 SXM6 AC": (10, 3),
+    "NVIDIA GeForce RTX 5090": (12, 0),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (12, 0),
+}
+"""Name → compute capability of GPUs later than Hopper."""
+
 
 def choice(
     family: str = "llama",
@@ -34,6 +43,8 @@ def choice(
     device: str = "cuda",
     precision: str = "bf16",
     capability: tuple[int, int] = (9, 0),
+    name: str = "NVIDIA H100",
+    is_amd: bool = False,
     has_gpu: bool = False,
     packing: bool = False,
     asked: str = "auto",
@@ -46,8 +57,9 @@ def choice(
     known = {key: value for key, value in {**FAMILIES[family], **fields}.items() if key != "model_type"}
     config = AutoConfig.for_model(FAMILIES[family]["model_type"], **known)
     with (
-        patch("fsdp_tune.model.kernels.attention.is_flash_attn_2_available", lambda: 2 in installed),
-        patch("fsdp_tune.model.kernels.attention.is_flash_attn_3_available", lambda: 3 in installed),
+        patch("fsdp_tune.model.kernels.attention._is_installed", lambda flash: flash.version in installed),
+        patch.object(torch.version, "hip", "7.0" if is_amd else None),
+        patch.object(torch.cuda, "get_device_name", lambda: name),
         patch.object(torch.cuda, "get_device_capability", lambda: capability),
         patch.object(torch.cuda, "is_available", lambda: has_gpu),
     ):
@@ -69,12 +81,26 @@ def choice(
         ({"family": "gpt2"}, "sdpa", "has no dropout"),
         ({"packing": True, "has_gpu": True, "capability": (7, 5)}, "sdpa", "needs an Ampere GPU"),
         ({"has_gpu": True}, "torch_varlen", "flash-attn is not installed"),
-        ({"installed": (2,)}, "flash_attention_2", "flash-attn is installed; flash-attn-3 is not"),
-        ({"installed": (3,)}, "flash_attention_3", "FlashAttention 3 is installed"),
-        ({"installed": (2, 3)}, "flash_attention_3", "FlashAttention 3 is installed"),
-        ({"installed": (2, 3), "packing": True}, "flash_attention_3", "FlashAttention 3 is installed"),
-        ({"installed": (2, 3), "capability": (8, 0)}, "flash_attention_2", "needs a Hopper GPU"),
-        ({"installed": (3,), "capability": (8, 0)}, "torch_varlen", "needs a Hopper GPU"),
+        ({"installed": (2,)}, "flash_attention_2", "flash-attn is installed"),
+        ({"installed": (3,)}, "flash_attention_3", "flash-attn-3 is installed"),
+        ({"installed": (2, 3)}, "flash_attention_3", "flash-attn-3 is installed"),
+        ({"installed": (2, 3, 4)}, "flash_attention_3", "flash-attn-3 is installed"),
+        ({"installed": (2, 4)}, "flash_attention_4", "flash-attn-4 is installed"),
+        ({"installed": (2, 4), "head_dim": 256}, "flash_attention_2", "takes heads of width 128 at most, and the model's have 256"),
+        ({"installed": (2, 3), "packing": True}, "flash_attention_3", "flash-attn-3 is installed"),
+        ({"installed": (2, 3), "capability": (8, 0)}, "flash_attention_2", "FlashAttention 3 has kernels for Hopper"),
+        ({"installed": (3,), "capability": (8, 0)}, "torch_varlen", "FlashAttention 3 has kernels for Hopper"),
+        *(
+            ({"installed": (2, 3), "name": name, "capability": capability}, "flash_attention_2", f"and {name} has compute capability")
+            for name, capability in BLACKWELL.items()
+        ),
+        ({"installed": (3,), "name": "NVIDIA B200", "capability": (10, 0)}, "torch_varlen", "FlashAttention 3 has kernels for Hopper"),
+        ({"installed": (2, 3, 4), "name": "NVIDIA B200", "capability": (10, 0)}, "flash_attention_4", "flash-attn-4 is installed"),
+        ({"installed": (2, 3, 4), "name": "NVIDIA B300", "capability": (10, 3)}, "flash_attention_4", "flash-attn-4 is installed"),
+        ({"installed": (4,), "name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)}, "torch_varlen", "Hopper and Blackwell"),
+        ({"installed": (2,), "name": "a later GPU", "capability": (13, 0)}, "torch_varlen", "a later GPU has compute capability 13.0"),
+        ({"installed": (2, 3, 4), "is_amd": True, "capability": (9, 4)}, "flash_attention_2", "has no kernels for AMD"),
+        ({"installed": (3,), "is_amd": True, "capability": (9, 5)}, "torch_varlen", "has no kernels for AMD"),
         ({"installed": (2, 3), "attention_dropout": 0.1}, "flash_attention_2", "no dropout"),
         ({"installed": (2, 3), "device": "cpu"}, "sdpa", "the device is cpu"),
         ({"installed": (2, 3), "precision": "no"}, "sdpa", "bf16 and fp16 only"),
@@ -136,7 +162,7 @@ def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.
 
 
 def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.model.kernels.attention._OPTIONS", frozenset({"scale", "is_causal"}))
+    monkeypatch.setattr("fsdp_tune.model.kernels.varlen._OPTIONS", frozenset({"scale", "is_causal"}))
     found = choice()
     assert found.value == "sdpa"
     assert "variable-length attention without `window_size`" in found.reason

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.generate import generate
-from fsdp_tune.model.kernels import attention
+from fsdp_tune.model.kernels import varlen as attention
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.sequence_parallel import packing_known, rows_known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,16 @@ def test_attention_kernel_is_one_that_the_gpu_has() -> None:
     assert resolved("precision: {mixed_precision: no}", T4).recipe.model.attn_implementation == "auto", "fp32 has no flash kernel anywhere"
     assert resolved("", L4).recipe.model.attn_implementation == "auto"
     assert resolved("launch: {device: cpu}", T4).recipe.model.attn_implementation == "auto"
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_3", "kernels-community/vllm-flash-attn3"])
+def test_flash_attention_without_kernels_for_the_gpu_is_refused_before_ranks_start(kernel: str) -> None:
+    text = MINIMAL.replace("model: {", f"model: {{attn_implementation: {kernel}, ")
+    problem = refused("", replace(L4, device_name="NVIDIA B200", capability=(10, 0)), text=text)
+    assert (problem.code, problem.hint) == ("flash-gpu-unsupported", "write `model.attn_implementation: auto`")
+    assert "FlashAttention 3 has kernels for Hopper, and NVIDIA B200 has compute capability 10.0" in problem.message
+    assert [notice.code for notice in resolved("", L4, text=text, assume="cuda").notices] == ["flash-gpu-unsupported"]
+    assert resolved("", replace(L4, device_name="NVIDIA H100", capability=(9, 0)), text=text).notices == ()
 
 
 def test_device_may_be_assumed_without_launch() -> None:

@@ -46,7 +46,7 @@ from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.model.generate import end_ids_of, generate, room
-from fsdp_tune.model.kernels.attention import attention_with_masks
+from fsdp_tune.model.kernels.varlen import attention_with_masks
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 Emit = Callable[[dict[str, Any]], None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
@@ -75,3 +77,26 @@ def require_trainer_hooks() -> None:
     """Check that the Trainer has each method that is overridden. Raises: usage error (exit 2)."""
     for hook in TRAINER_HOOKS.values():
         hook.get()
+
+
+# ---- Functions of optional packages
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWithFallback:
+    """A function of a model's module that is an optional package's where that is installed, and plain PyTorch where it is not."""
+
+    function: str
+    package: str
+    is_installed: bool
+
+
+_WRAPPER_VARIABLES = {"func_name", "package", "is_new_implementation"}
+
+
+def kernel_with_fallback(function: object) -> KernelWithFallback | None:
+    """Return what `use_kernel_func_from_hub_with_fallback` has made of a function; None for any other, or in a version without it."""
+    if not inspect.isfunction(function) or not _WRAPPER_VARIABLES.issubset(function.__code__.co_freevars):
+        return None
+    known = inspect.getclosurevars(function).nonlocals
+    return KernelWithFallback(str(known["func_name"]), str(known["package"]), bool(known["is_new_implementation"]))

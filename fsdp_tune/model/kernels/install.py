@@ -32,6 +32,7 @@ from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.experts import require_known_balance
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.kernels.attention import live_attention
+from fsdp_tune.model.kernels.class_kernels import choose_class_kernels
 from fsdp_tune.model.kernels.head import (
     SLICE_ELEMENTS,
     LossOptions,
@@ -312,7 +313,7 @@ def _head_rows(model: PreTrainedModel) -> int:
 
 
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Return the choices by recipe key, for the bare model and the device that it will run on."""
+    """Return the choices by recipe key or optional package, for the bare model and the device that it will run on."""
     require_known_balance(model)
     require_shareable_rows(recipe, model)
     return {
@@ -321,6 +322,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
         "kernels.liger": choose_liger(recipe, model, device_type),
         "kernels.compile": choose_compile(recipe),
         "kernels.mlp_slice_tokens": choose_mlp_slices(recipe, model),
+        **choose_class_kernels(model, device_type),
     }
 
 

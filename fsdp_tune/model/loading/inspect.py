@@ -35,6 +35,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
     from fsdp_tune.model.adapters.nf4 import nf4_notices
     from fsdp_tune.model.kernels.attention import large_mask_notices
+    from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
@@ -69,6 +70,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         device = str(recipe.launch.device)
         kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
         notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
+        notices += slow_kernel_notices(model, device)
         notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
         found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:

@@ -23,12 +23,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.flash_kernels import FLASH_ATTENTION
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import MIB
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
+FLASH_3 = next(each for each in FLASH_ATTENTION if each.version == 3)
+_NEWER_UNITS = (None, 9, 10)
+"""Major numbers of compute capabilities; None: a GPU of another vendor."""
 MATMUL_SHARE_UNMEASURED = 0.8
 """Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs, 0.78 to 0.87."""
 ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
@@ -85,10 +89,11 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     peak = hardware.bf16_tflops or hardware.fp16_tflops
     is_measured = hardware.matmul_tflops is not None and peak is not None
     share = hardware.matmul_tflops / peak if hardware.matmul_tflops is not None and peak is not None else MATMUL_SHARE_UNMEASURED
-    # FlashAttention-2 uses the units of Ampere; on later GPUs, from 700 dense TFLOPS, it reaches a smaller share.
-    kind = "hopper" if (peak or 0) > 700 else "ampere"
+    # FlashAttention-2 uses the units of Ampere, so that it reaches a smaller share of GPUs that have others.
+    major = None if hardware.capability is None else hardware.capability[0]
+    kind = "hopper" if major in _NEWER_UNITS else "ampere"
     forward, backward = (share_of_peak * SUSTAINED[kind] for share_of_peak in ATTENTION_SHARE[kind])
-    gain = FLASH_3_GAIN if kind == "hopper" else (1.0, 1.0)
+    gain = FLASH_3_GAIN if major in FLASH_3.generations else (1.0, 1.0)
     return Efficiency(share * SUSTAINED[kind], forward, backward, is_measured=is_measured, flash_3_gain=gain)
 
 

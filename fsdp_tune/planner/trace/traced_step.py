@@ -21,8 +21,9 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE, VERIFY_SHAPES
 from fsdp_tune.model.kernels import head
-from fsdp_tune.model.kernels.attention import has_variable_lengths, varlen_rows
+from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8
+from fsdp_tune.model.kernels.varlen import varlen_rows
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.optim.adamw import parts_of
 from fsdp_tune.model.optim.optimizer import build_optimizer

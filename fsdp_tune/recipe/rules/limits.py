@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdp_tune.core.flash_kernels import flash_version
 from fsdp_tune.recipe.schema.keys import Finding, Rule, given
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -18,7 +19,7 @@ OLDEST_FP8_GPU = (8, 9)
 """Compute capability of Ada; also Hopper and Blackwell. torch has kernels for one scale and for a scale per row on all of them."""
 OLDEST_BF16_GPU = (8, 0)
 """Compute capability of Ampere, the first GPUs with tensor cores for bf16 and the oldest with FlashAttention."""
-_KEY, _RECIPE = "precision.mixed_precision", "precision.fp8_recipe"
+_KEY, _RECIPE, _KERNEL = "precision.mixed_precision", "precision.fp8_recipe", "model.attn_implementation"
 
 
 def computes_in_fp8(recipe: Recipe) -> bool:
@@ -59,6 +60,15 @@ def fp8_gpu_problem(name: str, capability: tuple[int, int]) -> Finding | None:
     message = f"`{_KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {name} has {has}"
     older = "bf16" if capability >= OLDEST_BF16_GPU else "fp16"
     return Finding("fp8-gpu-too-old", (_KEY,), message, f"write `{_KEY}: {older}`")
+
+
+def flash_gpu_problem(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
+    """Return the problem of a FlashAttention that has no kernels for a GPU: the first step would fail with "no kernel image"."""
+    kernel = recipe.model.attn_implementation
+    flash = flash_version(kernel)
+    if flash is None or (reason := flash.against(name, capability)) is None:
+        return None
+    return Finding("flash-gpu-unsupported", (_KERNEL,), f"`{_KERNEL}: {kernel}`: {reason}", f"write `{_KERNEL}: auto`")
 
 
 def slow_bf16(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
