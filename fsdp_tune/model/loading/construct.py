@@ -25,6 +25,7 @@ from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.unfilled import not_converted, require_filled
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
@@ -172,7 +173,8 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 _TEXT_ALONE = (
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
     "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
-    "text = AutoModelForCausalLM.from_config(full.config.get_text_config(), dtype=full.dtype); "
+    "config = full.config.get_text_config(); config.tie_word_embeddings = full.config.tie_word_embeddings; "
+    "text = AutoModelForCausalLM.from_config(config, dtype=full.dtype); "
     "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
     "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
 )
@@ -254,6 +256,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         model = _from_config(recipe, config)
     else:
         model, loading = _from_files(recipe, config)
+        require_filled(recipe, model, loading)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
         _settle(recipe, model, _constructed(recipe, config) if recipe.quantization is not None else None)
@@ -276,6 +279,7 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
         "attn_implementation": attention(recipe, config),
         "low_cpu_mem_usage": True,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `require_filled` reports them
     }
     try:
         files = find_weight_files(recipe)
@@ -290,6 +294,10 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
         )
     except (OSError, ValueError) as error:
         raise model_not_found(name, error) from error
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        raise not_converted() from error
     return loaded
 
 

@@ -49,7 +49,7 @@ from fsdp_tune.core.families import (
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
-from fsdp_tune.model.adapters.lora import adapters_of, name_in_base
+from fsdp_tune.model.adapters.lora import adapters_of
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
 from fsdp_tune.model.loading.weight_slices import read_headers
@@ -262,11 +262,7 @@ def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | 
     not a view.
     """
     stored = stored or {}
-    state = {
-        own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in model.state_dict().items()
-        if (own := name_in_base(name)) is not None
-    }
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in parameters_of(model).items()}
     origins = _origins(model, stored, state)
     tensors = _file_tensors(model, state)
     saved = {tensor.pieces[0].parameter: tensor.name for tensor in tensors or () if _is_whole(tensor, state)}
