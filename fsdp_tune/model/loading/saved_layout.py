@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -48,7 +48,7 @@ from fsdp_tune.core.families import (
     without_next_token_layers,
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
-from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
+from fsdp_tune.core.tensors.encodings import SETTINGS, StoredType, quantisation_of
 from fsdp_tune.model.adapters.lora import adapters_of
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
@@ -202,10 +202,11 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_quantisation(config: dict[str, Any]) -> None:
-    text: Any = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            place.pop(key, None)
+    for key in SETTINGS:
+        config.pop(key, None)
+    for nested in config.values():
+        if isinstance(nested, dict):
+            _remove_quantisation(cast("dict[str, Any]", nested))
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
