@@ -27,12 +27,8 @@ import transformers
 from huggingface_hub import get_safetensors_metadata
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     dot_natural_key,
-    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
@@ -40,6 +36,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from fsdp_tune.core.families import (
     LAYERS,
     changed_fields,
+    is_head,
     old_names,
     part_of,
     with_changes,
@@ -267,8 +264,9 @@ def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | 
     origins = _origins(model, stored, state)
     tensors = _file_tensors(model, state)
     saved = {tensor.pieces[0].parameter: tensor.name for tensor in tensors or () if _is_whole(tensor, state)}
+    renames_head = any(is_head(parameter) and found[0].name != parameter for parameter, found in origins.items())
     plain = {
-        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter))
+        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter), renames_head=renames_head)
         for parameter, found in origins.items()
         if len(found) == 1 and found[0].is_plain
     }
@@ -309,14 +307,16 @@ def _origins(
     return found
 
 
-def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str) -> str:
+def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str, *, renames_head: bool) -> str:
     """Return the name under which a merge stores a parameter that the base has as `name`, and `save_pretrained` would have as `saved`.
 
     It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: version 4
-    would add it to the name of an untied head too.
+    would add it to the name of an untied head too, where the base has no other name for the head (DeepSeek V4: `head.weight`).
+    `renames_head`: whether the base has such a name.
     """
     head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
-    if head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+    is_tied = head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None)
+    if is_tied or renames_head:
         return name
     differs_by_prefix = name.removeprefix(prefix) == parameter or parameter.removeprefix(prefix) == name
     return parameter if saved == parameter and differs_by_prefix else name
@@ -426,14 +426,10 @@ def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state:
 
     Of names that differ in numbers alone (layers, experts) one is looked up.
     """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
     kinds = {(_NUMBER.sub("", each.name), _NUMBER.sub("", each.pieces[0].parameter)): each for each in reversed(tensors)}
-    for tensor in sorted(kinds.values(), key=lambda each: each.name):
-        found, _ = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
-        if found not in {piece.parameter for piece in tensor.pieces}:
-            return False
+    found = names_in_model(model, [each.name for each in kinds.values()], state)
+    if any(found[each.name].name not in {piece.parameter for piece in each.pieces} for each in kinds.values()):
+        return False
     return len({tensor.name for tensor in tensors}) == len(tensors)
 
 
