@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
@@ -182,7 +182,10 @@ _TEXT_ALONE = (
 
 def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
     """Return the error for a model of several modalities of which transformers has no causal LM."""
-    hint = f'write its language model to a directory and name that: python -c "{_TEXT_ALONE.format(name=str(recipe.model.name_or_path))}"'
+    code = _TEXT_ALONE.format(name=str(recipe.model.name_or_path))
+    hint = f'write its language model to a directory and name that: python -c "{code}"'
+    if type(text := config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = f"it has none for its text, {type(text).__name__}, either: name a model of text alone"
     message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
     return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
 
