@@ -6,7 +6,7 @@ import fcntl
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest, dige
 STORES = "data"
 """Folder of the stores below `data.cache_dir`."""
 USE_MARK = ".use-"
+Digests = Callable[[Sequence[Path]], list[str]]
+"""Returns the digests of files: a start reads those alone that changed since they were last hashed."""
 
 
 def content_key(parts: object) -> str:
@@ -31,26 +33,29 @@ def content_key(parts: object) -> str:
     return digest(text, size=16)
 
 
-def complete(path: Path, *, digests: bool = False) -> Manifest | None:
-    """Return the manifest of a complete store, or None. `digests` hashes its files; otherwise their sizes are compared."""
+def complete(path: Path, digests: Digests | None = None) -> Manifest | None:
+    """Return the manifest of a complete store, or None. Compares the sizes of its files, and what `digests` returns for them."""
     try:
         manifest = read_manifest(path)
-    except ValueError:
+        if manifest is None or manifest.kind != STORE_KIND or damage(path, manifest, digests=False):
+            return None
+        found = digests([path / name for name in manifest.files]) if digests is not None else None
+    except (ValueError, OSError):
         return None
-    return manifest if manifest is not None and manifest.kind == STORE_KIND and not damage(path, manifest, digests=digests) else None
+    return manifest if found in (None, [entry.digest for entry in manifest.files.values()]) else None
 
 
-def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool = False) -> tuple[Manifest, bool]:
+def built(path: Path, build: Callable[[Path], dict[str, Any]], digests: Digests | None = None) -> tuple[Manifest, bool]:
     """Return the manifest of the store at `path`, and whether it existed. `build` fills a stage and returns the facts of the manifest.
 
     If two processes need the same store, the second waits and reuses the store of the first. `path` is absent or complete even
     if a process is killed at any moment.
     """
-    if (manifest := complete(path, digests=digests)) is not None:
+    if (manifest := complete(path, digests)) is not None:
         return manifest, True
     DISK.mkdir(path.parent)
     with alone(path) as locked:
-        if (manifest := complete(path, digests=digests)) is not None:
+        if (manifest := complete(path, digests)) is not None:
             return manifest, True
         if locked:
             remove_leftovers(path)

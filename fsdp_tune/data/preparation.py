@@ -147,7 +147,7 @@ def prepare(
     """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data, with file and line.
 
     With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of
-    all sources, instead of comparing sizes and times; cached data are always compared with their digests. `run` is the run that will
+    all sources, and of the cached data, instead of those that changed since their last hash. `run` is the run that will
     read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
@@ -174,7 +174,7 @@ def prepare(
     def build(stage: Path) -> dict[str, Any]:
         return build_store(stage, recipe, encoder, inputs, stamps, progress)
 
-    manifest, reused = built(path, build, digests=True)  # damaged data are built again
+    manifest, reused = built(path, build, digests)  # damaged data are built again
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and compiles(recipe):
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)

@@ -14,6 +14,17 @@ from tests.cli.conftest import Cli
 from tests.merge.published import LAYOUTS
 
 
+def write_recipe(tmp_path: Path, base: Path) -> Path:
+    with open(tmp_path / "rows.jsonl", "w", encoding="utf-8") as rows:
+        rows.write(json.dumps({"input_ids": [3, 4, 5], "labels": [3, 4, 5]}) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_length": 32}
+    launch = {"device": "cpu", "num_processes": 2}
+    document = {"model": {"name_or_path": str(base), "tokenizer": "builtin:arithmetic"}, "data": data, "launch": launch}
+    recipe.write_text(yaml.safe_dump(document | {"output_dir": str(tmp_path / "run"), "training": {"max_steps": 1}}))
+    return recipe
+
+
 @pytest.mark.parametrize("keeps_config", [True, False])
 def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_path: Path, keeps_config: bool) -> None:
     base = LAYOUTS["qwen3 fp8"](tmp_path / "base").folder
@@ -23,13 +34,7 @@ def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_p
         (base / "config.json").write_text(json.dumps(config))
     file = base / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2, 2)}, file)
-    with open(tmp_path / "rows.jsonl", "w", encoding="utf-8") as rows:
-        rows.write(json.dumps({"input_ids": [3, 4, 5], "labels": [3, 4, 5]}) + "\n")
-    recipe = tmp_path / "recipe.yaml"
-    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_length": 32}
-    launch = {"device": "cpu", "num_processes": 2}
-    document = {"model": {"name_or_path": str(base), "tokenizer": "builtin:arithmetic"}, "data": data, "launch": launch}
-    recipe.write_text(yaml.safe_dump(document | {"output_dir": str(tmp_path / "run"), "training": {"max_steps": 1}}))
+    recipe = write_recipe(tmp_path, base)
     done = cli("validate", "--config", str(recipe), "--json")
     answer = json.loads(done.stdout)
     if keeps_config:
@@ -41,3 +46,21 @@ def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_p
     assert error["code"] == "model-quantised"
     assert "_proj.weight` is of the type F8_E4M3" in error["message"]
     assert error["file"] == str(file)
+
+
+def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
+    """HQQ's names without settings: transformers would draw the weight at random, with a warning."""
+    base = LAYOUTS["llama"](tmp_path / "base").folder
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj"
+    codes = tensors.pop(f"{name}.weight").to(torch.uint8)
+    save_file(tensors | {f"{name}.W_q": codes.short(), f"{name}.meta": torch.ones(4)}, file)
+    recipe = write_recipe(tmp_path, base)
+    for command in ("validate", "train"):
+        done = cli(command, "--config", str(recipe), "--json")
+        assert done.returncode == 2, done.stderr
+        (error,) = (each for each in json.loads(done.stdout)["errors"] if each["code"] == "model-weights-missing")
+        assert f"`{name}.weight`" in error["message"]
+        assert error["hint"]
+    assert not (tmp_path / "run").exists()

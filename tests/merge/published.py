@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -31,6 +31,7 @@ from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_
 from fsdp_tune.model.model_files import ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel, describe_base
+from tests.architectures.tiny import config_of
 from tests.merge.checkpoints import make_run
 from tests.model.recipes import recipe_of
 
@@ -63,7 +64,7 @@ class Base:
 
 def _save(folder: Path, kind: str, **config: Any) -> Base:
     torch.manual_seed(0)
-    settings = AutoConfig.for_model(kind, **config)
+    settings = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
     named: Any = getattr(transformers, _CLASSES[kind], None) if kind in _CLASSES else None
     model: Any = named(settings) if named is not None else AutoModelForCausalLM.from_config(settings)
     model.save_pretrained(folder)
@@ -173,6 +174,17 @@ def _qwen35(folder: Path, kind: str, **text: Any) -> Base:
     return _mtp(_save(folder, kind, text_config={**QWEN35, **text}, vision_config=QWEN_VISION, image_token_id=100, video_token_id=101))
 
 
+def _deepseek_v4(folder: Path) -> Base:
+    """Names without the prefix of the bare model, `head.weight`, and a layer `mtp.0` (DeepSeek V4), which transformers does not write."""
+    base = _save(folder, "deepseek_v4", **config_of("deepseek_v4") | {"output_router_logits": False, "num_nextn_predict_layers": 1})
+    whole = {"embed_tokens.weight": "embed.weight", **{f"hc_head.hc_{end}": f"hc_head_{end}" for end in ("base", "fn", "scale")}}
+    names = {name: name.removeprefix("model.") for name in base.plain}
+    base.plain = {whole.get(names[name], names[name]): value for name, value in base.plain.items()}
+    extra = {name.replace("layers.1.", "mtp.0."): value.clone() for name, value in base.plain.items() if name.startswith("layers.1.")}
+    base.lora = {"r": 4, "target_modules": ["q_a_proj", "kv_proj"]}
+    return _with(base, extra | {"mtp.0.e_proj.weight": torch.randn(8, 8)})
+
+
 GPT2 = {**IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT_OSS = {**TEXT, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 LAYOUTS: dict[str, Callable[[Path], Base]] = {
@@ -197,6 +209,7 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
     "deepseek_v3 + layer": lambda folder: _next_token_layer(_save(folder, "deepseek_v3", **DEEPSEEK), 2),
     "deepseek_v3 fp8 + layer": lambda folder: _quantised(_next_token_layer(_save(folder, "deepseek_v3", **DEEPSEEK), 2), _fp8, FP8),
     "glm4_moe + layer": lambda folder: _next_token_layer(_save(folder, "glm4_moe", **{**DEEPSEEK, "head_dim": 16}), 2),
+    **({"deepseek_v4 + mtp": _deepseek_v4} if "deepseek_v4" in CONFIG_MAPPING else {}),
     "gpt_oss": lambda folder: _save(folder, "gpt_oss", **GPT_OSS),
     "gpt_oss mxfp4": lambda folder: _gpt_oss(_save(folder, "gpt_oss", **GPT_OSS)),
     "qwen3_5 + visual + mtp": lambda folder: _qwen35(folder, "qwen3_5"),

@@ -37,7 +37,7 @@ def values_of(tensor: FileTensor, state: dict[str, torch.Tensor]) -> torch.Tenso
     return made
 
 
-MIXTURES = ("mixtral", "qwen2_moe", "phimoe", "qwen3_moe", "olmoe", "granitemoe", "aria_text", "deepseek_v3")
+MIXTURES = ("deepseek_v4", "mixtral", "qwen2_moe", "phimoe", "qwen3_moe", "olmoe", "granitemoe", "aria_text", "deepseek_v3")
 OTHERS = ("jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h")
 
 

@@ -137,3 +137,10 @@ def test_model_of_several_modalities_without_a_causal_lm_has_a_way_out(tmp_path:
     monkeypatch.chdir(tmp_path)
     exec(code)
     assert find_facts(recipe_of({"name_or_path": str(tmp_path / "text")})).problems == ()
+
+
+def test_model_whose_text_has_no_causal_lm_either_is_refused_with_a_hint_that_says_so(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_vl").save_pretrained(tmp_path)
+    (problem,) = find_facts(recipe_of({"name_or_path": str(tmp_path)})).problems
+    assert "Qwen3VLTextConfig" in str(problem.hint)
+    assert "python" not in str(problem.hint)

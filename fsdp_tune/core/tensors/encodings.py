@@ -1,9 +1,10 @@
 """Weights that files store quantised: the rule that decodes each of them, found by names, types and shapes alone, and its arithmetic.
 
-`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8; compressed-tensors `float-quantized`,
-`int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their group (compressed-tensors
-`pack-quantized`). `mxfp4`: two values of 4 bits a byte, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges
-decode the same values.
+`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8; compressed-tensors
+`float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their
+group (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group (experts of DeepSeek
+V4). `mxfp4`: the same in stacks of experts, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges decode the
+same values.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
 from fsdp_tune.core.units import json_list, json_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Rule = Literal["scaled", "packed", "mxfp4"]
+Rule = Literal["scaled", "packed", "fp4", "mxfp4"]
 
-FP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "compressed-tensors", "mxfp4", "bitsandbytes"
-METHODS = (FP8, COMPRESSED, MXFP4)
+FP8, MXFP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "mxfp8", "compressed-tensors", "mxfp4", "bitsandbytes"
+METHODS = (FP8, MXFP8, COMPRESSED, MXFP4)
 """Values of `quant_method` whose weights are decoded while they are read."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -33,6 +34,9 @@ _FP8_SCALES = ("{}_scale_inv", "{}scale", "{}qscale_weight")
 _UNUSED = ("activation_scale", "input_scale", "output_scale", "qscale_act", "input_zero_point", "input_global_scale")
 """Parts next to a weight that quantise its input: training computes with inputs as they are."""
 _MARKS = ("_scale_inv", "_scale", "_packed", "_zero_point", "_global_scale", "_g_idx", "_scale_2")
+_CODES_OF_OTHERS = ("I8", "U8", "I16", "U16", "I32", "U32")
+_SIGNS = ("scale", "absmax", "SCB", "codebook", "centroids", "zero")
+"""In the last part of a name: a tensor that turns integers next to it into values."""
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _MXFP4_BLOCK = 32
 _BIAS_OF_EXPONENT = 127
@@ -64,7 +68,7 @@ class Encoded:
     scales: str
     zero_points: str | None = None
     block: Shape = ()
-    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`)."""
+    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`, `fp4`)."""
     bits: int = 8
     """Of one value (`packed`)."""
     rounds_to_scales: bool = False
@@ -81,20 +85,24 @@ class Encoded:
         """Return (start, sizes) of the codes of a box of the weight."""
         if self.rule == "scaled":
             return tuple(start), tuple(sizes)
-        if self.rule == "packed":
-            per_word = 32 // self.bits
+        if self.rule in ("packed", "fp4"):
+            per_word = self._values_of_a_code
             first, last = start[-1] // per_word, -(-(start[-1] + sizes[-1]) // per_word)
             return (*start[:-1], first), (*sizes[:-1], last - first)
         first, last = start[1] // _MXFP4_BLOCK, -(-(start[1] + sizes[1]) // _MXFP4_BLOCK)
         return (start[0], start[2], first, 0), (sizes[0], sizes[2], last - first, _MXFP4_BLOCK // 2)
 
+    @property
+    def _values_of_a_code(self) -> int:
+        return 2 if self.rule == "fp4" else 32 // self.bits
+
     def decode(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array, zero_points: Array | None = None) -> Array:
         """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; scales and zero points in full."""
         if self.rule == "mxfp4":
             return self._decode_mxfp4(start, sizes, codes, scales)
-        if self.rule == "packed":
-            values = _unpacked(codes, self.bits)
-            skipped = start[-1] % (32 // self.bits)
+        if self.rule in ("packed", "fp4"):
+            values = _unpacked(codes, self.bits) if self.rule == "packed" else _unpacked_fp4(codes.view(np.uint8))
+            skipped = start[-1] % self._values_of_a_code
             values = values[..., skipped : skipped + sizes[-1]]
         else:
             values = _as_float(codes)
@@ -107,7 +115,7 @@ class Encoded:
     def _decode_mxfp4(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array) -> Array:
         first, box = self.box_of_codes(start, sizes)
         part = tuple(slice(at, at + size) for at, size in zip(first[:3], box[:3], strict=True))
-        pairs = np.stack([_FP4[codes & 0x0F], _FP4[codes >> 4]], axis=-1).reshape(*box[:3], _MXFP4_BLOCK)
+        pairs = _unpacked_fp4(codes).reshape(*box[:3], _MXFP4_BLOCK)
         values = np.ldexp(pairs, scales[part].astype(np.int32)[..., None] - _BIAS_OF_EXPONENT)
         rows = values.reshape(box[0], box[1], -1).transpose(0, 2, 1)
         skipped = start[1] % _MXFP4_BLOCK
@@ -133,6 +141,11 @@ def _unpacked(words: Array, bits: int) -> Array:
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
     return values.reshape(*words.shape[:-1], -1).astype(np.float32) - np.float32(1 << (bits - 1))
+
+
+def _unpacked_fp4(codes: Array) -> Array:
+    """Return the values of bytes, the lower four bits first: [..., n] as [..., 2 n] in fp32."""
+    return np.stack([_FP4[codes & 0x0F], _FP4[codes >> 4]], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def _grid(scales: Array, shape: Shape) -> Array:
@@ -192,23 +205,31 @@ class Encodings:
         return {part: weight for weight in self.weights.values() for part in weight.parts}
 
 
+SETTINGS = ("quantization_config", "compression_config")
+"""Keys of a config.json, or of a configuration nested in it, under which its weights are quantised."""
+
+
 def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.json under which its weights are quantised; {} if it has none."""
-    for place in (config, json_object(config.get("text_config"))):
-        for key in ("quantization_config", "compression_config"):
-            found = place.get(key)
-            if isinstance(found, dict) and found:
-                return cast("dict[str, Any]", found)
-    return {}
+    """Return the settings of a config.json under which its weights are quantised, of any nested configuration; {} if it has none."""
+    for key in SETTINGS:
+        found = config.get(key)
+        if isinstance(found, dict) and found:
+            return cast("dict[str, Any]", found)
+    nested = (quantisation_of(json_object(value)) for key, value in config.items() if key.endswith("_config"))
+    return next(filter(None, nested), dict[str, Any]())
 
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the `quant_method` of a config's settings; None for a model that is not quantised."""
+    """Return the `quant_method` of a config's settings, with an option under which codes mean other values; None for a plain model."""
     if not settings:
         return None
     is_bitsandbytes = bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
     is_compressed = "config_groups" in settings
-    return str(settings.get("quant_method") or (BITSANDBYTES if is_bitsandbytes else COMPRESSED if is_compressed else "unknown"))
+    method = str(settings.get("quant_method") or (BITSANDBYTES if is_bitsandbytes else COMPRESSED if is_compressed else "unknown"))
+    sparsity = json_object(settings.get("sparsity_config")).get("format") or "dense"
+    if method == COMPRESSED and settings.get("transform_config"):
+        return f"{method} with transform_config"  # weights are rotated, and layers rotate their input
+    return f"{method}, {sparsity}" if method == COMPRESSED and sparsity != "dense" else method
 
 
 def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Encodings:
@@ -219,7 +240,8 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     method = method_of(settings)
     if method == BITSANDBYTES:
         return Encodings()
-    found = {FP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4}[method](tensors, settings) if method in METHODS else ()
+    rules = {FP8: _of_fp8, MXFP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4}
+    found = rules[method](tensors, settings) if method in METHODS else ()
     weights: dict[str, Encoded] = {}
     unread: dict[str, str] = {}
     for each in found:
@@ -228,37 +250,54 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
         else:
             weights[each.name] = each
     taken = {part for weight in weights.values() for part in weight.parts}
+    owners = {owner for name in tensors if name not in taken for owner, _, part in [name.rpartition(".")] if any(map(part.count, _SIGNS))}
     for name, stored in tensors.items():
-        if name not in taken and name not in unread and (why := _why_unread(name, stored, tensors)) is not None:
+        if name not in taken and name not in unread and (why := _why_unread(name, stored, owners)) is not None:
             unread[name] = why
     return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())))
 
 
-def _why_unread(name: str, stored: StoredType, tensors: Mapping[str, StoredType]) -> str | None:
-    """Return why a tensor that no rule has read cannot be taken as it is: its type, or that it is a part of another one's encoding."""
+def _why_unread(name: str, stored: StoredType, owners: set[str]) -> str | None:
+    """Return why a tensor that no rule has read cannot be taken as it is: its type, or that it is a part of another one's encoding.
+
+    `owners`: modules, or weights, with a tensor that scales the integers of others. This covers names that no list has, also of tensors
+    that a merge would write unchanged into a model that is not quantised.
+    """
     if stored.dtype.startswith(("F8", "F6", "F4")) or stored.dtype not in OF_SAFETENSORS:
         return f"is of the type {stored.dtype}, and no rule gives its scales"
     mark = next((mark for mark in _MARKS if name.endswith(f"weight{mark}") or (mark == "_scale_inv" and name.endswith(mark))), None)
     if mark is not None:
         return f"({stored.dtype}) belongs to a quantised weight, and no rule reads it"
-    stem = name.removesuffix("_blocks")
-    if stem != name and stored.dtype == "U8" and f"{stem}_scales" in tensors:
-        return f"({stored.dtype}) holds the blocks of a quantised weight, and no rule reads it"
-    stem = name.removesuffix("qweight")
-    if stem != name and (f"{stem}qzeros" in tensors or f"{stem}scales" in tensors):
-        return f"({stored.dtype}) is a quantised weight (GPTQ or AWQ), and no rule reads it"
+    if stored.dtype in _CODES_OF_OTHERS and stored.shape and (name in owners or name.rpartition(".")[0] in owners):
+        return f"({stored.dtype}) holds codes of a quantised weight, and no rule reads it"
     return None
 
 
 def _of_fp8(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
     block: Any = settings.get("weight_block_size") or ()
     for name, stored in tensors.items():
-        if not stored.dtype.startswith("F8") or stored.dtype == "F8_E8M0":
+        is_fp8 = stored.dtype.startswith("F8") and stored.dtype != "F8_E8M0"
+        if not is_fp8 and stored.dtype != "I8":
             continue
         owner = name.removesuffix("weight")
         names = [form.format(name if "_inv" in form else owner) for form in _FP8_SCALES]
         scales = next((each for each in names if each in tensors), None)
-        yield _scaled(tensors, name, scales, block, rounds=False)
+        if is_fp8:
+            yield _scaled(tensors, name, scales, block, rounds=False)
+        elif scales is not None:
+            yield _of_fp4(tensors, name, scales)
+
+
+def _of_fp4(tensors: Mapping[str, StoredType], name: str, scales: str) -> Encoded | Unread:
+    """Return the weight whose values are in halves of bytes: `Fp8Dequantize` of transformers takes I8 for these."""
+    stored, found = tensors[name], tensors[scales]
+    shape = (*stored.shape[:-1], *(2 * size for size in stored.shape[-1:]))
+    blocks = _blocks(shape, found.shape, ()) if shape else None
+    if blocks is None or found.dtype not in _SCALES:
+        return Unread(name, f"holds {list(shape)} values of 4 bits, and its scales {found.dtype} {list(found.shape)} fit no groups of them")
+    return Encoded(
+        name, shape, "fp4", name, stored.shape, "I8", scales, None, blocks, 4, unused=_unused(tensors, name.removesuffix("weight"))
+    )
 
 
 def _scaled(
@@ -273,11 +312,17 @@ def _scaled(
     if blocks is None:
         return Unread(name, f"is {list(stored.shape)}, and its scales {list(tensors[scales].shape)} fit no blocks of it")
     owner = name.removesuffix("weight")
-    unused = tuple(f"{owner}{part}" for part in _UNUSED if f"{owner}{part}" in tensors) if owner != name else ()
+    unused = _unused(tensors, owner) if owner != name else ()
     unused += tuple(f"{name}{end}" for end in ("_activation_scale", "_input_scale") if f"{name}{end}" in tensors)
     return Encoded(
         name, stored.shape, "scaled", name, stored.shape, stored.dtype, scales, zeros, blocks, rounds_to_scales=rounds, unused=unused
     )
+
+
+def _unused(tensors: Mapping[str, StoredType], owner: str) -> tuple[str, ...]:
+    """Return the tensors next to the weight of a module, `owner` with its dot, that quantise its input, its output or the cache of keys."""
+    cached = {end: owner.removesuffix(f"{end}_proj.") + f"{end}_scale" for end in ("k", "v") if owner.endswith(f".{end}_proj.")}
+    return tuple(name for name in (*(f"{owner}{part}" for part in _UNUSED), *cached.values()) if name in tensors)
 
 
 _COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
@@ -317,7 +362,7 @@ def _packed(tensors: Mapping[str, StoredType], owner: str, present: Mapping[str,
     if blocks is None:
         return Unread(codes, f"holds {list(shape)} values, and its scales {list(tensors[scales].shape)} fit no groups of them")
     unused = (present["_shape"],) if "_shape" in present else ()
-    unused += tuple(f"{owner}{part}" for part in _UNUSED if f"{owner}{part}" in tensors)
+    unused += _unused(tensors, owner)
     name = f"{owner}weight"
     return Encoded(name, shape, "packed", codes, words.shape, "I32", scales, None, blocks, width, rounds_to_scales=True, unused=unused)
 

@@ -83,14 +83,14 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     waiting = untimed_group()
     files = _find_files(recipe, local_rank, waiting)
     untie(recipe, config)  # the files may be on this machine only now
+    model = build_empty(recipe, config, vocabulary=vocabulary)
+    if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
+        raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
         join_groups(model, groups)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
-    model = build_empty(recipe, config, vocabulary=vocabulary)
-    if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
-        raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None

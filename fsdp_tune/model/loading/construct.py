@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
@@ -25,6 +25,7 @@ from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.unfilled import not_converted, require_filled
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
@@ -172,7 +173,8 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 _TEXT_ALONE = (
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
     "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
-    "text = AutoModelForCausalLM.from_config(full.config.get_text_config(), dtype=full.dtype); "
+    "config = full.config.get_text_config(); config.tie_word_embeddings = full.config.tie_word_embeddings; "
+    "text = AutoModelForCausalLM.from_config(config, dtype=full.dtype); "
     "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
     "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
 )
@@ -180,7 +182,10 @@ _TEXT_ALONE = (
 
 def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
     """Return the error for a model of several modalities of which transformers has no causal LM."""
-    hint = f'write its language model to a directory and name that: python -c "{_TEXT_ALONE.format(name=str(recipe.model.name_or_path))}"'
+    code = _TEXT_ALONE.format(name=str(recipe.model.name_or_path))
+    hint = f'write its language model to a directory and name that: python -c "{code}"'
+    if type(text := config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = f"it has none for its text, {type(text).__name__}, either: name a model of text alone"
     message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
     return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
 
@@ -254,6 +259,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         model = _from_config(recipe, config)
     else:
         model, loading = _from_files(recipe, config)
+        require_filled(recipe, model, loading)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
         _settle(recipe, model, _constructed(recipe, config) if recipe.quantization is not None else None)
@@ -276,6 +282,7 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
         "attn_implementation": attention(recipe, config),
         "low_cpu_mem_usage": True,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `require_filled` reports them
     }
     try:
         files = find_weight_files(recipe)
@@ -290,6 +297,10 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
         )
     except (OSError, ValueError) as error:
         raise model_not_found(name, error) from error
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        raise not_converted() from error
     return loaded
 
 

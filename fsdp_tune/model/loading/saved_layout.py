@@ -20,19 +20,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from huggingface_hub import get_safetensors_metadata
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     dot_natural_key,
-    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
@@ -40,6 +36,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from fsdp_tune.core.families import (
     LAYERS,
     changed_fields,
+    is_head,
     old_names,
     part_of,
     with_changes,
@@ -48,8 +45,8 @@ from fsdp_tune.core.families import (
     without_next_token_layers,
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
-from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
-from fsdp_tune.model.adapters.lora import adapters_of, name_in_base
+from fsdp_tune.core.tensors.encodings import SETTINGS, StoredType, quantisation_of
+from fsdp_tune.model.adapters.lora import adapters_of
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
 from fsdp_tune.model.loading.weight_slices import read_headers
@@ -202,10 +199,11 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_quantisation(config: dict[str, Any]) -> None:
-    text: Any = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            place.pop(key, None)
+    for key in SETTINGS:
+        config.pop(key, None)
+    for nested in config.values():
+        if isinstance(nested, dict):
+            _remove_quantisation(cast("dict[str, Any]", nested))
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -262,16 +260,13 @@ def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | 
     not a view.
     """
     stored = stored or {}
-    state = {
-        own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in model.state_dict().items()
-        if (own := name_in_base(name)) is not None
-    }
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in parameters_of(model).items()}
     origins = _origins(model, stored, state)
     tensors = _file_tensors(model, state)
     saved = {tensor.pieces[0].parameter: tensor.name for tensor in tensors or () if _is_whole(tensor, state)}
+    renames_head = any(is_head(parameter) and found[0].name != parameter for parameter, found in origins.items())
     plain = {
-        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter))
+        parameter: _stored_name(model, found[0].name, parameter, saved.get(parameter, parameter), renames_head=renames_head)
         for parameter, found in origins.items()
         if len(found) == 1 and found[0].is_plain
     }
@@ -312,14 +307,16 @@ def _origins(
     return found
 
 
-def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str) -> str:
+def _stored_name(model: PreTrainedModel, name: str, parameter: str, saved: str, *, renames_head: bool) -> str:
     """Return the name under which a merge stores a parameter that the base has as `name`, and `save_pretrained` would have as `saved`.
 
     It is that of the base. But files of GPT-2 lack the prefix of the bare model, which transformers adds where it is missing: version 4
-    would add it to the name of an untied head too.
+    would add it to the name of an untied head too, where the base has no other name for the head (DeepSeek V4: `head.weight`).
+    `renames_head`: whether the base has such a name.
     """
     head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
-    if head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+    is_tied = head is None or getattr(head, "weight", None) is getattr(model.get_input_embeddings(), "weight", None)
+    if is_tied or renames_head:
         return name
     differs_by_prefix = name.removeprefix(prefix) == parameter or parameter.removeprefix(prefix) == name
     return parameter if saved == parameter and differs_by_prefix else name
@@ -429,14 +426,10 @@ def _is_reversible(model: PreTrainedModel, tensors: Sequence[FileTensor], state:
 
     Of names that differ in numbers alone (layers, experts) one is looked up.
     """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
     kinds = {(_NUMBER.sub("", each.name), _NUMBER.sub("", each.pieces[0].parameter)): each for each in reversed(tensors)}
-    for tensor in sorted(kinds.values(), key=lambda each: each.name):
-        found, _ = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
-        if found not in {piece.parameter for piece in tensor.pieces}:
-            return False
+    found = names_in_model(model, [each.name for each in kinds.values()], state)
+    if any(found[each.name].name not in {piece.parameter for piece in each.pieces} for each in kinds.values()):
+        return False
     return len({tensor.name for tensor in tensors}) == len(tensors)
 
 

@@ -24,6 +24,9 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
+from fsdp_tune.model.loading.unfilled import Source, unfilled_problems
+from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
 
@@ -53,10 +56,15 @@ class BaseTensors:
 
 @dataclass(frozen=True, slots=True)
 class InModel:
-    """The name that transformers gives a tensor of files in the model, and whether it makes the parameter of several, or of a part."""
+    """The name that transformers gives a tensor of files in the model, and whether it makes the parameter of several, or of a part.
+    `others`: further parameters that are made of the same tensor (`qkv_proj`)."""
 
     name: str
     is_converted: bool
+    others: tuple[str, ...] = ()
+
+    def of_expert(self, number: str) -> InModel:
+        return replace(self, name=_EXPERT.sub(number, self.name), others=tuple(_EXPERT.sub(number, name) for name in self.others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +97,13 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts and name not in unread}
     names = [*plain, *encodings.weights]
     state = parameters_of(model)
-    parameters = {name: found.name for name, found in names_in_model(model, names, state).items() if found.name in state}
+    in_model = names_in_model(model, names, state)
+    parameters = {name: found.name for name, found in in_model.items() if found.name in state}
     fates: dict[str, Fate] = {}
     if method_of(base.quantisation) == BITSANDBYTES:
-        plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}
+        plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}  # their own reader checks them
         fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
+    of_other_types: list[Unread] = []
     for name, stored in plain.items():
         parameter = parameters.get(name)
         if parameter is None:
@@ -102,20 +112,33 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
         fates[name] = "trained" if state[parameter].requires_grad else "frozen"
         if state[parameter].is_floating_point() and not stored.is_float:
             why = f"is of the type {stored.dtype}, and the model has `{parameter}` in floating point"
-            problems += unread_problems([Unread(name, why)], base.files)
+            of_other_types.append(Unread(name, why))
     for name, weight in encodings.weights.items():
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
+    problems += unread_problems(of_other_types, base.files)
+    if not problems:  # else they may be what is missing
+        shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
+        sources = {
+            name: Source((in_model[name].name, *in_model[name].others), shapes.get(name), in_model[name].is_converted)
+            for name in parameters
+        }
+        problems += unfilled_problems(recipe, model, state, sources, base.files)
     problems += [*_unused_entries(recipe, fates, layers), *_partly_left_out(model, config, fates, layers)]
     rules = Counter(weight.rule for weight in encodings.weights.values())
     return TensorAccount(fates, dict(rules), parameters, tuple(problems))
 
 
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by the names that they have without adapters."""
+    """Return parameters and persistent buffers by the names that they have without adapters; of a layer in 4 bits, its weight [out, in]."""
     persistent = set(model.state_dict())
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {own: tensor for name, tensor in tensors if name in persistent and (own := name_in_base(name)) is not None}
+    layers = layers_in_4_bits(model)
+    weights = {
+        name_in_base(f"{name}.weight"): torch.empty(layer.out_features, layer.in_features, device="meta") for name, layer in layers.items()
+    }
+    persistent -= {f"{name}.{part}" for name in layers for part in (NF4_PACKED, NF4_SCALES)}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False), *weights.items()]
+    return {own: tensor for name, tensor in tensors if (name in persistent or name in weights) and (own := name_in_base(str(name)))}
 
 
 def names_in_model(
@@ -128,6 +151,7 @@ def names_in_model(
     conversions = get_model_conversion_mapping(model, add_legacy=legacy)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    targets = {pattern: tuple(each.target_patterns) for each in converters for pattern in each.source_patterns}
     known: dict[str, InModel] = {}
     found: dict[str, InModel] = {}
     meta: Any = state
@@ -137,9 +161,9 @@ def names_in_model(
             new, pattern = rename_source_key(kind, renamings, converters, model.base_model_prefix, meta)
             if new not in state and kind in state:
                 new, pattern = kind, None
-            known[kind] = InModel(new, pattern is not None)
-        number = _EXPERT.search(name)
-        found[name] = known[kind] if number is None else replace(known[kind], name=_EXPERT.sub(number[0], known[kind].name))
+            first, *others = targets.get(pattern or "", ("",))
+            known[kind] = InModel(new, pattern is not None, tuple(new.replace(first, other) for other in others))
+        found[name] = known[kind] if (number := _EXPERT.search(name)) is None else known[kind].of_expert(number[0])
     return found
 
 

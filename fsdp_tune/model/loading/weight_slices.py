@@ -31,7 +31,7 @@ from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
-from fsdp_tune.core.tensors.encodings import BITSANDBYTES, METHODS, StoredType, method_of, quantisation_of
+from fsdp_tune.core.tensors.encodings import BITSANDBYTES, METHODS, SETTINGS, StoredType, method_of, quantisation_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
@@ -62,10 +62,12 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 def without_quantisation(config: PreTrainedConfig) -> None:
     """Remove the settings of quantised weights that are decoded while they are read: the model in memory is a plain one."""
-    for place in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
-            if hasattr(place, key) and not is_of_bitsandbytes(place):
-                delattr(place, key)
+    for key in SETTINGS:
+        if hasattr(config, key) and not is_of_bitsandbytes(config):
+            delattr(config, key)
+    for nested in vars(config).values():
+        if isinstance(nested, PreTrainedConfig):
+            without_quantisation(nested)
 
 
 def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -73,7 +75,7 @@ def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
     settings = _settings(config)
     if not settings or (recipe.quantization is None and method_of(settings) in METHODS):
         return
-    method = str(settings.get("quant_method", "bitsandbytes"))
+    method = str(method_of(settings))
     name = recipe.model.name_or_path
     if not settings.get("load_in_4bit") or settings.get("bnb_4bit_quant_type", "fp4") != "nf4":
         kind = (
