@@ -6,6 +6,7 @@ The shell completes words by the metavar of an option or argument; no library th
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import os
@@ -299,7 +300,7 @@ def command(json_output: bool) -> Iterator[Screen]:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except OSError as error:
         screen.close([problem_of(error, screen.log_directory)])
-        raise typer.Exit(ExitCode.FAILED) from None
+        raise typer.Exit(ExitCode.USAGE if error.errno == errno.ENAMETOOLONG else ExitCode.FAILED) from None
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise

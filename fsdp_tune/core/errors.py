@@ -15,6 +15,8 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.units import without_long_words
+
 
 class ExitCode(IntEnum):
     OK = 0
@@ -60,6 +62,10 @@ class Where:
     column: int | None = None
     key: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.source is not None:
+            object.__setattr__(self, "source", without_long_words(self.source))
+
     def __str__(self) -> str:
         parts = [str(part) for part in (self.source, self.line, self.column) if part is not None]
         return ":".join(parts)
@@ -77,6 +83,13 @@ class Problem:
     where: Where = NOWHERE
     hint: str | None = None
     ways_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Truncate words of thousands of characters, which a message may quote from a recipe, an argument or a library."""
+        set_field = object.__setattr__
+        set_field(self, "message", without_long_words(self.message))
+        set_field(self, "hint", None if self.hint is None else without_long_words(self.hint))
+        set_field(self, "ways_out", tuple(map(without_long_words, self.ways_out)))
 
     def as_dict(self) -> dict[str, Any]:
         hints = [*([self.hint] if self.hint else []), *self.ways_out]
@@ -110,6 +123,10 @@ class Notice:
     hint: str | None = None
     strict: bool = field(default=False)
     """Whether `validate --strict` treats the notice as an error."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", without_long_words(self.message))
+        object.__setattr__(self, "hint", None if self.hint is None else without_long_words(self.hint))
 
     def as_dict(self) -> dict[str, Any]:
         return Problem(self.code, self.message, self.where, self.hint).as_dict()

@@ -129,7 +129,7 @@ def test_text_that_is_no_name_of_a_file_is_shortened(capsys: pytest.CaptureFixtu
     name = tmp_path / ("a" * 300)
     with pytest.raises(OSError, match="too long") as caught:
         name.exists()
-    assert ended(False, caught.value, log_directory=tmp_path) == 1
+    assert ended(False, caught.value, log_directory=tmp_path) == 2
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first.endswith("…: File name too long")
     assert len(first) < 100
