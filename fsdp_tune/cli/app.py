@@ -27,7 +27,7 @@ from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 
 INTERRUPT_AGAIN_SECONDS = 0.01
-"""After the finaliser has returned."""
+"""Until a dropped signal is repeated. `sys.unraisablehook` still runs in the finaliser, where an exception would be dropped again."""
 _LONG_WORD = re.compile(r"\S{200,}")
 MISSING_COMMAND = "Missing command."
 """Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""

@@ -30,5 +30,5 @@ def test_word_of_thousands_of_characters_is_truncated_in_every_message() -> None
 @pytest.mark.parametrize("text", ["7" * 40_000 + "m", "7" * 400 + "GB"])
 def test_size_and_duration_of_any_length_are_refused_by_their_unit(text: str) -> None:
     for parse in (parse_bytes, parse_seconds):
-        with pytest.raises(ValueError, match="is not a (size|duration): write"):
+        with pytest.raises(ValueError, match=r"is not a (size|duration): write"):
             parse(text)
