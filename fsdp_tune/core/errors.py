@@ -6,6 +6,7 @@ this package. Only the command line (`cli/`) prints problems.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -228,8 +229,16 @@ _RUST_IO = re.compile(r"\(os error (\d+)\)")
 their own, so that a full disk would look like a bug."""
 
 
+_LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
+"""The RuntimeError of `Path.resolve` before Python 3.13."""
+
+
 def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
-    """Return the OSError that a Rust library reports as a text, with the error as its cause; any other error as it is."""
+    """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any other error as it is."""
+    if isinstance(error, RuntimeError) and (loop := _LINK_LOOP.search(str(error))) is not None:
+        looped = OSError(errno.ELOOP, os.strerror(errno.ELOOP), loop[1])
+        looped.__cause__ = error
+        return looped
     number = _RUST_IO.search(str(error))
     if number is None or (isinstance(error, OSError) and error.errno is not None):
         return error

@@ -50,9 +50,9 @@ class Started:
 
     run: RunDir
     log: Path
-    command: subprocess.Popen[bytes]
     token: str
-    signalled_at: float | None = field(default=None)
+    command: subprocess.Popen[bytes] = field(init=False)
+    signalled_at: float | None = None
 
     @property
     def text(self) -> str:
@@ -98,32 +98,37 @@ class Started:
 
 @contextlib.contextmanager
 def started(
+    folder: Path, keys: Mapping[str, Any] | None = None, *words: str, run: RunDir | None = None, prefix: Sequence[str] = (), **options: Any
+) -> Iterator[Started]:
+    """Start `train` on two CPU ranks. What is left of it at the end of the block is killed."""
+    with started_as(folder, lambda this: [*prefix, *words_of(this.run, keys or {}, *words)], run=run, **options) as this:
+        yield this
+
+
+@contextlib.contextmanager
+def started_as(
     folder: Path,
-    keys: Mapping[str, Any] | None = None,
-    *words: str,
+    command_of: Callable[[Started], list[str]],
+    *,
     run: RunDir | None = None,
-    prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     name: str = "command",
     **options: Any,
 ) -> Iterator[Started]:
-    """Start `train` on two CPU ranks. What is left of it at the end of the block is killed."""
-    run = run or RunDir(folder / "run")
-    token = secrets.token_hex(8)
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: token, MACHINE: "0", **(environment or {})}
-    log = folder / f"{name}.log"
-    with log.open("ab") as file:
+    """Start any command, whose processes and theirs are known by a mark. Its output is in `name`.log, unless `options` of Popen differ."""
+    this = Started(run or RunDir(folder / "run"), folder / f"{name}.log", secrets.token_hex(8))
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: this.token, MACHINE: "0", **(environment or {})}
+    with this.log.open("ab") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | options
-        command = subprocess.Popen([*prefix, *words_of(run, keys or {}, *words)], cwd=folder, env=variables, **streams)
-    this = Started(run, log, command, token)
+        this.command = subprocess.Popen(command_of(this), cwd=folder, env=variables, **streams)
     try:
         yield this
     finally:
         for each in this.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
-        command.kill()
-        command.wait()
+        this.command.kill()
+        this.command.wait()
 
 
 def steps_of(run: RunDir) -> list[int]:
