@@ -71,7 +71,7 @@ def test_suspended_command_continues_and_its_ranks_train_meanwhile(tmp_path: Pat
         before = run.steps[-1]
         time.sleep(2 * HANG_SECONDS)
         assert run.steps[-1] > before
-        typist.type(b"fg\n")
+        typist.type(b"fg; echo ended with $?\n")
         run.until(lambda: "this command was stopped or suspended for" in run.text, 30)
         typist.type(CTRL_C)
         run.until(lambda: "ended with 130" in run.text)
