@@ -196,9 +196,10 @@ def reset_inherited() -> None:
     """Undo what a caller may have changed and every command relies on.
 
     Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never arrives. Python of `PYTHONINSPECT`
-    waits for someone to type when a program has ended, so the program is executed again without it.
+    waits for someone to type when a program has ended, and that of `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes
+    those of its models. The program is executed again without them.
     """
-    if os.environ.pop("PYTHONINSPECT", None):
+    if os.environ.pop("PYTHONINSPECT", None) or os.environ.pop("PYTHONOPTIMIZE", None):
         os.execv(sys.executable, sys.orig_argv)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -66,6 +66,12 @@ class Started:
     def processes(self, role: str | None = None) -> list[Process]:
         return [each for each in marked(self.token) if role is None or each.role == role]
 
+    def process(self, role: str, rank: int | None = None) -> Process:
+        """Return the process of a role, or of one rank. The table of processes may lack one for a moment."""
+        found: list[Process] = []
+        self.until(lambda: found.extend(each for each in self.processes(role) if rank in (None, each.rank)) or found)
+        return found[0]
+
     def until(self, condition: Callable[[], object], seconds: float = LIMIT_SECONDS) -> None:
         """Wait for a condition. Fails if the command ends before."""
         deadline = time.monotonic() + seconds
@@ -133,7 +139,7 @@ def started_as(
 
 
 def steps_of(run: RunDir) -> list[int]:
-    return sorted(int(found[1]) for path in run.path.iterdir() if (found := re.fullmatch(r"checkpoint-(\d+)", path.name)))
+    return sorted(int(found[1]) for path in run.path.glob("checkpoint-*") if (found := re.fullmatch(r"checkpoint-(\d+)", path.name)))
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def test_sigterm_with_a_stopped_rank_ends_by_the_hang_timeout(tmp_path: Path) ->
     """The other rank waits for it, so that nothing can be saved; the next start continues from the last checkpoint."""
     with started(tmp_path, SAVES) as run:
         run.until(lambda: steps_of(run.run))
-        stopped = run.processes(RANK)[-1]
+        stopped = run.process(RANK, 1)
         os.kill(stopped.pid, signal.SIGSTOP)
         run.send(signal.SIGTERM)
         code = run.end()
@@ -147,21 +147,20 @@ def test_sigterm_with_a_stopped_rank_ends_by_the_hang_timeout(tmp_path: Path) ->
 def test_kill_with_a_stopped_rank_leaves_no_process(victim: str, tmp_path: Path) -> None:
     with started(tmp_path) as run:
         run.until_step(10)
-        os.kill(run.processes(RANK)[0].pid, signal.SIGSTOP)
-        os.kill(run.processes(victim)[0].pid, signal.SIGKILL)
+        os.kill(run.process(RANK, 0).pid, signal.SIGSTOP)
+        os.kill(run.process(victim).pid, signal.SIGKILL)
         code = run.end()
     assert code == (-signal.SIGKILL if victim == COMMAND else ExitCode.LOST_RANK), run.text
 
 
 def test_rank_that_the_kernel_ends_for_its_memory_is_named(tmp_path: Path) -> None:
-    """A memory cgroup, in which a process that the kernel may not choose takes what is left."""
+    """A memory cgroup, in which another process takes what is left, and the kernel prefers to end the rank."""
     group = Path("/sys/fs/cgroup/memory") / f"fsdp-tune-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
         pytest.skip("needs a memory cgroup (version 1) that can be written")
     hog = f"""
-open('/proc/self/oom_score_adj', 'w').write('-1000')
 open('{group}/cgroup.procs', 'w').write('0')
 taken = bytearray(512 << 20)
 __import__('time').sleep(60)
@@ -169,9 +168,7 @@ __import__('time').sleep(60)
     try:
         with started(tmp_path, prefix=["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]) as run:
             run.until_step(10)
-            os.kill(run.processes(RANK)[0].pid, 0)
-            for each in run.processes(COMMAND) + run.processes(AGENT):
-                Path(f"/proc/{each.pid}/oom_score_adj").write_text("-1000")
+            Path(f"/proc/{run.process(RANK, 1).pid}/oom_score_adj").write_text("1000")
             used = int((group / "memory.usage_in_bytes").read_text())
             (group / "memory.limit_in_bytes").write_text(str(used + (64 << 20)))
             with subprocess.Popen([sys.executable, "-c", hog]) as eater:

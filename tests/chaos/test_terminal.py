@@ -45,7 +45,7 @@ class Typist:
 
     @property
     def command(self) -> psutil.Process:
-        return psutil.Process(self.run.processes(COMMAND)[0].pid)
+        return psutil.Process(self.run.process(COMMAND).pid)
 
 
 @contextmanager
