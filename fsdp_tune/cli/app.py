@@ -22,12 +22,12 @@ from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.cli.verbs import Screen, split_words
 from fsdp_tune.core.errors import ExitCode, Problem
-from fsdp_tune.core.processes import StoppedBySignal, open_standard_streams, reset_inherited
+from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited
 from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 
 INTERRUPT_AGAIN_SECONDS = 0.01
-"""After the finaliser has returned."""
+"""Until a dropped signal is repeated. `sys.unraisablehook` still runs in the finaliser, where an exception would be dropped again."""
 _LONG_WORD = re.compile(r"\S{200,}")
 MISSING_COMMAND = "Missing command."
 """Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""
@@ -126,6 +126,7 @@ app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported l
 
 
 def main() -> None:
+    continue_in_utf8()
     reset_inherited()
     open_standard_streams()
     # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from fsdp_tune.cli.terminal import printable, write_text
-from fsdp_tune.core.errors import Problem, as_os_error
+from fsdp_tune.core.errors import ExitCode, Problem, as_os_error
 from fsdp_tune.core.limits import limit_problem
 from fsdp_tune.core.units import shown
 
@@ -18,8 +18,18 @@ _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
+    errno.ELOOP: "the link leads to itself; name the file or directory that is meant",
     errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
 }
+
+
+_MISTYPED = (errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the exit code for an exception that nothing has caught: that of usage for a path that cannot exist."""
+    found = as_os_error(error)
+    return ExitCode.USAGE if isinstance(found, OSError) and found.errno in _MISTYPED else ExitCode.FAILED
 
 
 def _file_system_problem(error: OSError, log: str) -> Problem:

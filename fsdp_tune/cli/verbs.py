@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from fsdp_tune.cli.failures import problem_of
+from fsdp_tune.cli.failures import exit_code_of, problem_of
 from fsdp_tune.cli.terminal import Terminal, printable
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
@@ -297,14 +297,11 @@ def command(json_output: bool) -> Iterator[Screen]:
     except KeyboardInterrupt:
         screen.close([Problem("interrupted", "interrupted")])
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except OSError as error:
-        screen.close([problem_of(error, screen.log_directory)])
-        raise typer.Exit(ExitCode.FAILED) from None
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         screen.close([problem_of(error, screen.log_directory)])
-        raise typer.Exit(ExitCode.FAILED) from None
+        raise typer.Exit(exit_code_of(error)) from None
     else:
         screen.close()
 

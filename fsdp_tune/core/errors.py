@@ -6,6 +6,7 @@ this package. Only the command line (`cli/`) prints problems.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
+
+from fsdp_tune.core.units import without_long_words
 
 
 class ExitCode(IntEnum):
@@ -60,6 +63,10 @@ class Where:
     column: int | None = None
     key: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.source is not None:
+            object.__setattr__(self, "source", without_long_words(self.source))
+
     def __str__(self) -> str:
         parts = [str(part) for part in (self.source, self.line, self.column) if part is not None]
         return ":".join(parts)
@@ -77,6 +84,13 @@ class Problem:
     where: Where = NOWHERE
     hint: str | None = None
     ways_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Truncate words of thousands of characters, which a message may quote from a recipe, an argument or a library."""
+        set_field = object.__setattr__
+        set_field(self, "message", without_long_words(self.message))
+        set_field(self, "hint", None if self.hint is None else without_long_words(self.hint))
+        set_field(self, "ways_out", tuple(map(without_long_words, self.ways_out)))
 
     def as_dict(self) -> dict[str, Any]:
         hints = [*([self.hint] if self.hint else []), *self.ways_out]
@@ -110,6 +124,10 @@ class Notice:
     hint: str | None = None
     strict: bool = field(default=False)
     """Whether `validate --strict` treats the notice as an error."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", without_long_words(self.message))
+        object.__setattr__(self, "hint", None if self.hint is None else without_long_words(self.hint))
 
     def as_dict(self) -> dict[str, Any]:
         return Problem(self.code, self.message, self.where, self.hint).as_dict()
@@ -211,8 +229,16 @@ _RUST_IO = re.compile(r"\(os error (\d+)\)")
 their own, so that a full disk would look like a bug."""
 
 
+_LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
+"""The RuntimeError of `Path.resolve` before Python 3.13."""
+
+
 def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
-    """Return the OSError that a Rust library reports as a text, with the error as its cause; any other error as it is."""
+    """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any other error as it is."""
+    if isinstance(error, RuntimeError) and (loop := _LINK_LOOP.search(str(error))) is not None:
+        looped = OSError(errno.ELOOP, os.strerror(errno.ELOOP), loop[1])
+        looped.__cause__ = error
+        return looped
     number = _RUST_IO.search(str(error))
     if number is None or (isinstance(error, OSError) and error.errno is not None):
         return error

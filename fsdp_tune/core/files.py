@@ -35,11 +35,12 @@ class UnsuitableFileError(FsdpTuneError, OSError):
     """A path that is not a regular file, or a file above its limit.
 
     As an OSError it is handled by callers that can do without the file; to all others it is a usage error with the path and a remedy.
+    `errno` is EFBIG of a file above its limit, EINVAL of any other.
     """
 
-    def __init__(self, path: Path, what: str, hint: str) -> None:
+    def __init__(self, path: Path, what: str, hint: str, number: int = errno.EINVAL) -> None:
         super().__init__(Problem("run-unreadable", what, Where(str(path)), hint))
-        self.errno, self.strerror, self.filename = errno.EINVAL, what, str(path)
+        self.errno, self.strerror, self.filename = number, what, str(path)
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -80,7 +81,7 @@ def refuse_larger(path: Path, size_bytes: int, most_bytes: int) -> None:
             hint = f"keep its newest lines: `tail -n 100000 {shlex.quote(str(path))} > {kept}`, then move {kept} into its place"
         else:
             hint = "move it away, or put back the file that the run wrote"
-        raise UnsuitableFileError(path, what, hint)
+        raise UnsuitableFileError(path, what, hint, errno.EFBIG)
 
 
 def lines_of(path: Path, *, last_bytes: int | None = None, marker: bytes = b"") -> Iterator[bytes]:

@@ -295,7 +295,23 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _is_live(owner: Owner, path: Path, now: float) -> bool:
     runs = is_running(owner)
-    return runs if runs is not None else _age(path, now) < FOREIGN_SILENCE_SECONDS
+    if runs is None:
+        return _age(path, now) < FOREIGN_SILENCE_SECONDS
+    return runs and _may_hold(owner.pid, path)
+
+
+def _may_hold(pid: int, path: Path) -> bool:
+    """Return False if a process certainly has another file open than `path`: a copy of its directory, whose record it has not written."""
+    try:
+        own = path.stat()
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # of another user, or no such file on this system
+        return True
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.path.samestat(descriptor.stat(), own):
+                return True
+    return False
 
 
 def _file_system_time(directory: Path) -> float:

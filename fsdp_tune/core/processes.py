@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -180,13 +182,24 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
+def continue_in_utf8() -> None:
+    """Replace this process by itself in Python's UTF-8 mode if it encodes paths otherwise, as under `LC_ALL=C PYTHONUTF8=0`.
+
+    Recipes, manifests and messages are UTF-8, so a path that is not ASCII could be neither read from a recipe nor printed.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # for children too
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def reset_inherited() -> None:
     """Undo what a caller may have changed and every command relies on.
 
     Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never arrives. Python of `PYTHONINSPECT`
-    waits for someone to type when a program has ended, so the program is executed again without it.
+    waits for someone to type when a program has ended, and that of `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes
+    those of its models. The program is executed again without them.
     """
-    if os.environ.pop("PYTHONINSPECT", None):
+    if os.environ.pop("PYTHONINSPECT", None) or os.environ.pop("PYTHONOPTIMIZE", None):
         os.execv(sys.executable, sys.orig_argv)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -256,6 +269,24 @@ def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---- Ports
+
+
+def port_refusal(port: int) -> OSError | None:
+    """Return why no process can listen on a port of this machine, in IPv4 or in IPv6, as torch's store does; None if one can."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without addresses of the family
+                return error
+    return None
 
 
 # ---- The user's own cache directory, which holds the files that compilers execute.

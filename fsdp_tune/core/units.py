@@ -17,8 +17,8 @@ from typing import cast
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", re.IGNORECASE)
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,40})?)\s*([KMGT]?I?B)", re.IGNORECASE)
+_DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 
 
 def parse_bytes(text: str) -> int:
@@ -105,6 +105,9 @@ _UNDERSCORED = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?"
 _OLD_BOOLEANS = {"yes": "true", "y": "true", "on": "true", "no": "false", "n": "false", "off": "false"}
 MAX_DIGITS = 18
 SHOWN_CHARACTERS = 60
+WORD_CHARACTERS = 1000
+"""No path that a user would type is longer."""
+_LONG_WORD = re.compile(rf"\S{{{WORD_CHARACTERS + 1},}}")
 
 
 class ScalarError(ValueError):
@@ -174,6 +177,18 @@ def shown(text: str) -> str:
     """Return `printable(text)`, truncated to `SHOWN_CHARACTERS`."""
     safe = printable(text)
     return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"
+
+
+def without_long_words(text: str) -> str:
+    """Truncate each word above `WORD_CHARACTERS`: a number of 200,000 digits, a file's contents in the place of its name."""
+    if len(text) <= WORD_CHARACTERS:
+        return text
+    return _LONG_WORD.sub(lambda found: f"{found[0][:SHOWN_CHARACTERS]}…{_closing(found[0])}", text)
+
+
+def _closing(word: str) -> str:
+    """Return the quotes, brackets and full stops at the end of a word."""
+    return word[len(word.rstrip("`'\"(){}[],;:.")) :]
 
 
 def enumerated(parts: Sequence[str], word: str = "or") -> str:

@@ -12,6 +12,7 @@ Mixtures of experts: the parameters that a token uses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts, is_router_in_experts, is_shared_expert, number_of_expert
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
+from fsdp_tune.model.internals.transformers_internals import GROUPED_PRODUCT_TAKES
 from fsdp_tune.model.sequence_parallel import shared_rows
 from fsdp_tune.model.shard.local import bare_class, bare_model, elements
 
@@ -108,6 +110,26 @@ def _is_standard(function: Any) -> bool:
         except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):  # other arguments, or another use of them
             return False
         return bool(torch.allclose(torch.as_tensor(theirs) * 5, summed_balance(logits, 4, 2, ids, lengths), rtol=1e-5))
+
+
+GROUPED_ROW_BYTES = 16
+"""torch's grouped product takes rows of a multiple of this, on the CPU as on CUDA ("strides should be multiple of 16 bytes")."""
+
+
+def allow_any_width() -> None:
+    """Let transformers multiply experts one by one if torch's grouped product would refuse their width, in forward or backward."""
+    takes = GROUPED_PRODUCT_TAKES.get()
+    if takes is None or getattr(takes, "allows_any_width", False):
+        return
+
+    @functools.wraps(takes)
+    def takes_rows(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        # The backward multiplies by the gradient of the result, whose rows are as wide as the weight's other dimension.
+        is_aligned = all(width * weight.element_size() % GROUPED_ROW_BYTES == 0 for width in weight.shape[-2:])
+        return is_aligned and bool(takes(rows, weight, offs))
+
+    takes_rows.allows_any_width = True  # type: ignore[attr-defined]
+    GROUPED_PRODUCT_TAKES.set(takes_rows)
 
 
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:

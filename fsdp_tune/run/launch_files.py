@@ -12,6 +12,7 @@ command writes when the run directory is complete. Nothing of a run that is refu
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer, ProfiledSteps
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
@@ -290,6 +292,19 @@ def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
     for rank in cleared:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)
+
+
+def disk_refusal(run: RunDir) -> str | None:
+    """Return why the disk refuses a file of the size of a heartbeat in a run's logs; None if it accepts one, or if the logs are gone."""
+    if not run.logs.is_dir():
+        return None
+    probe = run.logs / f"write-probe-{os.getpid()}"
+    try:
+        write_file(probe, "can this directory be written?\n" * 32, private=True)  # the size of a heartbeat
+        DISK.unlink(probe)
+    except OSError as error:
+        return f"{run.logs} cannot be written ({error.strerror})"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

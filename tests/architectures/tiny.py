@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.check.rehearsal.scale_down import HEAD_SIZE, HEADS, HIDDEN_SIZE, scale_down_config
+from fsdp_tune.core.small_config import HEAD_SIZE, HEADS, HIDDEN_SIZE, scale_down_config
 
 VOCABULARY = 257
 MOST_PARAMETERS = 8_000_000

@@ -547,3 +547,15 @@ def test_run_with_killed_rank_equals_undisturbed_run(tmp_path: Path, device: str
     assert chaos.violations == []
     assert chaos.tally.hits == {(KILL, "training", RANK): 1}
     assert chaos.attempts in (1, 2, 3)
+
+
+@needs_gcc
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_kills_after_the_last_save_and_inside_the_merge_lose_nothing(tmp_path: Path) -> None:
+    chaos = Chaos(tmp_path, random.Random(0), machines=1)
+    chaos.undisturbed()
+    chaos.story([[Disturbance(KILL, "final save", RANK)], [Disturbance(KILL, "merging", COMMAND)]])
+    assert chaos.violations == []
+    assert {kind for kind, _, _ in chaos.tally.hits} <= {KILL}
+    assert chaos.tally.hits or chaos.tally.missed

@@ -418,3 +418,18 @@ def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path: 
         assert "rises to 0.001, above `training.learning_rate: 1e-05`" in stderr
         assert "my.yaml:4" in stderr
         assert "hint: `min_lr` is a learning rate" in stderr
+
+
+@pytest.mark.slow
+def test_recipe_that_packs_for_a_model_with_convolutions_is_refused_at_its_line(cli: Cli, tmp_path: Path) -> None:
+    """Its ranks would find that too, minutes later."""
+    model = "{model_type: lfm2, vocab_size: 384, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"
+    model += " intermediate_size: 64, layer_types: [conv, full_attention]}"
+    text = SMALL.replace("{model_type: gpt2, vocab_size: 384}", model).replace("arithmetic}]}", "arithmetic}], packing: true}")
+    (tmp_path / "r.yaml").write_text(text)
+    done = cli("validate", "r.yaml", "--set", "launch.device=cpu")
+    assert done.returncode == 2, done.stderr
+    assert re.search(
+        r"error: r.yaml:2:\d+: Lfm2ForCausalLM with attention `sdpa` lets packed examples see each other", " ".join(done.stderr.split())
+    )
+    assert "hint: --set data.packing=false" in done.stderr

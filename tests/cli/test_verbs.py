@@ -94,6 +94,11 @@ def test_arguments_and_directories_that_are_not_utf_8_are_refused_at_the_door(tm
         assert "caf\\udce9" in error["message"]
 
 
+def test_path_that_is_not_ascii_is_read_and_printed_in_any_locale(cli: Cli) -> None:
+    done = cli("status", "läufe-ı", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: läufe-ı does not exist")
+
+
 def test_word_of_thousands_of_characters_is_not_echoed(cli: Cli) -> None:
     for arguments in (["9" * 5000], ["merge-checkpoint", "x", "--step", "9" * 5000], ["report", "--no-such-" + "9" * 5000]):
         done = cli(*arguments)

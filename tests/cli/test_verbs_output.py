@@ -129,11 +129,21 @@ def test_text_that_is_no_name_of_a_file_is_shortened(capsys: pytest.CaptureFixtu
     name = tmp_path / ("a" * 300)
     with pytest.raises(OSError, match="too long") as caught:
         name.exists()
-    assert ended(False, caught.value, log_directory=tmp_path) == 1
+    assert ended(False, caught.value, log_directory=tmp_path) == 2
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first.endswith("…: File name too long")
     assert len(first) < 100
     assert second.startswith("hint: this text was taken for the name of a file; write a shorter one")
+
+
+def test_link_that_leads_to_itself_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`Path.resolve` raises a RuntimeError for it before Python 3.13, which was reported as a bug."""
+    link = tmp_path / "loop"
+    link.symlink_to(link)
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        link.resolve(strict=True)
+    assert ended(False, caught.value, log_directory=tmp_path) == 2
+    assert capsys.readouterr().err.startswith(f"error: {link}: Too many levels of symbolic links\nhint: the link leads to itself")
 
 
 def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

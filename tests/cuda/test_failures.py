@@ -101,6 +101,18 @@ def test_fault_of_a_kernel_restarts_the_run(tmp_path: Path) -> None:
 
 
 @slow
+def test_memory_of_a_gpu_that_has_an_error_ends_the_run_and_the_next_start_continues(tmp_path: Path) -> None:
+    ended = train(tmp_path, fault=after(3, "214"))
+    assert (ended.code, ended.problem["code"]) == (1, "device-failed"), ended.printed
+    assert "failed: uncorrectable ECC error encountered" in ended.problem["message"]
+    assert "(rank 1, step 3)" in ended.problem["message"]
+    assert "a reset of the GPU or a reboot may recover it" in ended.problem["hint"]
+    again = train(tmp_path, "--resume", "auto")
+    assert again.code == 0, again.printed
+    assert "checkpoint-2" in again.printed
+
+
+@slow
 def test_gpu_that_hangs_is_named_with_the_collective_that_others_wait_in(tmp_path: Path) -> None:
     ended = train(tmp_path, fault=after(3, "hangs"))
     assert (ended.code, ended.problem["code"]) == (5, "hang")

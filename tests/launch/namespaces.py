@@ -18,6 +18,8 @@ HOSTS = ("machine-a", "machine-b")
 NAMES = tuple(f"{host}-{os.getpid()}" for host in HOSTS)
 ROUTER = f"router-{os.getpid()}"
 ADDRESSES = ("10.91.1.1", "10.91.2.1")
+IPV6_ADDRESSES = ("fd91:1::1", "fd91:2::1")
+"""Those of machines without IPv4 addresses."""
 ROUTER_ADDRESS = "10.91.1.254"
 """Both machines reach it."""
 INTERFACE = "wire"
@@ -69,23 +71,27 @@ def marks_of_machines() -> list[pytest.MarkDecorator]:
 
 
 @contextmanager
-def two_namespaces() -> Iterator[Wire]:
+def two_namespaces(addresses: tuple[str, str] = ADDRESSES) -> Iterator[Wire]:
+    """Within the context, the two machines and their router exist. `addresses`: of one family, IPv4 or IPv6."""
     _remove()
+    is_ipv6 = ":" in addresses[0]
+    width, separator, options = ("64", ":", ["nodad"]) if is_ipv6 else ("24", ".", [])
     try:
         ip("netns", "add", ROUTER)
-        ip("netns", "exec", ROUTER, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        for name, host, address in zip(NAMES, HOSTS, ADDRESSES, strict=True):
+        forwarding = "ipv6/conf/all/forwarding" if is_ipv6 else "ipv4/ip_forward"
+        ip("netns", "exec", ROUTER, "sh", "-c", f"echo 1 > /proc/sys/net/{forwarding}")
+        for name, host, address in zip(NAMES, HOSTS, addresses, strict=True):
             ip("netns", "add", name)
             hosts = Path("/etc/netns") / name / "hosts"  # `ip netns exec` mounts it over /etc/hosts
             hosts.parent.mkdir(parents=True, exist_ok=True)
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
-            gateway = address.rpartition(".")[0] + ".254"
+            gateway = f"{address.rpartition(separator)[0]}{separator}254"
             ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", f"to-{host}", "netns", ROUTER)
             for end, interface, own in ((name, INTERFACE, address), (ROUTER, f"to-{host}", gateway)):
                 ip("-n", end, "link", "set", "lo", "up")
-                ip("-n", end, "addr", "add", f"{own}/24", "dev", interface)
+                ip("-n", end, "addr", "add", f"{own}/{width}", "dev", interface, *options)
                 ip("-n", end, "link", "set", interface, "up")
-            ip("-n", name, "route", "add", "default", "via", gateway)
+            ip("-n", name, *(["-6"] if is_ipv6 else []), "route", "add", "default", "via", gateway)
         yield Wire()
     finally:
         _remove()

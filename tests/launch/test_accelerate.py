@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.core import processes
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.secrets import MASK
 from fsdp_tune.launch.command.accelerate import (
@@ -281,6 +283,31 @@ def test_used_port_is_refused_before_launch(tmp_path: Path) -> None:
         assert caught.value.exit_code == 1
         check_port(resolved(tmp_path, f"launch.main_process_port={port}"), machine_rank=1)
     check_port(resolved(tmp_path))
+
+
+def test_port_that_is_used_in_ipv6_alone_is_refused_too(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            listener.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(FsdpTuneError, match=f"port {port} .*: Address already in use"):
+            check_port(resolved(tmp_path, f"launch.main_process_port={port}"))
+
+
+def test_machine_without_ipv6_needs_a_free_port_in_ipv4_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.socket
+
+    def without_ipv6(family: int, kind: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return made(family, kind)
+
+    monkeypatch.setattr(processes.socket, "socket", without_ipv6)
+    check_port(resolved(tmp_path, "launch.main_process_port=29433"))
 
 
 def test_manual_commands_have_ranks_and_directory(tmp_path: Path) -> None:

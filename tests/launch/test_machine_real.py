@@ -18,7 +18,7 @@ import pytest
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.conftest import REPOSITORY
-from tests.launch.namespaces import ADDRESSES, INTERFACE, Wire, marks_of_machines, on_machine, two_namespaces
+from tests.launch.namespaces import ADDRESSES, INTERFACE, IPV6_ADDRESSES, Wire, marks_of_machines, on_machine, two_namespaces
 from tests.parity.runs import lines, loss_lines
 
 pytestmark = marks_of_machines()
@@ -99,8 +99,8 @@ def plain_run(folder: Path, keys: dict[str, Any]) -> RunDir:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[TwoMachines]:
-    with two_namespaces() as wire:
+def two_machines(folder: Path, addresses: tuple[str, str] = ADDRESSES) -> Iterator[TwoMachines]:
+    with two_namespaces(addresses) as wire:
         machines = TwoMachines(folder, wire)
         try:
             yield machines
@@ -133,6 +133,14 @@ def test_machines_whose_names_are_loopback_train_and_survive_a_cut_and_a_dead_st
     environment = json.loads(two.run.launch_json.read_bytes())["environment"]
     assert environment["GLOO_SOCKET_IFNAME"] == INTERFACE
     assert environment["NCCL_SOCKET_IFNAME"] == f"={INTERFACE}"
+
+
+def test_machines_with_ipv6_addresses_alone_train(tmp_path: Path) -> None:
+    with two_machines(tmp_path, IPV6_ADDRESSES) as two:
+        first, second = two.both(**{"training.max_steps": 12, "launch.main_process_ip": IPV6_ADDRESSES[0]})
+        assert (first.code(), second.code()) == (0, 0), first.said + second.said
+        assert [line["step"] for line in loss_lines(two.run)] == list(range(1, 13))
+        assert f"the network is `{INTERFACE}`, which has the address {IPV6_ADDRESSES[0]}" in first.said
 
 
 def test_long_cut_ends_both_machines(two: TwoMachines) -> None:

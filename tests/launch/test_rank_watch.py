@@ -127,6 +127,26 @@ def test_job_that_was_suspended_as_a_whole_does_not_hang(ranks_of: Callable[[int
     assert found <= 5 + 3
 
 
+def test_disk_that_refuses_heartbeats_is_no_hang_until_it_takes_them(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, refusal = ranks_of(2), ["logs cannot be written (No space left on device)"]
+    watch = RankWatch(ranks.run, range(2))
+    assert ranks.hang_found_after(watch, 10, moves=ranks.progress) is None
+    assert watch.disk_refusal is None
+    monkeypatch.setattr(watches, "disk_refusal", lambda _: refusal[0] if refusal else None)
+    ranks.stopped |= {0, 1}
+    ranks.processes = {rank: SimpleNamespace(pid=rank, status=lambda: psutil.STATUS_RUNNING) for rank in ranks.processes}
+    watch.processes.update(ranks.processes)
+    assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
+    assert watch.disk_refusal == refusal[0]
+    assert not watch.is_quiet(LIMIT_SECONDS), "machines that wait for this one do not take it for silent either"
+    refusal.clear()
+    found = ranks.hang_found_after(watch, 60)
+    assert found is not None
+    assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 2
+
+
 def test_progress_of_one_rank_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
     watch = RankWatch(ranks.run, range(8))

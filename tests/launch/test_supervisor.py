@@ -25,6 +25,7 @@ from fsdp_tune.launch.supervise import hang
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
+from fsdp_tune.run import launch_files
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.metrics_file import read_metrics
@@ -216,7 +217,7 @@ def test_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monke
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(supervise, "write_file", refuse)
+    monkeypatch.setattr(launch_files, "write_file", refuse)
     _, problem = failure(plan_of({"0": [["exit", 1]]}))
     assert problem.message.startswith("rank 0 ended with exit code 1 before it could report: ")
     assert problem.message.endswith("/logs cannot be written (No space left on device)")
@@ -292,6 +293,7 @@ def test_no_process_survives_killed_supervisor(plan_of: PlanOf, run: RunDir, rep
     program = f"""
 from pathlib import Path
 from fsdp_tune.launch.supervise.supervisor import Supervisor
+from fsdp_tune.run import launch_files
 from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import fake_plan
 for _ in Supervisor(fake_plan(RunDir(Path({str(run.path)!r})), 1), hang_timeout_seconds=60).events(): pass

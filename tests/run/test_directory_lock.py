@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -97,6 +98,17 @@ def test_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held: sub
         assert str(held.pid) in notices[0].message
 
 
+def test_copy_of_a_directory_in_use_is_free_for_another_command(run: RunDir, held: subprocess.Popen[str], tmp_path: Path) -> None:
+    """`cp -r` of a run that trains: the record in the copy names a process that lives, and that has the original open."""
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    assert read_owner(copy.lock) == live_owner(run.lock)
+    assert live_owner(copy.lock) is None
+    with locked(copy):
+        pass
+    assert held.poll() is None
+
+
 @FILE_SYSTEMS
 def test_reused_pid_is_not_the_owner(run: RunDir, lockless: int | None) -> None:
     with locked(run):
@@ -176,7 +188,8 @@ def test_lock_query_does_not_acquire(run: RunDir, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("the query takes a lock"))
     opened = run.lock.read_bytes(), run.lock.stat().st_mtime_ns, list(run.path.iterdir())
 
-    assert live_owner(run.lock) is not None
+    with run.lock.open("rb"):  # as its owner has it
+        assert live_owner(run.lock) is not None
 
     assert (run.lock.read_bytes(), run.lock.stat().st_mtime_ns, list(run.path.iterdir())) == opened
 

@@ -40,9 +40,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp_tune.check.comparison.small_model import map_patterns, raw_config, with_default_sizes
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
-from fsdp_tune.check.rehearsal.scale_down import scale_down_config
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.data.batches import collate, example_ids
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare

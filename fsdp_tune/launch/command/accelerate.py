@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
-from fsdp_tune.core.processes import without_ignored
+from fsdp_tune.core.processes import port_refusal, without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
 from fsdp_tune.launch.machines.machine import Address, Route, interface_settings, route_to
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
@@ -375,17 +374,12 @@ def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
     port = recipe.launch.main_process_port
     if port == "auto" or machine_rank != 0:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise failed_error(
-                "port-taken",
-                f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
-                hint="set another port"
-                + (", the same on every machine" if recipe.launch.num_machines > 1 else ", or `auto` for a free one"),
-            ) from None
+    if (error := port_refusal(port)) is not None:
+        raise failed_error(
+            "port-taken",
+            f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
+            hint="set another port" + (", the same on every machine" if recipe.launch.num_machines > 1 else ", or `auto` for a free one"),
+        )
 
 
 def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:

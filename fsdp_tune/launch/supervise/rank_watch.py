@@ -24,7 +24,7 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, NATIVE_ENDS, ExitCode, Ex
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import STOPPED, Heartbeat, Outcome, RankState, Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import STOPPED, Heartbeat, Outcome, RankState, Verdict, disk_refusal, read_heartbeat, read_outcome
 
 REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGINT: ExitReason.INTERRUPTED,
@@ -237,6 +237,9 @@ QUIET_SECONDS = 60.0
 ALL_ROUND_SECONDS = 2.0
 """Least time between two full reads of the heartbeats of this machine, while its ranks are silent."""
 ENDED_PHASES = ("finished", "failed")
+UNWRITTEN_SECONDS = 5.0
+"""After so long without any new heartbeat the watch tries whether they can be written, and again each `TRIAL_SECONDS`."""
+TRIAL_SECONDS = 1.0
 
 
 class HeartbeatTimes:
@@ -270,6 +273,9 @@ class RankWatch:
         self._ended: dict[int, float] = {}
         self._outcome_seen: dict[int, float] = {}
         self._first_seen: float | None = None
+        self._tried_at = self._refused_at = float("-inf")
+        self.disk_refusal: str | None = None
+        """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end of that."""
         self.processes: dict[int, psutil.Process] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.deaths: list[Death] = []
@@ -289,6 +295,7 @@ class RankWatch:
             if self.processes and self._first_seen is None:
                 self._first_seen = now
         self._read_some(now)
+        self._try_disk(now)
         for rank in self._ranks:
             if rank not in self._ended and self._is_gone(rank, now):
                 self._ended[rank] = now
@@ -298,6 +305,14 @@ class RankWatch:
         if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
             self.failed_at = now
             self.read_all()
+
+    def _try_disk(self, now: float) -> None:
+        """Without heartbeats, learn whether the disk refuses them: ranks that train on a full disk must not be taken for silent ones."""
+        if now - max(sign.written_at for sign in self._signs.values()) <= UNWRITTEN_SECONDS:
+            self.disk_refusal = None
+        elif now - self._tried_at >= TRIAL_SECONDS:
+            self._tried_at, self.disk_refusal = now, disk_refusal(self._run)
+            self._refused_at = now if self.disk_refusal is not None else self._refused_at
 
     def _read_some(self, now: float) -> None:
         """Read the next few ranks' files, as many as are due since the last call."""
@@ -386,9 +401,9 @@ class RankWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since any rank of this machine made progress or ended."""
+        """Seconds since any rank of this machine made progress or ended, or could not have reported that."""
         progressed = (sign.progressed_at for sign in self._signs.values())
-        return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values()])
+        return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values(), self._refused_at])
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
         """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit."""

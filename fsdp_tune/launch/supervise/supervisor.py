@@ -13,7 +13,6 @@ failures itself and kills the other ranks after a short grace period.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
@@ -43,7 +42,7 @@ from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event
-from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear
+from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear, disk_refusal
 from fsdp_tune.run.metrics_file import Follower, append_event
 
 EARLY_POLL_SECONDS = 0.02
@@ -187,6 +186,7 @@ class Supervisor:
         self._is_forwarded = self._is_announced = False
         self._gaps = len(LIVED.gaps)
         self._gave_up_saving = False
+        self._is_disk_refused = False
         self._stuck: Problem | None = None
         self._elsewhere: Problem | None = None
         self._last_logged_step = 0
@@ -222,6 +222,7 @@ class Supervisor:
                         yield from self._logged(metrics)
                     watch.poll(launcher.pid)
                     yield from self._moved(watch)
+                    yield from self._noticed_refusal(watch)
                     yield from self._end_if_needed(launcher, watch)
             finally:
                 left = _kill_remaining(launcher, watch)
@@ -314,6 +315,13 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     append_event(self._run, Continued(self._last_logged_step, gap.seconds, message))
 
+    def _noticed_refusal(self, watch: RankWatch) -> Iterator[Event]:
+        was_refused, self._is_disk_refused = self._is_disk_refused, watch.disk_refusal is not None
+        if self._is_disk_refused and not was_refused:
+            yield Message(f"{watch.disk_refusal}: no heartbeats, and no hang is detected until it can be written; the ranks continue")
+        elif was_refused and not self._is_disk_refused:
+            yield Message(f"{self._run.logs} can be written again")
+
     def _pass_on_signals(self, watch: RankWatch) -> Iterator[Event]:
         """Say where the ranks stop after the first signal; a second one ends the wait for them."""
         if not self._signals:
@@ -397,21 +405,8 @@ class Supervisor:
             elsewhere=self._elsewhere,
             killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
-            disk_refusal=_disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
+            disk_refusal=disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )
-
-
-def _disk_refusal(run: RunDir) -> str | None:
-    """Return why the disk refuses a small file in the logs of a run; None if it accepts one, or if the logs are gone."""
-    if not run.logs.is_dir():
-        return None
-    probe = run.logs / f"write-probe-{os.getpid()}"
-    try:
-        write_file(probe, "a rank left no outcome: can this directory be written?", private=True)
-        DISK.unlink(probe)
-    except OSError as error:
-        return f"{run.logs} cannot be written ({error.strerror})"
-    return None
 
 
 def _directory_problem(run: RunDir) -> Problem:

@@ -45,6 +45,8 @@ IS_PACKED = Name(
 """Checks of position ids on the device. Fallback: the checks are made, and each waits for the device."""
 FIND_PACKED_IN_PART = Name("transformers.masking_utils:find_packed_sequence_indices", "`parallelism.sp_size`", READ_IN)
 """The same check, of the tokens of one rank that shares rows with others, where it would find wrong examples."""
+GROUPED_PRODUCT_TAKES = Name("transformers.integrations.moe:_can_use_grouped_mm", "experts of any width", READ_IN, fallback=None)
+"""Whether torch's grouped product takes an input and the weights of experts. Fallback: torch refuses widths that it does not take."""
 RECORDED_OUTPUTS = Name("transformers.modeling_utils:_CAN_RECORD_REGISTRY", "`output_router_logits: true` under FSDP2", READ_IN)
 """The outputs of layers that a model can record, by its printed class, which FSDP2 replaces."""
 NO_ERROR_FOR_MISSING = Parameter(

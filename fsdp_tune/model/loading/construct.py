@@ -20,6 +20,7 @@ from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARE
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
+from fsdp_tune.model.experts import allow_any_width
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
@@ -222,6 +223,7 @@ def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> P
 
 
 def _settle(recipe: Recipe, model: PreTrainedModel, like: PreTrainedModel | None = None) -> None:
+    allow_any_width()
     keep_precision(model, storage_dtype(recipe), TORCH_DTYPE[recipe.compute_dtype], like)
     require_rotary_scaling(recipe, model)
     fix_rotary_frequencies(model, recipe.data.max_length)

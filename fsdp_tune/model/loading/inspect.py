@@ -8,7 +8,6 @@ prints a `ModelInspection` as JSON.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import math
 import sys
@@ -227,6 +226,7 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
+    from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions, fixed_rotary
 
     problems: list[Problem] = []
@@ -255,15 +255,8 @@ def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem
                     hint=f"`--set data.max_length={original}` trains with the frequencies of short batches",
                 )
             )
-    if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
-        problems.append(
-            Problem(
-                "packing-not-isolated",
-                f"{type(model).__name__} takes no position ids, so packed examples would attend to each other",
-                Where(key="data.packing"),
-                hint="--set data.packing=false",
-            )
-        )
+    if (problem := packing_problem(recipe, model)) is not None:
+        problems.append(problem)
     return problems, notices
 
 

@@ -34,6 +34,8 @@ _DTYPE_NAMES = {
 # Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
 _GROUPED = "_grouped_mm"
+# What transformers calls where torch's grouped product cannot be used, and how many products of each expert it holds.
+_GROUPED_ONE_BY_ONE = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 # Run on the host or read metadata: no work on the device.
 _NO_WORK = {
     "device",
@@ -178,12 +180,16 @@ def _launches(name: str, inputs: list[torch.Tensor]) -> int:
         return math.ceil(len(inputs) / _TENSORS_PER_LAUNCH)
     if name == _GROUPED and len(inputs) == 3 and inputs[0].dtype != torch.bfloat16:
         return inputs[2].numel()  # one for each group, of which the last input has the ends (`_grouped_mm_fallback`)
+    if name in _GROUPED_ONE_BY_ONE:
+        return _GROUPED_ONE_BY_ONE[name] * inputs[2].numel()
     return 1
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     if name == _GROUPED:
         return grouped_flops(*args[:2])
+    if name in _GROUPED_ONE_BY_ONE:
+        return _GROUPED_ONE_BY_ONE[name] * grouped_flops(*args[:2])
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return 0.0

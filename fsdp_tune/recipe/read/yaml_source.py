@@ -8,9 +8,8 @@ PyYAML reports where it stopped, often the line below the mistake: `max_length:3
 from __future__ import annotations
 
 import difflib
-import os
+import errno
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any, NoReturn
 import yaml
 
 from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.core.units import ScalarError, Value, format_bytes, parse_plain, shown
+from fsdp_tune.core.files import UnsuitableFileError, read_regular
+from fsdp_tune.core.units import ScalarError, Value, parse_plain, shown
 
 # ---- The text: a regular UTF-8 file of limited size, or an error. Reading never blocks.
 
@@ -30,13 +30,6 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 # C0 controls except tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 has:
 # an editor does not count those, so every later line number would be wrong.
 _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
@@ -72,10 +65,12 @@ def _position(before: str, where: Where) -> Where:
     return Where(where.source, len(lines), len(lines[-1]) + 1)
 
 
-def _read_bytes(path: Path, where: Where, most: int) -> bytes:
+def _read_bytes(path: Path, where: Where, most_bytes: int) -> bytes:
     try:
-        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_regular(path, most_bytes=most_bytes)
+    except UnsuitableFileError as error:
+        code = "recipe-too-large" if error.errno == errno.EFBIG else "recipe-not-readable"
+        raise usage_error(code, f"`{path}` {error.strerror}", where=where) from error
     except FileNotFoundError as error:
         dangling = path.is_symlink()
         message = f"`{path}` is a link to `{path.readlink()}`, which does not exist" if dangling else f"there is no file `{path}`"
@@ -85,25 +80,6 @@ def _read_bytes(path: Path, where: Where, most: int) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise usage_error("recipe-not-readable", f"`{path}` cannot be read: {reason}", where=where) from error
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
-            raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
-        if facts.st_size > most:
-            raise _too_large(facts.st_size, most, path, where)
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            raw = file.read(most + 1)  # the file may have grown since fstat
-    finally:
-        os.close(descriptor)
-    if len(raw) > most:
-        raise _too_large(len(raw), most, path, where)
-    return raw
-
-
-def _too_large(size_bytes: int, most: int, path: Path, where: Where) -> FsdpTuneError:
-    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(most)}"
-    return usage_error("recipe-too-large", message, where=where)
 
 
 # ---- The tree

@@ -21,10 +21,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FailedError, failed_error
-from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count, family_of
+from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.internals.torch_internals import OBSERVING_MODE, observing_mode
 from fsdp_tune.model.internals.transformers_internals import attention_of
+from fsdp_tune.model.loading.packing import leak_problem
 from fsdp_tune.model.sequence_parallel import attention_disabled, packing_known, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.local import bare_class, multiplied_as
 from fsdp_tune.model.shard.wrap import outside_step
@@ -41,6 +42,7 @@ _KINDS = {
     "bmm": "matmul",
     "baddbmm": "matmul",
     "_grouped_mm": "matmul",
+    "grouped_mm_fallback": "matmul",
     "_scaled_dot_product_flash_attention": "attention",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_scaled_dot_product_efficient_attention": "attention",
@@ -280,13 +282,7 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
 
 
 def not_isolated(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:
-    report, kernel = family_of(config.model_type).packing_report, attention_of(config)
-    return failed_error(
-        "packing-not-isolated",
-        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
-        "when another one changes",
-        hint="--set data.packing=false" + ("" if report is None else f"; reported upstream: {report}"),
-    )
+    return FailedError(leak_problem(deviation, model_name, config, attention_of(config)))
 
 
 def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:

@@ -1,0 +1,116 @@
+"""Find a model that cannot keep packed examples apart before a rank starts, on its small form with random weights.
+
+A model may take position ids and still ignore where examples end: a convolution or a recurrence reads across the border, or its mask is
+built without them. No field of a configuration says so. The ranks measure the live model too (`worker.readback.isolation`), which also
+covers kernels that need a GPU, and models of which no small form can be built here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.core.errors import Problem, Where
+from fsdp_tune.core.families import family_of
+from fsdp_tune.core.small_config import scale_down_config
+from fsdp_tune.model.kernels.attention import has_variable_lengths, live_attention
+from fsdp_tune.model.sequence_parallel import attention_disabled, packing_known
+from fsdp_tune.recipe.schema.recipe import Recipe
+
+EXAMPLE_TOKENS = 12
+MOST_PARAMETERS = 80_000_000
+"""A vocabulary of 256 Ki tokens, its head, and some layers. The small form of an unknown architecture may be larger."""
+ALLOWED_DEVIATION = 1e-4
+"""Of the norm of a token's logits, in fp32. Same shapes, same kernels: it is zero, but for experts whose groups change in size."""
+
+
+def packing_problem(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
+    """Return the problem of a recipe with packing whose model lets examples see each other; None without one, or where it is not known."""
+    if not recipe.data.packing:
+        return None
+    name = type(model).__name__
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        message = f"{name} takes no position ids, so packed examples would attend to each other"
+        return Problem("packing-not-isolated", message, Where(key="data.packing"), hint="--set data.packing=false")
+    kernel = live_attention(recipe, model).value
+    deviation = small_deviation(model.config, kernel, trusts_code=recipe.model.trust_remote_code)
+    if deviation is None or not deviation > ALLOWED_DEVIATION:
+        return None
+    return leak_problem(deviation, name, model.config, kernel)
+
+
+def leak_problem(deviation: float, model_name: str, config: PreTrainedConfig, kernel: str) -> Problem:
+    """Return the problem of a model whose logits of one example move by `deviation`, of their norm, when another example changes."""
+    report = family_of(config.model_type).packing_report
+    return Problem(
+        "packing-not-isolated",
+        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
+        "when another one changes",
+        Where(key="data.packing"),
+        hint="--set data.packing=false" + ("" if report is None else f"; reported upstream: {report}"),
+    )
+
+
+def small_deviation(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> float | None:
+    """Return by how much logits of the second example move when the first one changes, of their norm; None if it cannot be measured.
+
+    A kernel with variable lengths keeps examples apart by itself, so the layers besides attention are measured.
+    """
+    separates = has_variable_lengths(kernel)
+    mask_kernel = None if separates or kernel in ("auto", "flex_attention") else kernel
+    try:
+        with torch.random.fork_rng(devices=[]), _silent():
+            small = _small_model(config, mask_kernel, trusts_code=trusts_code)
+            if small is None:
+                return None
+            with attention_disabled(small) if separates else contextlib.nullcontext():
+                return _deviation(small)
+    except Exception:  # noqa: BLE001  any code of any model; the ranks measure the real one
+        return None
+
+
+def _small_model(config: PreTrainedConfig, kernel: str | None, *, trusts_code: bool) -> PreTrainedModel | None:
+    text = config.get_text_config()  # of a model of several modalities, whose rows are text
+    small = type(text).from_dict(scale_down_config(text.to_dict()))
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": kernel, "trust_remote_code": trusts_code}
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(copy.deepcopy(small), **options).parameters())
+    if parameters > MOST_PARAMETERS:
+        return None
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(small, **options)
+    return model.eval()
+
+
+@torch.no_grad()
+def _deviation(model: PreTrainedModel) -> float:
+    ids = torch.arange(2 * EXAMPLE_TOKENS)[None] + 3
+    positions = torch.arange(EXAMPLE_TOKENS).repeat(2)[None]
+    changed = torch.where(torch.arange(2 * EXAMPLE_TOKENS) < EXAMPLE_TOKENS, ids.flip(1), ids)
+    second = slice(EXAMPLE_TOKENS, None)
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        with packing_known(is_packed=True):
+            found: Any = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        return found.logits[0, second]
+
+    one, other = logits(ids), logits(changed)
+    return float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max())
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """No warnings of models that lack a kernel's package: they are about the small form."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
