@@ -24,6 +24,7 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
+from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
@@ -31,7 +32,6 @@ from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_wh
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
-from fsdp_tune.jobs.validate import inspect_model
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,

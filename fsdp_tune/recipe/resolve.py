@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,18 @@ class Resolution:
     notices: tuple[Notice, ...]
 
 
+class UnresolvedError(FsdpTuneError):
+    """What prevents a recipe from being resolved. `recipe` has the keys that could be decided.
+
+    `suspects`: the keys of the problems, so that checks that depend on them would mislead. Keys that only contradict the number of ranks
+    are not among them, since neither model nor rows depend on it.
+    """
+
+    def __init__(self, recipe: Recipe, *problems: Problem, suspects: Collection[str] = ()) -> None:
+        self.recipe, self.suspects = recipe, frozenset(suspects)
+        super().__init__(*problems)
+
+
 def cpu_way_out(recipe: Recipe, cores: int) -> str:
     """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more."""
     launch, options = recipe.launch, "--set launch.device=cpu"
@@ -68,7 +80,7 @@ def resolve(
     positions: Mapping[str, Where] | None = None,
     resume: str | None = None,
 ) -> Resolution:
-    """Fill every unset key. Raises: FsdpTuneError with all problems that depend on the machine or the number of ranks.
+    """Fill every unset key. Raises: UnresolvedError with all problems that depend on the machine or the number of ranks.
 
     `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
     without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
@@ -79,14 +91,16 @@ def resolve(
     work.gpu()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
     findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
-    work.problems.extend(as_problem(finding, work.positions) for finding in findings)
-    if not work.problems:
+    of_world = [as_problem(finding, work.positions) for finding in findings]
+    if not work.problems and not of_world:
         work.mesh(world)
         work.fsdp()
         work.training(world)
         if recipe.data.streaming:
             work.stream(world)
         work.evaluation()
+    else:
+        work.unsized(world)
     work.model()
     work.rest()
     if needs_trackers:
@@ -98,12 +112,12 @@ def resolve(
     local_paths, path_problems = absolute_paths(work.data, cwd, source)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
-    if work.problems:
-        raise FsdpTuneError(*work.problems)
     resolved = Recipe.model_validate(work.data)
-    work.fewer_machines(resolved)
-    if work.problems:
-        raise FsdpTuneError(*work.problems)
+    if not work.problems and not of_world:
+        work.fewer_machines(resolved)
+    if work.problems or of_world:
+        suspects = [problem.where.key for problem in work.problems if problem.where.key is not None]
+        raise UnresolvedError(resolved, *of_world, *work.problems, suspects=suspects)
     return Resolution(resolved, work.reasons, tuple(work.notices))
 
 
@@ -243,6 +257,10 @@ class _Resolver:
             strategy = self.recipe.fsdp.sharding_strategy
             message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
             self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
+
+    def unsized(self, world: World) -> None:
+        """Give a recipe that is refused the sizes of one copy, so that its model can still be inspected."""
+        self.data["parallelism"] |= {"dp_replicate_size": 1, "dp_shard_size": data_ranks(self.recipe, world)}
 
     def fsdp(self) -> None:
         fsdp = self.recipe.fsdp
