@@ -49,6 +49,8 @@ class Machine:
     """The NVIDIA GPUs that do not respond, each with the driver's reason."""
     hidden: str | None = None
     """The variable that hides all of its GPUs, with its value."""
+    has_bf16_cpu: bool = True
+    """Whether its CPU has instructions for bf16 products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,22 @@ def available_cores() -> int:
     """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a container; on macOS, all cores."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *_core_quotas()])
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""x86 (Sapphire Rapids; Cooper Lake, Zen 4 and later) and Arm. oneDNN, and with it `torch.ops.mkldnn._is_mkldnn_bf16_supported`, also
+accepts AVX-512 without them, where each product converts its operands to fp32 and back."""
+
+
+def has_bf16_instructions() -> bool:
+    """Return whether the CPU multiplies bf16 in hardware; False where the system does not tell."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return found is not None and not _BF16_FLAGS.isdisjoint(found[1].split())
 
 
 def _core_quotas() -> Iterator[int]:
@@ -101,18 +119,19 @@ def _cpu_time(group: Path) -> tuple[int, int]:
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
     """Return the machine for `recipe.resolve`. `wanted` is `launch.device`; nothing is detected if it is `cpu`."""
     environment = os.environ if environment is None else environment
-    cores = available_cores()
+    cores, has_bf16_cpu = available_cores(), has_bf16_instructions()
     if wanted == "cpu":
-        return Machine(None, 0, cores, None)
+        return Machine(None, 0, cores, None, has_bf16_cpu=has_bf16_cpu)
     # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for another machine.
     devices, lost = [device for device in visible_devices(environment) if device.kind != "mps"], tuple(lost_devices())
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
         if facts.get("device") is not None:
-            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"))
+            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"), has_bf16_cpu=has_bf16_cpu)
     if not devices:
-        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment))
-    return Machine(devices[0].kind, len(devices), cores, devices[0].name, devices[0].capability, lost)
+        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment), has_bf16_cpu=has_bf16_cpu)
+    first = devices[0]
+    return Machine(first.kind, len(devices), cores, first.name, first.capability, lost, has_bf16_cpu=has_bf16_cpu)
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:

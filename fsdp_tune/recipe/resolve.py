@@ -14,7 +14,15 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.references import absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
-from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, OLDEST_BF16_GPU, computes_in_fp8, fp8_gpu_problem, lora_limits, slow_bf16
+from fsdp_tune.recipe.rules.limits import (
+    FP8_MULTIPLE,
+    OLDEST_BF16_GPU,
+    computes_in_fp8,
+    fp8_gpu_problem,
+    lora_limits,
+    slow_bf16,
+    slow_bf16_cpu,
+)
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
@@ -59,10 +67,13 @@ class UnresolvedError(FsdpTuneError):
         super().__init__(*problems)
 
 
-def cpu_way_out(recipe: Recipe, cores: int) -> str:
-    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more."""
+def cpu_way_out(recipe: Recipe, machine: Machine) -> str:
+    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more, and in
+    fp32 where the CPU computes bf16 slowly."""
     launch, options = recipe.launch, "--set launch.device=cpu"
-    most = max(cores, CPU_RANKS) * launch.num_machines
+    if not machine.has_bf16_cpu and recipe.precision.mixed_precision == "bf16":
+        options += " --set precision.mixed_precision=no"
+    most = max(machine.cores, CPU_RANKS) * launch.num_machines
     if launch.num_processes != "auto" and launch.num_processes > most:
         sizes = range(most, 0, -launch.num_machines)
         fitting = (size for size in sizes if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines))))
@@ -88,9 +99,10 @@ def resolve(
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
+    work.precision()
     work.gpu()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
-    findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
+    findings = [finding for rule in WORLD_RULES for finding in rule(work.recipe, world)]
     of_world = [as_problem(finding, work.positions) for finding in findings]
     if not work.problems and not of_world:
         work.mesh(world)
@@ -174,6 +186,21 @@ class _Resolver:
             threads = max(1, self.machine.cores // local_ranks)
             self.decide("launch.num_cpu_threads_per_process", threads, f"{self.machine.cores} cores / {local_ranks} local ranks")
 
+    def precision(self) -> None:
+        """Decide the compute dtype, on which later decisions depend."""
+        is_slow = self.data["launch"]["device"] == "cpu" and not self.machine.has_bf16_cpu
+        if self.recipe.precision.mixed_precision == "auto":
+            chosen, reason = "bf16", "the default of GPUs, and of CPUs with bf16 instructions"
+            if is_slow and self.recipe.model.dtype == "fp32":
+                chosen, reason = "no", "this CPU has no instructions for bf16 (AMX, AVX512_BF16)"
+                message = f"CPU ranks compute in fp32 (`precision.mixed_precision: no`): {reason}"
+                self.add_notice("cpu-computes-fp32", ("precision.mixed_precision",), message)
+            self.decide("precision.mixed_precision", chosen, reason)
+            decided = self.recipe.precision.model_copy(update={"mixed_precision": chosen})
+            self.recipe = self.recipe.model_copy(update={"precision": decided})
+        if is_slow and (found := slow_bf16_cpu(self.recipe)) is not None:
+            self.add_notice(found.code, found.keys, found.message, found.hint)
+
     def _device(self) -> str:
         wanted, there = self.recipe.launch.device, self.machine.device
         if wanted == "auto":
@@ -183,13 +210,13 @@ class _Resolver:
                 return there
             if self.assume is None:
                 message = f"this machine shows no accelerator{self._unseen()}, and the CPU is never chosen silently"
-                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine.cores),))
+                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),))
             device = self.assume or "cuda"
             self.decide("launch.device", device, "assumed: this machine shows no accelerator")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"
-            ways_out = (cpu_way_out(self.recipe, self.machine.cores),)
+            ways_out = (cpu_way_out(self.recipe, self.machine),)
             self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
         return wanted
 

@@ -151,3 +151,23 @@ def test_cores_are_limited_by_the_cpu_time_of_a_container(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     assert available_cores() == min([64, *cores])
     assert this_machine("cpu").cores == min([64, *cores])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq\n", False),  # oneDNN takes bf16 here, and is slow
+        ("flags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu amx_tile amx_bf16\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd\n", False),
+        (None, False),
+    ],
+)
+def test_instructions_for_bf16_are_read_from_the_system(
+    text: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert this_machine("cpu").has_bf16_cpu is expected

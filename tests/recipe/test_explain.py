@@ -19,7 +19,7 @@ def told(tmp_path: Path, text: str, *overrides: str) -> list[tuple[str, str, str
     """(place, message, hint) of every error."""
     path = tmp_path / "r.yaml"
     path.write_text(text, encoding="utf-8")
-    done = CliRunner().invoke(app, ["validate", str(path), *(word for each in overrides for word in ("--set", each))])
+    done = CliRunner().invoke(app, ["prepare", str(path), *(word for each in overrides for word in ("--set", each))])
     assert done.exit_code == 2, done.stdout
     found = re.findall(r"^error: (.*?): (.*)\n(?:hint: (.*)\n)?", done.stderr.replace(f"{path}:", ""), re.MULTILINE)
     return [(place, message, hint) for place, message, hint in found]
