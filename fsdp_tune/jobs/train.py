@@ -50,7 +50,7 @@ from fsdp_tune.launch.machines.machine import OwnDirectory, identity_of
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
-from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -425,7 +425,8 @@ class _Job:
 
     def merge(self) -> Path:
         options = MergeOptions(overwrite=True, best=takes_best(self.recipe))
-        return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
+        with hints_with_command(self.plan.run.path):
+            return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
 
     def push(self) -> str:
         """Upload the adapter if the run has no merged model, else that."""
