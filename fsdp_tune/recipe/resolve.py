@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.processes import default_cache_directory
-from fsdp_tune.recipe.references import absolute_paths, continue_adapter, output_directory
+from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import (
     FP8_MULTIPLE,
@@ -167,7 +167,12 @@ class _Resolver:
 
     def adapter(self, cwd: Path, output: Path) -> None:
         """Take unset keys of `lora:` from the adapter that training continues."""
-        if self.recipe.lora is None or self.recipe.lora.adapter is None:
+        if self.recipe.lora is None:
+            return
+        if self.recipe.lora.adapter is None:
+            for name, of_peft in PEFT_DEFAULTS.items():
+                if not given(self.recipe, f"lora.{name}") and getattr(self.recipe.lora, name) != of_peft:
+                    self.reasons[f"lora.{name}"] = f"the default; PEFT's is {of_peft}"
             return
         found = continue_adapter(self.recipe, cwd, output)
         findings = found.findings
