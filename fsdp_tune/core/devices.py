@@ -18,16 +18,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
 from fsdp_tune.core.version import __version__
 
-NVML_SUCCESS = 0
 TORCH_FACTS_SECONDS = 120.0
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """The control groups of this process, and where their limits are."""
@@ -193,41 +192,22 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-@contextmanager
-def _nvml() -> Iterator[ctypes.CDLL | None]:
-    """Yield the driver's management library, initialised; None if there is no driver."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    if library.nvmlInit_v2() != NVML_SUCCESS:
-        yield None
-        return
-    try:
-        yield library
-    finally:
-        library.nvmlShutdown()
-
-
 def nvidia_devices() -> list[Device]:
     """Return all NVIDIA devices by NVML, in PCI order, regardless of CUDA_VISIBLE_DEVICES; [] if there is no driver."""
-    with _nvml() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+    with open_nvml() as nvml:
+        if nvml is None:
             return []
-        return [device for index in range(count.value) if (device := _nvidia_device(nvml, index)) is not None]
+        return [device for index in range(nvml.device_count()) if (device := _nvidia_device(nvml, index)) is not None]
 
 
 def lost_devices() -> list[str]:
     """Return the NVIDIA GPUs that the driver lists and that do not respond, each with the driver's reason: `GPU 1 (GPU is lost)`."""
-    with _nvml() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+    with open_nvml() as nvml:
+        if nvml is None:
             return []
-        nvml.nvmlErrorString.restype = ctypes.c_char_p
-        codes = [nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(ctypes.c_void_p())) for index in range(count.value)]
-        return [f"GPU {index} ({nvml.nvmlErrorString(code).decode()})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
+        count = nvml.device_count()
+        codes = [nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(ctypes.c_void_p())) for index in range(count)]
+        return [f"GPU {index} ({nvml.describe(code)})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,25 +233,20 @@ _SM_CLOCK, _UNCORRECTED, _VOLATILE = 1, 1, 0
 
 def gpu_states(environment: Mapping[str, str]) -> list[GpuState]:
     """Return the state of each NVIDIA GPU visible to a rank, in its order; [] if there are none."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         return [] if nvml is None else [_gpu_state(nvml, each.uuid) for each in visible_devices(environment) if each.uuid]
 
 
-def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
+def _gpu_state(nvml: Nvml, uuid: str) -> GpuState:
     handle, memory, busy = ctypes.c_void_p(), _NvmlMemory(), (ctypes.c_uint * 2)()
-
-    def succeeds(function: str, *arguments: Any) -> bool:
-        call = getattr(nvml, function, None)  # an old driver lacks some
-        return call is not None and call(*arguments) == NVML_SUCCESS
-
-    found = succeeds("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+    found = nvml.succeeds("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
 
     def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
         value = kind()
-        return value.value if found and succeeds(function, handle, *arguments, ctypes.byref(value)) else None
+        return value.value if found and nvml.succeeds(function, handle, *arguments, ctypes.byref(value)) else None
 
-    has_memory = found and succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-    has_use = found and succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
+    has_memory = found and nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    has_use = found and nvml.succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
     limit, default = number("nvmlDeviceGetPowerManagementLimit"), number("nvmlDeviceGetPowerManagementDefaultLimit")
     reasons = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
     return GpuState(
@@ -287,25 +262,20 @@ def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
 
 def nvidia_driver() -> str | None:
     """Return the version of the NVIDIA driver, such as 550.54.15; None if there is none."""
-    with _nvml() as nvml:
-        text = ctypes.create_string_buffer(80)
-        if nvml is None or nvml.nvmlSystemGetDriverVersion(text, 80) != NVML_SUCCESS:
-            return None
-        return text.value.decode()
+    with open_nvml() as nvml:
+        return None if nvml is None else nvml.text("nvmlSystemGetDriverVersion")
 
 
-def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
-    handle = ctypes.c_void_p()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != NVML_SUCCESS:
+def _nvidia_device(nvml: Nvml, index: int) -> Device | None:
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    if not nvml.succeeds("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)):
         return None  # it no longer responds: see `lost_devices`
-    name, uuid, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _NvmlMemory()
-    nvml.nvmlDeviceGetName(handle, name, 96)
-    nvml.nvmlDeviceGetUUID(handle, uuid, 96)
-    knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
+    name, uuid = nvml.text("nvmlDeviceGetName", handle), nvml.text("nvmlDeviceGetUUID", handle)
+    knows_memory = nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     major, minor = ctypes.c_int(), ctypes.c_int()
-    has_capability = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) == NVML_SUCCESS
+    has_capability = nvml.succeeds("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
     capability = (major.value, minor.value) if has_capability else None
-    return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None, capability)
+    return Device("cuda", name or "NVIDIA GPU", uuid or "", memory.total if knows_memory else None, capability)
 
 
 def amd_devices() -> list[Device]:
