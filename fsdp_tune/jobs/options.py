@@ -177,6 +177,9 @@ class PlanOptions:
     ] = True
     write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
     calibrate: Annotated[Path | None, Option("Learn this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
+    dollars_per_hour: Annotated[
+        float | None, Option("Price of one GPU, for the cost of the run; overrides that of a GPU file.", metavar="PRICE")
+    ] = None
     allowed: AllowedCode = Allowed()
 
 
