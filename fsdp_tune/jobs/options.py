@@ -114,6 +114,8 @@ class TrainOptions:
     allowed: Allowed = Allowed()
     command: Sequence[str] = ()
     """The command line without `fsdp-tune`, for messages that say how to continue."""
+    is_elsewhere: bool = False
+    """Whether the run starts on another machine, so that what is missing here is a notice: of a preview alone."""
 
 
 Nodes = Annotated[

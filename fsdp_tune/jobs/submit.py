@@ -98,6 +98,8 @@ class Submission:
     """An earlier script with the user's lines; None: that of this run."""
     sweep: Sequence[PlannedRun] = ()
     """The runs of a sweep, each an element of a job array."""
+    is_printed: bool = False
+    """Whether the script is only printed: what is missing on this machine is then a notice."""
 
     @property
     def files(self) -> JobFiles:
@@ -157,7 +159,8 @@ class Submission:
         """Raises: FsdpTuneError for what `train` would refuse before its inputs are read."""
         if self.sweep:
             return [each.preview for each in self.sweep]
-        return [preview(self.loaded, TrainOptions(resume="auto", allowed=self.options.allowed), observer=self.observer)]
+        options = TrainOptions(resume="auto", allowed=self.options.allowed, is_elsewhere=self.is_printed)
+        return [preview(self.loaded, options, observer=self.observer)]
 
     def _settings(self) -> list[str]:
         if self.sweep:  # each run sets its own name and directory
@@ -242,12 +245,17 @@ def submission(
     *,
     name: str | None = None,
     sweep: Sequence[str] = (),
+    is_printed: bool = False,
     observer: Observer = Observer(),
 ) -> Submission:
-    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError."""
+    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError.
+
+    `is_printed`: as in `Submission`.
+    """
     loaded = sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name)
-    planned = plan_sweep(source, loaded.overrides, sweep, TrainOptions(allowed=options.allowed), name=name) if sweep else ()
-    return Submission(loaded, options, slurm, observer, sweep=planned)
+    of_runs = TrainOptions(allowed=options.allowed, is_elsewhere=is_printed)
+    planned = plan_sweep(source, loaded.overrides, sweep, of_runs, name=name) if sweep else ()
+    return Submission(loaded, options, slurm, observer, sweep=planned, is_printed=is_printed)
 
 
 def _set(pairs: Sequence[str]) -> list[str]:

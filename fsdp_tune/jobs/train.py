@@ -131,7 +131,15 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
 def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
     """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
     observer.phase("finding the devices of this machine")
-    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
+    resolution = resolve_recipe(
+        loaded,
+        options.allowed,
+        observer,
+        starts_ranks=True,
+        starts_here=starts_here,
+        resume=options.resume,
+        elsewhere=options.is_elsewhere,
+    )
     observer.notices(resolution.notices)
     recipe = resolution.recipe
     if starts_here and options.machine_rank is None:
@@ -142,7 +150,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
     skipped = () if options.skip_rows is None or rank > 0 else tuple(read_named_rows(options.skip_rows))
     mirror = Mirroring.of(run, recipe, observer, rank)
-    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer, skipped, mirror)
+    extensions = () if options.is_elsewhere else find_extensions(recipe)
+    return _Job(loaded, resolution, plan, extensions, options, observer, skipped, mirror)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
 from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import FsdpTuneError, Problem, collected, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, collected, usage_error
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.account import SourceSample, sample_sources
@@ -32,8 +32,9 @@ from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
-from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
-from fsdp_tune.recipe.resolve import Resolution, UnresolvedError
+from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, find_recipe, load_recipe
+from fsdp_tune.recipe.read.yaml_source import read_text
+from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -195,14 +196,15 @@ def validate(
         if offline:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
         try:
-            resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict)
+            resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict, elsewhere=recipe.is_imported)
         except UnresolvedError as error:
-            raise _invalid(error, offline=offline, observer=observer) from error
+            raise _invalid(error, recipe, offline=offline, observer=observer) from error
         try:
             check_cache(resolution.recipe, writes=False)
         except FsdpTuneError as error:
-            raise _invalid(UnresolvedError(resolution.recipe, *error.problems), offline=offline, observer=observer) from error
-        found = inspect(resolution.recipe, offline=offline)
+            unresolved = UnresolvedError(resolution.recipe, *error.problems)
+            raise _invalid(unresolved, recipe, offline=offline, observer=observer) from error
+        found = _inspect(resolution.recipe, recipe, resolution.notices, offline=offline)
         _compare_vocabulary(resolution.recipe, found)
         resolution = _decide(resolution, found, offline=offline)
         notices = [*recipe.notices, *resolution.notices, *found.notices]
@@ -231,32 +233,58 @@ def validate_file(
     except WrongRecipeError as error:
         if error.recipe is None:
             raise
-        readable = LoadedRecipe(error.recipe, (), Path(source), "", tuple(overrides), error.positions)
+        path = find_recipe(source)
+        readable = LoadedRecipe(error.recipe, (), path, read_text(path), tuple(overrides), error.positions)
         with session(readable):
             if offline:
                 os.environ["HF_HUB_OFFLINE"] = "1"
-            raise _invalid(_with_unresolved(error, readable, allowed, observer), offline=offline, observer=observer) from error
+            unresolved = _with_unresolved(error, readable, allowed, observer)
+            raise _invalid(unresolved, readable, offline=offline, observer=observer) from error
     return loaded, validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=observer)
 
 
 def _with_unresolved(error: WrongRecipeError, readable: LoadedRecipe, allowed: Allowed, observer: Observer) -> UnresolvedError:
     """Return the mistakes of a recipe with what prevents the rest of it from being resolved."""
     try:
-        recipe, more, suspects = resolve_recipe(readable, allowed, observer, starts_ranks=True).recipe, (), error.suspects
+        resolution = resolve_recipe(readable, allowed, observer, starts_ranks=True, elsewhere=readable.is_imported)
+        recipe, more, suspects = resolution.recipe, (), error.suspects | _missing_here(resolution.notices)
     except UnresolvedError as unresolved:
         recipe, more, suspects = unresolved.recipe, unresolved.problems, error.suspects | unresolved.suspects
     return UnresolvedError(recipe, *error.problems, *more, suspects=suspects)
 
 
-def _invalid(error: UnresolvedError, *, offline: bool, observer: Observer) -> InvalidRecipeError:
+def _invalid(error: UnresolvedError, loaded: LoadedRecipe, *, offline: bool, observer: Observer) -> InvalidRecipeError:
     """Check the stages that do not depend on the mistakes of a recipe, and return all that is wrong."""
     found = inspect_remaining(error.recipe, error.suspects, offline=offline)
+    if loaded.is_imported:
+        _take_absent(found, ())
     with collected(found.problems):
         check_cache(error.recipe, writes=False)
     _compare_vocabulary(error.recipe, found)
     observer.notices(found.notices)
     different = {(problem.code, problem.message): problem for problem in reversed([*error.problems, *found.problems])}
     return InvalidRecipeError(found, *reversed(different.values()))
+
+
+def _missing_here(notices: Sequence[Notice]) -> set[str]:
+    """Return the keys of model, tokenizer and template whose files are on another machine; the other sources of rows are still read."""
+    return {str(each.where.key) for each in notices if each.code in ABSENT and each.code != "data-not-found"}
+
+
+def _inspect(recipe: Recipe, loaded: LoadedRecipe, notices: Sequence[Notice], *, offline: bool) -> Inspection:
+    """Inspect a resolved recipe; of an imported one, without what `notices` report to be missing on this machine."""
+    found = inspect_remaining(recipe, _missing_here(notices) if loaded.is_imported else (), offline=offline)
+    if loaded.is_imported:
+        _take_absent(found, notices)
+    return found
+
+
+def _take_absent(found: Inspection, known: Sequence[Notice]) -> None:
+    """Turn problems about files that are on another machine into notices, unless they are `known`, and list them as unchecked."""
+    found.problems, absent = split_absent(found.problems)
+    messages = {notice.message for notice in known}
+    found.notices.extend(notice for notice in absent if notice.message not in messages)
+    found.unchecked.extend(f"rows or a model that are not on this machine: {notice.message}" for notice in absent)
 
 
 def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:

@@ -55,6 +55,17 @@ class Resolution:
     notices: tuple[Notice, ...]
 
 
+ABSENT = frozenset({"not-found", "data-not-found", "model-not-found", "tokenizer-not-found", "no-such-template", "unknown-extension"})
+"""Codes of problems that are about what this machine lacks, and another one may have."""
+NEEDED_THERE = "the machine that trains needs it"
+
+
+def split_absent(problems: Collection[Problem]) -> tuple[list[Problem], list[Notice]]:
+    """Return the other problems, and those about what is missing here as notices, for a run that starts on another machine."""
+    absent = [Notice(each.code, f"{each.message}: {NEEDED_THERE}", each.where) for each in problems if each.code in ABSENT]
+    return [each for each in problems if each.code not in ABSENT], absent
+
+
 class UnresolvedError(FsdpTuneError):
     """What prevents a recipe from being resolved. `recipe` has the keys that could be decided.
 
@@ -90,12 +101,14 @@ def resolve(
     needs_trackers: bool = True,
     positions: Mapping[str, Where] | None = None,
     resume: str | None = None,
+    elsewhere: bool = False,
 ) -> Resolution:
     """Fill every unset key. Raises: UnresolvedError with all problems that depend on the machine or the number of ranks.
 
     `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
     without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
-    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs.
+    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs. `elsewhere`: the run starts on another
+    machine, so files and packages that are missing here are notices.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
@@ -116,7 +129,7 @@ def resolve(
     work.model()
     work.rest()
     if needs_trackers:
-        work.trackers()
+        work.trackers(elsewhere=elsewhere)
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     work.adapter(cwd, output)
@@ -124,6 +137,9 @@ def resolve(
     local_paths, path_problems = absolute_paths(work.data, cwd, source)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
+    if elsewhere:
+        work.problems, absent = split_absent(work.problems)
+        work.notices.extend(absent)
     resolved = Recipe.model_validate(work.data)
     if not work.problems and not of_world:
         work.fewer_machines(resolved)
@@ -303,10 +319,11 @@ class _Resolver:
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 
-    def trackers(self) -> None:
+    def trackers(self, *, elsewhere: bool) -> None:
         """Refuse trackers that cannot start. Without this check every rank would fail minutes later.
 
-        A variable may be set where the run starts, as by a TrainJob of Kubeflow: elsewhere it is a notice.
+        A variable may be set where the run starts, as by a TrainJob of Kubeflow: where it does not start that is a notice, and a package
+        too if the run starts `elsewhere`.
         """
         for name in self.recipe.training.report_to:
             found = missing(name, {**os.environ, **self.recipe.launch.env})
@@ -314,7 +331,9 @@ class _Resolver:
                 continue
             message, keys = f"`training.report_to` names {name}, and {found.reason}", ("training.report_to",)
             hint = f"{found.hint}, or leave it out"
-            if not found.is_set_elsewhere:
+            if not found.is_set_elsewhere and elsewhere:
+                self.add_notice("tracker-not-installed", keys, f"{message}: {NEEDED_THERE}")
+            elif not found.is_set_elsewhere:
                 self.add_problem("tracker-not-installed", keys, message, hint)
             elif self.assume is None:
                 self.add_problem("tracker-not-configured", keys, message, hint)

@@ -267,3 +267,22 @@ def test_sweep_is_an_array_of_the_runs_that_have_not_finished(slurm: FakeSlurm, 
     assert "#SBATCH --array=0-0\n" in text
     assert "learning_rate=1e-5" not in text
     assert error(submit("--sweep", "seed=1,2", "--follow", "--json"))["code"] == "usage"
+
+
+def test_script_that_is_only_printed_has_notices_for_what_the_cluster_needs(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    recipe = tmp_path / "cluster.yaml"
+    recipe.write_text(
+        "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
+        "training: {report_to: [wandb]}\nlaunch: {num_processes: 8}\n"
+    )
+    codes = {"not-found", "tracker-not-installed"}
+    done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--print", "--json"])
+    answer = json.loads(done.stdout)
+    assert (done.exit_code, answer["state"]) == (0, "printed")
+    assert {each["code"] for each in answer["notices"]} == codes | {"data-not-found"}
+    done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--json"])
+    assert (done.exit_code, slurm.calls) == (2, [])
+    assert {each["code"] for each in json.loads(done.stdout)["errors"]} == codes

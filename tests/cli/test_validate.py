@@ -470,3 +470,22 @@ def test_stage_is_not_checked_with_values_that_the_user_did_not_mean(text: str, 
     code, answer = validated(recipe, SMALL.replace("train: [{path: builtin:arithmetic}]", f"{text[7:-1]}, train: [{{path: {rows}}}]"))
     assert (code, [error["key"] for error in answer["errors"]]) == (2, [key])
     assert answer["unchecked"] == [f"tokenizer, chat template and rows, which depend on `{key}`"]
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_what_an_imported_recipe_lacks_here_is_a_notice_and_its_mistakes_are_errors(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule for model, tokenizer, rows and packages; without the first line the file is for this machine."""
+    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    text = "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
+    text += "training: {report_to: [wandb]}\nlaunch: {num_processes: 2}\n"
+    codes = {"not-found", "data-not-found", "tracker-not-installed"}
+    code, answer = validated(recipe, f"# Imported from a.yaml (axolotl) by `fsdp-tune import`.\n{text}")
+    assert (code, answer["valid"]) == (0, True)
+    assert {each["code"] for each in answer["notices"]} == codes
+    assert all(each["file"] == str(recipe) for each in answer["notices"])
+    assert "`model.name_or_path`" in answer["unchecked"][0]
+    code, answer = validated(recipe, f"# Imported from a.yaml (axolotl) by `fsdp-tune import`.\n{text}merge: {{dtype: int}}\n")
+    assert (code, [each["code"] for each in answer["errors"]]) == (2, ["wrong-value"])
+    code, answer = validated(recipe, text)
+    assert code == 2
+    assert {each["code"] for each in answer["errors"]} == codes

@@ -90,6 +90,10 @@ def architecture(name: str) -> dict[str, Any] | None:
     return dict(facts) if facts is not None else None
 
 
+IMPORTED_FROM, BY_IMPORT = "# Imported from ", " by `fsdp-tune import`."
+"""Begin and end of the first line of a recipe that `import` has written."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
     recipe: Recipe
@@ -101,6 +105,12 @@ class LoadedRecipe:
     overrides: tuple[str, ...]
     positions: Mapping[str, Where]
     """Position of each written key (`fsdp.version`); keys that have their default are absent."""
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether `import` wrote the file: its model, rows and packages are on the machine that the other tool's file was for."""
+        first = self.text.partition("\n")[0]
+        return first.startswith(IMPORTED_FROM) and first.endswith(BY_IMPORT)
 
 
 class WrongRecipeError(FsdpTuneError):

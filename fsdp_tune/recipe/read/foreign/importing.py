@@ -42,7 +42,7 @@ from fsdp_tune.recipe.read.foreign.foreign_file import (
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
 from fsdp_tune.recipe.read.foreign.open_keys import settle_computed
-from fsdp_tune.recipe.read.loader import DECIDE, Override, parse_recipe, read_overrides
+from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -66,7 +66,7 @@ _WIDTH = 100
 
 def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
     """Return the text of the recipe. Each question is a comment in the section that it is about, those about none are at the end."""
-    lines = [f"# Imported from {printable(found.path.name)} ({found.tool}) by `fsdp-tune import`.", *_comment(found.above.get((), []))]
+    lines = [f"{IMPORTED_FROM}{printable(found.path.name)} ({found.tool}){BY_IMPORT}", *_comment(found.above.get((), []))]
     questions = _questions(ledger)
     order = [field.alias or name for name, field in Recipe.model_fields.items()]
     tree = _tree(ledger)
