@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import ExitCode, FailedError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import ExitCode, FailedError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import HeldError, owned
 from fsdp_tune.core.units import format_seconds, parse_seconds
 from fsdp_tune.jobs.observer import Observer
@@ -38,6 +39,7 @@ from fsdp_tune.launch.submit.slurm import parse_time, render, user_block
 from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import json_objects, read_metrics
 
@@ -132,14 +134,18 @@ class Submission:
             machines=recipe.launch.num_machines,
             gpus_per_machine=0 if on_cpus else recipe.local_world_size,
             lead=lead,
-            # Slurm gives a task one core by default, on which all ranks of the node would compute.
-            cpus_per_machine=self.options.cpus_per_node or (recipe.local_world_size if on_cpus else None),
+            cpus_per_machine=self.options.cpus_per_node or _cores(recipe),
             time_limit=limit,
             chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
             tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),
             max_stalled_starts=self.options.max_stalled_starts,
         )
-        text = render(job, _site(self.slurm), self._block())
+        block = self._block()
+        if not _MEMORY.search(block or ""):
+            message = "the script asks for no memory, and Slurm's default for a job can be less than its ranks need"
+            hint = "add `#SBATCH --mem=0` (all memory of a node) or `#SBATCH --exclusive` to your lines in it"
+            self.observer.notices([Notice("submit-memory", message, hint=hint)])
+        text = render(job, _site(self.slurm), block)
         state = "finished" if all(each.start.is_finished for each in seen) else "printed"
         return SubmitAnswer(
             run_dir=str(self.files.output_dir),
@@ -235,6 +241,15 @@ class Submission:
             lead_reason=None,
             exit_code=None,
         )
+
+
+_MEMORY = re.compile(r"^#SBATCH\s+--(mem|exclusive)", re.MULTILINE)
+
+
+def _cores(recipe: Recipe) -> int:
+    """Return the cores of a node: one for each rank and each of its loaders. Slurm's default is one for all of them."""
+    loaders = int(training_value(recipe.training, "dataloader_num_workers") or 0)
+    return recipe.local_world_size * (1 + loaders)
 
 
 def submission(

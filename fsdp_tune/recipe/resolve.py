@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.gpus import known_hardware
 from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
@@ -286,10 +287,21 @@ class _Resolver:
             self.decide("launch.num_processes", count, reason)
             return
         local = launch.num_processes // launch.num_machines
+        if device == "cuda" and self.assume is not None:
+            self._known_machine(local)
         if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
             message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible{self._unseen()}"
             hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check CUDA_VISIBLE_DEVICES"
             self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
+
+    def _known_machine(self, local: int) -> None:
+        """Report more ranks on a machine than any machine of the table of GPUs has: mostly `launch.num_machines` is missing."""
+        launch, most = self.recipe.launch, max(gpu.devices_per_machine or 0 for gpu in known_hardware().values())
+        if launch.num_processes == "auto" or local <= most:
+            return
+        message = f"`launch.num_machines: {launch.num_machines}` puts {local} ranks on a machine, and none known has more than {most} GPUs"
+        hint = f"`--set launch.num_machines={-(-launch.num_processes // most)}`; `submit slurm` takes `--nodes` and `--gpus-per-node`"
+        self.add_notice("ranks-of-a-machine", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
         found = mesh_sizes(self.recipe, world)

@@ -142,12 +142,12 @@ def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), None)])
-def test_ranks_on_cpus_get_a_core_each(words: tuple[str, ...], cores: int | None) -> None:
+@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), 4)])
+def test_ranks_get_a_core_each(words: tuple[str, ...], cores: int) -> None:
     done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=8", "--set", "training.global_batch_size=256", *words)
     assert done.exit_code == 0, done.output
     found = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
-    assert found == ([] if cores is None else [f"#SBATCH --cpus-per-task={cores}"])
+    assert found == [f"#SBATCH --cpus-per-task={cores}"]
 
 
 def test_print_needs_no_slurm_and_writes_nothing(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +278,25 @@ def test_script_that_is_only_printed_has_notices_for_what_the_cluster_needs(
         "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
         "training: {report_to: [wandb]}\nlaunch: {num_processes: 8}\n"
     )
-    codes = {"not-found", "tracker-not-installed"}
+    codes = {"not-found", "tracker-not-installed"}  # and `submit-memory`, of every script
     done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--print", "--json"])
     answer = json.loads(done.stdout)
     assert (done.exit_code, answer["state"]) == (0, "printed")
-    assert {each["code"] for each in answer["notices"]} == codes | {"data-not-found"}
+    assert {each["code"] for each in answer["notices"]} == codes | {"data-not-found", "submit-memory"}
     done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--json"])
     assert (done.exit_code, slurm.calls) == (2, [])
     assert {each["code"] for each in json.loads(done.stdout)["errors"]} == codes
+
+
+def test_cores_of_a_node_follow_from_ranks_and_loaders_and_memory_is_asked_for(slurm: FakeSlurm) -> None:
+    def printed(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["submit", "slurm", "gpt2_smoke", "--print", "--json", "--set", "launch.device=cuda", *words])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    size = ("--gpus-per-node", "8", "--set", "training.global_batch_size=256")
+    answer = printed(*size)
+    assert "#SBATCH --cpus-per-task=8\n" in answer["text"]
+    assert "#SBATCH --mem=0" in next(each["hint"] for each in answer["notices"] if each["code"] == "submit-memory")
+    assert "#SBATCH --cpus-per-task=24\n" in printed(*size, "--set", "training.dataloader_num_workers=2")["text"]
+    assert "#SBATCH --cpus-per-task=5\n" in printed(*size, "--cpus-per-node", "5")["text"]

@@ -223,7 +223,7 @@ def test_device_may_be_assumed_without_launch() -> None:
     resolution = resolved("", BARE, assume="cuda")
     assert (resolution.recipe.launch.device, resolution.recipe.launch.num_processes) == ("cuda", ASSUMED_DEVICES)
     assert [notice.code for notice in resolution.notices] == ["assumed-devices"]
-    assert resolved("launch: {num_processes: 16}", BARE, assume="cuda").notices == ()
+    assert resolved("launch: {num_processes: 8}", BARE, assume="cuda").notices == ()
     assert resolved("launch: {num_processes: 16}", FOUR_GPUS, assume="cuda").recipe.world_size == 16
 
 
@@ -381,3 +381,13 @@ def test_hint_about_slow_bf16_is_followed_by_a_run_without_it() -> None:
     assert resolve(again.recipe, OLD_CPU, cwd=Path("/")).notices == ()
     [way] = refused("precision: {mixed_precision: bf16}", OLD_CPU).ways_out
     assert "--set launch.device=cpu --set precision.mixed_precision=no" in way
+
+
+def test_more_ranks_than_any_known_machine_has_are_a_notice_with_the_number_of_machines() -> None:
+    found = resolved("launch: {num_processes: 32}", BARE, assume="cuda")
+    [notice] = [each for each in found.notices if each.code == "ranks-of-a-machine"]
+    assert notice.where.line == 3
+    option = str(notice.hint).split("`")[1].removeprefix("--set ")
+    loaded = load_with("launch: {num_processes: 32, main_process_ip: a}", option)
+    assert [each.code for each in resolve(loaded.recipe, BARE, cwd=Path("/"), assume="cuda").notices] == []
+    assert resolved("launch: {num_processes: 8}", BARE, assume="cuda").notices == ()
