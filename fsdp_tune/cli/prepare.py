@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdp_tune.core.errors import Notice
     from fsdp_tune.data.account import SourceSample
     from fsdp_tune.data.preparation import Prepared
-    from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
+    from fsdp_tune.data.report import BeginTokens, DataReport, DecodedExample, ReportedExample
 
 LONGEST_RUN = 600
 """Characters of one part of an example that are shown; the middle of a longer one is left out."""
@@ -115,10 +115,19 @@ def _lines(report: DataReport) -> list[str]:
             else []
         ),
         f"end of sequence `{eos.token}` trained in {eos.supervised:,} of {eos.examples:,} examples{before_cut}",
-        "beginning of sequence: none in this tokenizer"
-        if bos is None
-        else f"beginning of sequence once in {bos.once:,} of {bos.examples:,} examples, more often in {bos.more:,}",
+        f"beginning of sequence: {of_bos(bos)}",
     ]
+
+
+def of_bos(bos: BeginTokens | None) -> str:
+    """Describe how often examples have the token; of three numbers, only those that are not 0."""
+    if bos is None:
+        return "none in this tokenizer"
+    counts = {"once": bos.once, "more than once": bos.more, "not at all": bos.examples - bos.once - bos.more}
+    found = {name: count for name, count in counts.items() if count}
+    if len(found) == 1:
+        return f"{next(iter(found))} in all {bos.examples:,} examples"
+    return f"{', '.join(f'{name} in {count:,}' for name, count in found.items())} of {bos.examples:,} examples"
 
 
 def show_example(screen: Screen, example: DecodedExample | ReportedExample) -> None:

@@ -70,7 +70,9 @@ def slurm(
             raise usage_error("usage", "`--drill` trains a recipe of its own", hint="leave out the recipe, and options but its size")
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
-    made = submission(recipe.source(), recipe.overrides, options, slurm_options, name=recipe.name, sweep=sweep, observer=screen)
+    made = submission(
+        recipe.source(), recipe.overrides, options, slurm_options, name=recipe.name, sweep=sweep, is_printed=print_only, observer=screen
+    )
     _submit(screen, made, print_only=print_only, follow=follow)
 
 

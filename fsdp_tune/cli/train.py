@@ -31,13 +31,18 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
-    from fsdp_tune.jobs.validate import ValidateAnswer
+    from fsdp_tune.jobs.validate import InvalidRecipeError, ValidateAnswer, validate_file
     from fsdp_tune.planner.predict.memory import total_steps
     from fsdp_tune.recipe.schedule import rate_line
     from fsdp_tune.recipe.world import batch_arithmetic
 
-    loaded = recipe.load(allowed=options.allowed)
-    found = fsdp_tune.validate(loaded, **given(options), observer=screen)
+    try:
+        loaded, found = validate_file(recipe.source(), recipe.overrides, name=recipe.name, **given(options), observer=screen)
+    except InvalidRecipeError as error:
+        screen.document(error.answer(recipe.source(), recipe.overrides))
+        for line in error.unchecked:
+            screen.message(f"not checked yet: {line}")
+        raise
     arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
     screen.document(
         ValidateAnswer(
@@ -54,6 +59,8 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
         )
     )
     if found.problems:
+        for line in found.unchecked:
+            screen.message(f"not checked yet: {line}")
         raise FsdpTuneError(*found.problems)
     _show(screen, loaded, found, arithmetic, rate)
 

@@ -18,16 +18,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
 from fsdp_tune.core.version import __version__
 
-NVML_SUCCESS = 0
 TORCH_FACTS_SECONDS = 120.0
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """The control groups of this process, and where their limits are."""
@@ -49,6 +48,8 @@ class Machine:
     """The NVIDIA GPUs that do not respond, each with the driver's reason."""
     hidden: str | None = None
     """The variable that hides all of its GPUs, with its value."""
+    has_bf16_cpu: bool = True
+    """Whether its CPU has instructions for bf16 products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,22 @@ def available_cores() -> int:
     """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a container; on macOS, all cores."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *_core_quotas()])
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""x86 (Sapphire Rapids; Cooper Lake, Zen 4 and later) and Arm. oneDNN, and with it `torch.ops.mkldnn._is_mkldnn_bf16_supported`, also
+accepts AVX-512 without them, where each product converts its operands to fp32 and back."""
+
+
+def has_bf16_instructions() -> bool:
+    """Return whether the CPU multiplies bf16 in hardware; False where the system does not tell."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return found is not None and not _BF16_FLAGS.isdisjoint(found[1].split())
 
 
 def _core_quotas() -> Iterator[int]:
@@ -101,18 +118,19 @@ def _cpu_time(group: Path) -> tuple[int, int]:
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
     """Return the machine for `recipe.resolve`. `wanted` is `launch.device`; nothing is detected if it is `cpu`."""
     environment = os.environ if environment is None else environment
-    cores = available_cores()
+    cores, has_bf16_cpu = available_cores(), has_bf16_instructions()
     if wanted == "cpu":
-        return Machine(None, 0, cores, None)
+        return Machine(None, 0, cores, None, has_bf16_cpu=has_bf16_cpu)
     # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for another machine.
     devices, lost = [device for device in visible_devices(environment) if device.kind != "mps"], tuple(lost_devices())
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
         if facts.get("device") is not None:
-            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"))
+            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"), has_bf16_cpu=has_bf16_cpu)
     if not devices:
-        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment))
-    return Machine(devices[0].kind, len(devices), cores, devices[0].name, devices[0].capability, lost)
+        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment), has_bf16_cpu=has_bf16_cpu)
+    first = devices[0]
+    return Machine(first.kind, len(devices), cores, first.name, first.capability, lost, has_bf16_cpu=has_bf16_cpu)
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:
@@ -174,41 +192,22 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-@contextmanager
-def _nvml() -> Iterator[ctypes.CDLL | None]:
-    """Yield the driver's management library, initialised; None if there is no driver."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    if library.nvmlInit_v2() != NVML_SUCCESS:
-        yield None
-        return
-    try:
-        yield library
-    finally:
-        library.nvmlShutdown()
-
-
 def nvidia_devices() -> list[Device]:
     """Return all NVIDIA devices by NVML, in PCI order, regardless of CUDA_VISIBLE_DEVICES; [] if there is no driver."""
-    with _nvml() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+    with open_nvml() as nvml:
+        if nvml is None:
             return []
-        return [device for index in range(count.value) if (device := _nvidia_device(nvml, index)) is not None]
+        return [device for index in range(nvml.device_count()) if (device := _nvidia_device(nvml, index)) is not None]
 
 
 def lost_devices() -> list[str]:
     """Return the NVIDIA GPUs that the driver lists and that do not respond, each with the driver's reason: `GPU 1 (GPU is lost)`."""
-    with _nvml() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+    with open_nvml() as nvml:
+        if nvml is None:
             return []
-        nvml.nvmlErrorString.restype = ctypes.c_char_p
-        codes = [nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(ctypes.c_void_p())) for index in range(count.value)]
-        return [f"GPU {index} ({nvml.nvmlErrorString(code).decode()})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
+        count = nvml.device_count()
+        codes = [nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(ctypes.c_void_p())) for index in range(count)]
+        return [f"GPU {index} ({nvml.describe(code)})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,25 +233,20 @@ _SM_CLOCK, _UNCORRECTED, _VOLATILE = 1, 1, 0
 
 def gpu_states(environment: Mapping[str, str]) -> list[GpuState]:
     """Return the state of each NVIDIA GPU visible to a rank, in its order; [] if there are none."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         return [] if nvml is None else [_gpu_state(nvml, each.uuid) for each in visible_devices(environment) if each.uuid]
 
 
-def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
+def _gpu_state(nvml: Nvml, uuid: str) -> GpuState:
     handle, memory, busy = ctypes.c_void_p(), _NvmlMemory(), (ctypes.c_uint * 2)()
-
-    def succeeds(function: str, *arguments: Any) -> bool:
-        call = getattr(nvml, function, None)  # an old driver lacks some
-        return call is not None and call(*arguments) == NVML_SUCCESS
-
-    found = succeeds("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+    found = nvml.succeeds("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
 
     def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
         value = kind()
-        return value.value if found and succeeds(function, handle, *arguments, ctypes.byref(value)) else None
+        return value.value if found and nvml.succeeds(function, handle, *arguments, ctypes.byref(value)) else None
 
-    has_memory = found and succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-    has_use = found and succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
+    has_memory = found and nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    has_use = found and nvml.succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
     limit, default = number("nvmlDeviceGetPowerManagementLimit"), number("nvmlDeviceGetPowerManagementDefaultLimit")
     reasons = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
     return GpuState(
@@ -268,25 +262,20 @@ def _gpu_state(nvml: ctypes.CDLL, uuid: str) -> GpuState:
 
 def nvidia_driver() -> str | None:
     """Return the version of the NVIDIA driver, such as 550.54.15; None if there is none."""
-    with _nvml() as nvml:
-        text = ctypes.create_string_buffer(80)
-        if nvml is None or nvml.nvmlSystemGetDriverVersion(text, 80) != NVML_SUCCESS:
-            return None
-        return text.value.decode()
+    with open_nvml() as nvml:
+        return None if nvml is None else nvml.text("nvmlSystemGetDriverVersion")
 
 
-def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
-    handle = ctypes.c_void_p()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != NVML_SUCCESS:
+def _nvidia_device(nvml: Nvml, index: int) -> Device | None:
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    if not nvml.succeeds("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)):
         return None  # it no longer responds: see `lost_devices`
-    name, uuid, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _NvmlMemory()
-    nvml.nvmlDeviceGetName(handle, name, 96)
-    nvml.nvmlDeviceGetUUID(handle, uuid, 96)
-    knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
+    name, uuid = nvml.text("nvmlDeviceGetName", handle), nvml.text("nvmlDeviceGetUUID", handle)
+    knows_memory = nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     major, minor = ctypes.c_int(), ctypes.c_int()
-    has_capability = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) == NVML_SUCCESS
+    has_capability = nvml.succeeds("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
     capability = (major.value, minor.value) if has_capability else None
-    return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None, capability)
+    return Device("cuda", name or "NVIDIA GPU", uuid or "", memory.total if knows_memory else None, capability)
 
 
 def amd_devices() -> list[Device]:

@@ -150,6 +150,17 @@ class FailedError(FsdpTuneError):
         super().__init__(*problems, exit_code=exit_code)
 
 
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of an error in the block to a list, so that later checks still run. Raises: the error of a stop signal."""
+    try:
+        yield
+    except FsdpTuneError as error:
+        if error.exit_code is ExitCode.PREEMPTED:
+            raise
+        problems.extend(error.problems)
+
+
 def usage_error(
     code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
 ) -> FsdpTuneError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
 from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
@@ -61,26 +61,37 @@ class Input:
 
 def open_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -> list[Input]:
     """Open the entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems of every entry."""
+    inputs, errors = opened_inputs(recipe, encoder, train_only=train_only)
+    if errors:
+        raise FsdpTuneError(*(problem for error in errors for problem in error.problems))
+    return inputs
+
+
+def opened_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -> tuple[list[Input], list[FsdpTuneError]]:
+    """Return the entries that can be opened, and the errors of the others. Raises: FsdpTuneError of a stop signal."""
     if not recipe.data.train:
-        raise usage_error(
-            "no-data", "the recipe names no training data", hint="data.train: [{path: data.jsonl}]", where=Where(key="data.train")
-        )
+        hint = "data.train: [{path: data.jsonl}]"
+        return [], [usage_error("no-data", "the recipe names no training data", hint=hint, where=Where(key="data.train"))]
     inputs: list[Input] = []
-    problems: list[Problem] = []
+    errors: list[FsdpTuneError] = []
     files = 0
-    for set_name, key, entry in _entries(recipe):
+    try:
+        entries = _entries(recipe)
+    except FsdpTuneError as error:
+        return [], [error]
+    for set_name, key, entry in entries:
         if train_only and set_name != TRAIN:
             continue
         try:
             opened = _open(recipe, entry, key, set_name, encoder, files)
         except FsdpTuneError as error:
-            problems.extend(error.problems)
+            if error.exit_code is ExitCode.PREEMPTED:
+                raise
+            errors.append(error)
             continue
         inputs.append(opened)
         files += len(opened.source.names)
-    if problems:
-        raise FsdpTuneError(*problems)
-    return inputs
+    return inputs, errors
 
 
 def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:

@@ -26,7 +26,7 @@ from fsdp_tune.jobs.submit import ENDED, QueuedJob, Submission, already_queued, 
 from fsdp_tune.launch.command.resume import move_aside
 from fsdp_tune.launch.run_status import last_lines
 from fsdp_tune.launch.submit.cluster_job import JobFiles, JobStart, read_attempts
-from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 
 RECIPE = "gpt2_smoke"
@@ -267,7 +267,8 @@ class _Watched:
 
 def _merged(run: Path, observer: Observer) -> Path:
     output = run / "merged"
-    return merge_checkpoint(run, MergeOptions(output=output, overwrite=True), observer=observer).output / "model.safetensors"
+    with hints_with_command(run):
+        return merge_checkpoint(run, MergeOptions(output=output, overwrite=True), observer=observer).output / "model.safetensors"
 
 
 def _compare(one: Path, other: Path) -> tuple[bool, float]:

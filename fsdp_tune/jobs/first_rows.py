@@ -42,15 +42,20 @@ class FirstRows:
     checked: CheckedSource
     bad: list[tuple[int, BadRow]]
     unencoded: int
-    """Rows that were read without encoding them."""
+    """Rows that were read without encoding them; 0 if all that can be read were encoded."""
+    bad_unencoded: int
+    """Bad rows among these."""
     has_more: bool
     """Whether the source has more rows than were read."""
     error: FsdpTuneError | None
     """Why reading ended."""
 
 
-def read_first_rows(opened: Input, encoder: Encoder) -> FirstRows:
-    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does."""
+def read_first_rows(opened: Input, encoder: Encoder, *, is_encoding: bool = True) -> FirstRows:
+    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does.
+
+    Without `is_encoding`, none is rendered or encoded.
+    """
     bad: list[tuple[int, BadRow]] = []
     rows: list[RawRow] = []
     has_more, failure = False, None
@@ -67,10 +72,12 @@ def read_first_rows(opened: Input, encoder: Encoder) -> FirstRows:
     seen = len(rows) + len(bad)
     sizes = accumulate(content_bytes(row.values) for row in rows)
     # Chat templates are rendered under a time limit that only the main thread can have.
-    rendered = sum(size < RENDERED_BYTES for size in sizes) if threading.current_thread() is threading.main_thread() else 0
+    can_render = is_encoding and threading.current_thread() is threading.main_thread()
+    rendered = sum(size < RENDERED_BYTES for size in sizes) if can_render else 0
     settings = opened.settings
     tokeniser = Tokeniser(encoder, (settings,))
     chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
+    unencoded, bad_unencoded = (seen - rendered, len(bad) + len(chunks[1].bad)) if rendered < len(rows) else (0, 0)
     bad += [each for chunk in chunks for each in chunk.bad]
     bad.sort(key=lambda each: (each[0], each[1].number))
     keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
@@ -83,7 +90,7 @@ def read_first_rows(opened: Input, encoder: Encoder) -> FirstRows:
         rows_looked_at=seen,
         keys=list(keys),
     )
-    return FirstRows(checked, bad, len(rows) - rendered, has_more, failure)
+    return FirstRows(checked, bad, unencoded, bad_unencoded, has_more, failure)
 
 
 def bad_first_rows(inputs: Sequence[Input], first: Sequence[FirstRows]) -> BadRows:
@@ -93,5 +100,6 @@ def bad_first_rows(inputs: Sequence[Input], first: Sequence[FirstRows]) -> BadRo
         [name for opened in inputs for name in opened.source.names],
         rows_read=sum(of_source.checked.rows_looked_at for of_source in first),
         unencoded=sum(of_source.unencoded for of_source in first),
+        bad_unencoded=sum(of_source.bad_unencoded for of_source in first),
         is_beginning=any(of_source.has_more for of_source in first),
     )

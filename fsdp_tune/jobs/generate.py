@@ -40,7 +40,7 @@ from fsdp_tune.jobs.options import GenerateOptions
 from fsdp_tune.jobs.recipes import refuse_code
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
-from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
@@ -404,7 +404,8 @@ def _of_checkpoint(run: RunDir, step: int | None, observer: Observer, stack: Exi
     """Return the adapter of a checkpoint, written as PEFT's files into a temporary directory. Raises: FsdpTuneError."""
     observer.phase("reading the adapter of a checkpoint")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-tune-"))) / "adapter"
-    merged = merging.merge_checkpoint(run.path, MergeOptions(output=folder, step=step, adapter=True), observer.progress)
+    with hints_with_command(run.path):
+        merged = merging.merge_checkpoint(run.path, MergeOptions(output=folder, step=step, adapter=True), observer.progress)
     observer.notices(merged.notices)
     return replace(find_model(str(folder)), name=str(merged.source))
 

@@ -114,6 +114,8 @@ class TrainOptions:
     allowed: Allowed = Allowed()
     command: Sequence[str] = ()
     """The command line without `fsdp-tune`, for messages that say how to continue."""
+    is_elsewhere: bool = False
+    """Whether the run starts on another machine, so that what is missing here is a notice: of a preview alone."""
 
 
 Nodes = Annotated[
@@ -177,6 +179,9 @@ class PlanOptions:
     ] = True
     write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
     calibrate: Annotated[Path | None, Option("Learn this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
+    dollars_per_hour: Annotated[
+        float | None, Option("Price of one GPU, for the cost of the run; overrides that of a GPU file.", metavar="PRICE")
+    ] = None
     allowed: AllowedCode = Allowed()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -261,6 +262,7 @@ def plan(
     search: bool = True,
     exact: bool = False,
     calibrate: Path | None = None,
+    dollars_per_hour: float | None = None,
     write: Path | None = None,
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
@@ -269,15 +271,19 @@ def plan(
 
     `gpu` is a name of the table or a YAML file, by default this machine's; `num_gpus` counts those of all machines. `target` ranks
     other recipes (fastest by default); without `search` only this recipe is planned. `exact` traces every layer. `calibrate` learns the
-    GPU's speed from a finished run. `write` is a file for the best recipe.
+    GPU's speed from a finished run. `dollars_per_hour` is the price of one GPU. `write` is a file for the best recipe.
     Raises: FsdpTuneError. A recipe that does not fit is not an error: `fits` of the result is yes, tight or no.
     """
     with session(recipe):
         if not search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
+        if dollars_per_hour is not None and not 0 <= dollars_per_hour < math.inf:
+            raise usage_error("usage", f"`--dollars-per-hour {dollars_per_hour}` is not a price", hint="--dollars-per-hour 2.5")
         if write is not None:
             check_output_file(write)
         planned = _planned(recipe, gpu, num_gpus, allowed, observer)
+        if dollars_per_hour is not None:
+            planned = replace(planned, hardware=replace(planned.hardware, dollars_per_hour=dollars_per_hour))
         if planned.hardware.name == CPU:
             if target or write:
                 raise usage_error("usage", "recipes are ranked for GPUs, and this one runs on the CPU", hint="name a GPU by `--gpu`")

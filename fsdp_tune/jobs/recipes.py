@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
-from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, collected, usage_error
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.processes import COMPILED, default_cache_directory
 from fsdp_tune.data.cache import STORES
@@ -22,7 +22,7 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
 from fsdp_tune.recipe.references import can_only_be_a_path, find_extensions, named_extensions
-from fsdp_tune.recipe.resolve import Resolution, resolve
+from fsdp_tune.recipe.resolve import Resolution, UnresolvedError, resolve, split_absent
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -38,13 +38,15 @@ def resolve_recipe(
     strict: bool = False,
     resume: str | None = None,
     planned: Hardware | None = None,
+    elsewhere: bool = False,
 ) -> Resolution:
     """Resolve a recipe for this machine. Reports the notices of loading; those of the resolution are the caller's to report.
 
     `starts_ranks`: the job starts ranks or checks whether it could, so variables and trackers matter. `starts_here`: on this machine
     and now, so the devices that the recipe names must be here; without it a GPU is assumed where this machine shows none.
     `strict`: the caller makes errors of notices about keys without effect. `resume`: of `TrainOptions`. `planned`: resolve
-    for this GPU instead of this machine's. Raises: FsdpTuneError.
+    for this GPU instead of this machine's. `elsewhere`: the run starts on another machine, so what
+    is missing here is a notice: model, tokenizer, data, packages. Raises: UnresolvedError.
     """
     observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     refused = code_not_allowed(loaded.recipe, allowed, starts_ranks=starts_ranks)
@@ -52,8 +54,13 @@ def resolve_recipe(
     machine = this_machine(device if starts_here or device == "cpu" else "auto")
     if planned is not None:
         machine = replace(machine, device_name=planned.name, capability=planned.capability)
-    try:
+    wrong: list[Problem] = []
+    with collected(wrong):
         find_extensions(loaded.recipe)
+    absent: list[Notice] = []
+    if elsewhere:
+        wrong, absent = split_absent([*wrong, *missing_sources(loaded.recipe)])
+    try:
         resolution = resolve(
             loaded.recipe,
             machine,
@@ -62,14 +69,25 @@ def resolve_recipe(
             needs_trackers=starts_ranks,
             positions=loaded.positions,
             resume=resume,
+            elsewhere=elsewhere,
         )
-    except FsdpTuneError as error:
-        if not refused:
-            raise
-        raise FsdpTuneError(*refused, *error.problems, exit_code=error.exit_code) from error
-    if refused:
-        raise FsdpTuneError(*refused, *(missing_sources(loaded.recipe) if starts_ranks else ()))
-    return resolution
+    except UnresolvedError as error:
+        before = [*refused, *wrong]
+        raise UnresolvedError(error.recipe, *before, *error.problems, suspects=[*_suspects(before), *error.suspects]) from error
+    if refused or wrong:
+        missing = missing_sources(loaded.recipe) if refused and starts_ranks and not elsewhere else ()
+        raise UnresolvedError(resolution.recipe, *refused, *wrong, *missing, suspects=_suspects([*refused, *wrong]))
+    return replace(resolution, notices=(*resolution.notices, *(_pinned_notice(each, loaded) for each in absent)))
+
+
+def _pinned_notice(notice: Notice, loaded: LoadedRecipe) -> Notice:
+    return replace(notice, where=pinned(Problem(notice.code, notice.message, notice.where), loaded.positions).where)
+
+
+def _suspects(problems: Sequence[Problem]) -> list[str]:
+    """Return the keys on which a check may not depend: code from a repository that is not trusted must not run in one either."""
+    is_untrusted = any(problem.code == "remote-code-not-trusted" for problem in problems)
+    return [*(["model"] if is_untrusted else []), *(problem.where.key for problem in problems if problem.where.key is not None)]
 
 
 def load_checked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import ExitCode, FailedError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import ExitCode, FailedError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import HeldError, owned
 from fsdp_tune.core.units import format_seconds, parse_seconds
 from fsdp_tune.jobs.observer import Observer
@@ -38,6 +39,7 @@ from fsdp_tune.launch.submit.slurm import parse_time, render, user_block
 from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import json_objects, read_metrics
 
@@ -98,6 +100,8 @@ class Submission:
     """An earlier script with the user's lines; None: that of this run."""
     sweep: Sequence[PlannedRun] = ()
     """The runs of a sweep, each an element of a job array."""
+    is_printed: bool = False
+    """Whether the script is only printed: what is missing on this machine is then a notice."""
 
     @property
     def files(self) -> JobFiles:
@@ -130,14 +134,18 @@ class Submission:
             machines=recipe.launch.num_machines,
             gpus_per_machine=0 if on_cpus else recipe.local_world_size,
             lead=lead,
-            # Slurm gives a task one core by default, on which all ranks of the node would compute.
-            cpus_per_machine=self.options.cpus_per_node or (recipe.local_world_size if on_cpus else None),
+            cpus_per_machine=self.options.cpus_per_node or _cores(recipe),
             time_limit=limit,
             chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
             tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),
             max_stalled_starts=self.options.max_stalled_starts,
         )
-        text = render(job, _site(self.slurm), self._block())
+        block = self._block()
+        if not _MEMORY.search(block or ""):
+            message = "the script asks for no memory, and Slurm's default for a job can be less than its ranks need"
+            hint = "add `#SBATCH --mem=0` (all memory of a node) or `#SBATCH --exclusive` to your lines in it"
+            self.observer.notices([Notice("submit-memory", message, hint=hint)])
+        text = render(job, _site(self.slurm), block)
         state = "finished" if all(each.start.is_finished for each in seen) else "printed"
         return SubmitAnswer(
             run_dir=str(self.files.output_dir),
@@ -157,7 +165,8 @@ class Submission:
         """Raises: FsdpTuneError for what `train` would refuse before its inputs are read."""
         if self.sweep:
             return [each.preview for each in self.sweep]
-        return [preview(self.loaded, TrainOptions(resume="auto", allowed=self.options.allowed), observer=self.observer)]
+        options = TrainOptions(resume="auto", allowed=self.options.allowed, is_elsewhere=self.is_printed)
+        return [preview(self.loaded, options, observer=self.observer)]
 
     def _settings(self) -> list[str]:
         if self.sweep:  # each run sets its own name and directory
@@ -234,6 +243,15 @@ class Submission:
         )
 
 
+_MEMORY = re.compile(r"^#SBATCH\s+--(mem|exclusive)", re.MULTILINE)
+
+
+def _cores(recipe: Recipe) -> int:
+    """Return the cores of a node: one for each rank and each of its loaders. Slurm's default is one for all of them."""
+    loaders = int(training_value(recipe.training, "dataloader_num_workers") or 0)
+    return recipe.local_world_size * (1 + loaders)
+
+
 def submission(
     source: str,
     overrides: Sequence[str],
@@ -242,12 +260,17 @@ def submission(
     *,
     name: str | None = None,
     sweep: Sequence[str] = (),
+    is_printed: bool = False,
     observer: Observer = Observer(),
 ) -> Submission:
-    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError."""
+    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError.
+
+    `is_printed`: as in `Submission`.
+    """
     loaded = sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name)
-    planned = plan_sweep(source, loaded.overrides, sweep, TrainOptions(allowed=options.allowed), name=name) if sweep else ()
-    return Submission(loaded, options, slurm, observer, sweep=planned)
+    of_runs = TrainOptions(allowed=options.allowed, is_elsewhere=is_printed)
+    planned = plan_sweep(source, loaded.overrides, sweep, of_runs, name=name) if sweep else ()
+    return Submission(loaded, options, slurm, observer, sweep=planned, is_printed=is_printed)
 
 
 def _set(pairs: Sequence[str]) -> list[str]:

@@ -24,6 +24,7 @@ from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
+from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
@@ -31,7 +32,6 @@ from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_wh
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
-from fsdp_tune.jobs.validate import inspect_model
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -50,7 +50,7 @@ from fsdp_tune.launch.machines.machine import OwnDirectory, identity_of
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
-from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -131,7 +131,15 @@ def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obs
 def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
     """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
     observer.phase("finding the devices of this machine")
-    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here, resume=options.resume)
+    resolution = resolve_recipe(
+        loaded,
+        options.allowed,
+        observer,
+        starts_ranks=True,
+        starts_here=starts_here,
+        resume=options.resume,
+        elsewhere=options.is_elsewhere,
+    )
     observer.notices(resolution.notices)
     recipe = resolution.recipe
     if starts_here and options.machine_rank is None:
@@ -142,7 +150,8 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
     skipped = () if options.skip_rows is None or rank > 0 else tuple(read_named_rows(options.skip_rows))
     mirror = Mirroring.of(run, recipe, observer, rank)
-    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer, skipped, mirror)
+    extensions = () if options.is_elsewhere else find_extensions(recipe)
+    return _Job(loaded, resolution, plan, extensions, options, observer, skipped, mirror)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +434,8 @@ class _Job:
 
     def merge(self) -> Path:
         options = MergeOptions(overwrite=True, best=takes_best(self.recipe))
-        return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
+        with hints_with_command(self.plan.run.path):
+            return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
 
     def push(self) -> str:
         """Upload the adapter if the run has no merged model, else that."""

@@ -1,56 +1,42 @@
 """Check a recipe before it runs: its inputs without GPUs, all mistakes at once, or a rehearsal on CPU ranks with a scaled-down model.
 
-The inspection of the inputs checks that model and data of a resolved recipe exist, and that the first rows of each source can be used. The
-model is inspected in a child process, since this one never imports torch. `train` inspects and prepares by the same functions.
+A recipe with mistakes is checked as far as they allow (`jobs/inspection.py`). `train` inspects and prepares by the same functions.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
 from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, collected, usage_error
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import SourceSample, sample_sources
-from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targets
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.report import DecodedExample
-from fsdp_tune.data.tokenise.chat import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
-from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource, bad_first_rows, read_first_rows
+from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
+from fsdp_tune.jobs.inspection import Inspection, inspect, inspect_remaining
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
-from fsdp_tune.merge.lora.adapt import merge_problems
-from fsdp_tune.model.model_files import ModelFacts, ModelInspection, check_vocabulary
+from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import KEY, is_undecided
-from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, find_recipe, load_recipe
+from fsdp_tune.recipe.read.yaml_source import read_text
+from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
-INSPECT_SECONDS = 300.0
-_UNREACHABLE = re.compile(
-    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +45,19 @@ class ValidateAnswer(JsonAnswer):
     """The file."""
     valid: bool
     resolved: dict[str, Any]
-    """The recipe with every key decided."""
+    """The recipe with every key decided; empty if mistakes prevent that."""
     reasons: dict[str, str]
     """Key → why it has its value."""
     overrides: list[str]
     arithmetic: str
-    """Sequences and tokens of a step."""
+    """Sequences and tokens of a step; empty without `resolved`."""
     rate: str
-    """Learning rate at the start, at its peak and at the end."""
+    """Learning rate at the start, at its peak and at the end; empty without `resolved`."""
     model: dict[str, Any]
     """Empty if the model could not be built."""
     data: list[CheckedSource]
     unchecked: list[str]
-    """What could not be checked here, a sentence each."""
+    """What could not be checked here, or not yet, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,133 +79,6 @@ class PrepareShownAnswer(PrepareAnswer):
 
     shown: list[list[DecodedExample]]
     """Rows, each a list of its examples."""
-
-
-@dataclass(slots=True)
-class Inspection:
-    """Findings in the model, in the data, or in both."""
-
-    model: ModelFacts | None = None
-    """None if the model could not be built."""
-    vocabulary_size: int | None = None
-    """Tokens of the tokenizer; None if it could not be loaded."""
-    inputs: list[CheckedSource] = field(default_factory=list[CheckedSource])
-    problems: list[Problem] = field(default_factory=list[Problem])
-    notices: list[Notice] = field(default_factory=list[Notice])
-    unchecked: list[str] = field(default_factory=list[str])
-    """What could not be inspected without network, one sentence each."""
-    is_data_reachable: bool = True
-
-    def add(self, error: FsdpTuneError) -> None:
-        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a stop signal is raised."""
-        if error.exit_code is ExitCode.PREEMPTED:
-            raise error
-        for problem in error.problems:
-            if problem.code == "hub-unreachable":
-                self.is_data_reachable = False
-                self.unchecked.append(problem.message)
-            else:
-                self.problems.append(problem)
-
-
-def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
-    """Inspect model and data at the same time: each takes seconds to import what it needs."""
-    with children.threads(1) as pool:
-        running = pool.submit(inspect_model, recipe, offline=offline)
-        data = inspect_data(recipe)
-        found = running.result()
-    return Inspection(
-        found.model,
-        data.vocabulary_size,
-        data.inputs,
-        [*found.problems, *data.problems],
-        [*found.notices, *data.notices],
-        list(dict.fromkeys([*found.unchecked, *data.unchecked])),
-        data.is_data_reachable,
-    )
-
-
-def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None) -> Inspection:
-    """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device.
-
-    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none. Its process may be
-    a rank that hangs, of which the user learns when the ranks start.
-    """
-    limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
-    text = answer(limit_seconds) if answer is not None else ""
-    document = ModelInspection.from_json(text) if text else _inspect_in_child(recipe, offline=offline)
-    found = Inspection(document.facts, notices=list(document.notices))
-    for problem in document.problems:
-        if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
-            found.unchecked.append(
-                f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files are not in the cache"
-            )
-        else:
-            found.problems.append(problem)
-    if found.model is not None and not found.problems:
-        found.problems += merge_problems(recipe, found.model)
-    return found
-
-
-def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
-    """Return the document of `fsdp_tune.model.loading.inspect`, or one with the reason why there is none."""
-    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    raw = recipe.model_dump_json(by_alias=True)
-    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return ModelInspection(None, (Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s"),))
-    finally:
-        children.end(child)
-    try:
-        return ModelInspection.from_json(output)
-    except ValueError:
-        return ModelInspection(None, (_crashed(child.returncode, errors),))
-
-
-def _crashed(exit_code: int, errors: str) -> Problem:
-    is_killed = exit_code < 0
-    hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
-    return Problem("model-not-inspected", f"the model could not be inspected: {children.describe_failure(exit_code, errors)}", hint=hint)
-
-
-def inspect_data(recipe: Recipe) -> Inspection:
-    """Load the tokenizer, open every source and read its first rows; write nothing."""
-    found = Inspection()
-    try:
-        encoder = load_encoder(recipe)
-    except FsdpTuneError as error:
-        found.add(error)
-        _find_sources(recipe, found)
-        return found
-    found.vocabulary_size = encoder.vocabulary_size
-    found.notices.extend(encoder.notices)
-    try:
-        sample_prompts(recipe, encoder)
-        inputs = open_inputs(recipe, encoder)
-    except FsdpTuneError as error:
-        found.add(error)
-        return found
-    first = [read_first_rows(opened, encoder) for opened in inputs]
-    for each in first:
-        found.inputs.append(each.checked)
-        if each.error is not None:
-            found.add(each.error)
-    bad = bad_first_rows(inputs, first)
-    found.problems.extend(bad.problems(recipe.data))
-    found.notices.extend(bad.notices(recipe.data))
-    return found
-
-
-def _find_sources(recipe: Recipe, found: Inspection) -> None:
-    """Report missing files; without a tokenizer the rows cannot be checked."""
-    for key, entry in recipe.data.sources:
-        try:
-            find_source(entry, key)
-        except FsdpTuneError as error:
-            found.add(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +146,37 @@ class Validation:
     inputs: list[CheckedSource]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...]
-    """What could not be checked here, one sentence each."""
+    """What could not be checked here, or not yet, one sentence each."""
 
     @property
     def recipe(self) -> Recipe:
         return self.resolution.recipe
+
+
+class InvalidRecipeError(FsdpTuneError):
+    """The mistakes of a recipe that cannot be resolved, with those of model and data that do not depend on them.
+
+    `inputs` and `unchecked`: as in `Validation`.
+    """
+
+    def __init__(self, found: Inspection, *problems: Problem) -> None:
+        self.inputs, self.unchecked = found.inputs, tuple(dict.fromkeys(found.unchecked))
+        super().__init__(*problems)
+
+    def answer(self, recipe: str, overrides: Sequence[str]) -> ValidateAnswer:
+        """Return the document of `validate --json`."""
+        return ValidateAnswer(
+            recipe=recipe,
+            valid=False,
+            resolved={},
+            reasons={},
+            overrides=list(overrides),
+            arithmetic="",
+            rate="",
+            model={},
+            data=self.inputs,
+            unchecked=list(self.unchecked),
+        )
 
 
 def validate(
@@ -305,14 +190,21 @@ def validate(
     """Check the recipe's keys for this machine, its model, and the first rows of its data. Starts and writes nothing.
 
     `strict` counts keys that have no effect as problems. `offline` sets HF_HUB_OFFLINE for this process and lists as unchecked what
-    needs the hub. Raises: FsdpTuneError if the recipe cannot be resolved; problems of model and data are in the result.
+    needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved; problems of model and data are in the result.
     """
     with session(recipe):
-        resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict)
-        check_cache(resolution.recipe, writes=False)
         if offline:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
-        found = inspect(resolution.recipe, offline=offline)
+        try:
+            resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict, elsewhere=recipe.is_imported)
+        except UnresolvedError as error:
+            raise _invalid(error, recipe, offline=offline, observer=observer) from error
+        try:
+            check_cache(resolution.recipe, writes=False)
+        except FsdpTuneError as error:
+            unresolved = UnresolvedError(resolution.recipe, *error.problems)
+            raise _invalid(unresolved, recipe, offline=offline, observer=observer) from error
+        found = _inspect(resolution.recipe, recipe, resolution.notices, offline=offline)
         _compare_vocabulary(resolution.recipe, found)
         resolution = _decide(resolution, found, offline=offline)
         notices = [*recipe.notices, *resolution.notices, *found.notices]
@@ -320,6 +212,79 @@ def validate(
         wrong = [Problem(each.code, each.message, each.where, each.hint) for each in notices if strict and each.strict]
         problems = tuple(pinned(problem, recipe.positions) for problem in [*found.problems, *wrong])
         return Validation(resolution, found.model, found.inputs, problems, tuple(found.unchecked))
+
+
+def validate_file(
+    source: str,
+    overrides: Sequence[str],
+    *,
+    name: str | None = None,
+    strict: bool = False,
+    offline: bool = False,
+    allowed: Allowed = Allowed(),
+    observer: Observer = Observer(),
+) -> tuple[LoadedRecipe, Validation]:
+    """Read a recipe and `validate` it.
+
+    Raises: InvalidRecipeError with the mistakes of every stage; FsdpTuneError if too little of the recipe can be read.
+    """
+    try:
+        loaded = load_recipe(source, overrides, name=name)
+    except WrongRecipeError as error:
+        if error.recipe is None:
+            raise
+        path = find_recipe(source)
+        readable = LoadedRecipe(error.recipe, (), path, read_text(path), tuple(overrides), error.positions)
+        with session(readable):
+            if offline:
+                os.environ["HF_HUB_OFFLINE"] = "1"
+            unresolved = _with_unresolved(error, readable, allowed, observer)
+            raise _invalid(unresolved, readable, offline=offline, observer=observer) from error
+    return loaded, validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=observer)
+
+
+def _with_unresolved(error: WrongRecipeError, readable: LoadedRecipe, allowed: Allowed, observer: Observer) -> UnresolvedError:
+    """Return the mistakes of a recipe with what prevents the rest of it from being resolved."""
+    try:
+        resolution = resolve_recipe(readable, allowed, observer, starts_ranks=True, elsewhere=readable.is_imported)
+        recipe, more, suspects = resolution.recipe, (), error.suspects | _missing_here(resolution.notices)
+    except UnresolvedError as unresolved:
+        recipe, more, suspects = unresolved.recipe, unresolved.problems, error.suspects | unresolved.suspects
+    return UnresolvedError(recipe, *error.problems, *more, suspects=suspects)
+
+
+def _invalid(error: UnresolvedError, loaded: LoadedRecipe, *, offline: bool, observer: Observer) -> InvalidRecipeError:
+    """Check the stages that do not depend on the mistakes of a recipe, and return all that is wrong."""
+    found = inspect_remaining(error.recipe, error.suspects, offline=offline)
+    if loaded.is_imported:
+        _take_absent(found, ())
+    with collected(found.problems):
+        check_cache(error.recipe, writes=False)
+    _compare_vocabulary(error.recipe, found)
+    observer.notices(found.notices)
+    different = {(problem.code, problem.message): problem for problem in reversed([*error.problems, *found.problems])}
+    return InvalidRecipeError(found, *reversed(different.values()))
+
+
+def _missing_here(notices: Sequence[Notice]) -> set[str]:
+    """Return the keys of model, tokenizer and template whose files are on another machine; the other sources of rows are still read."""
+    return {str(each.where.key) for each in notices if each.code in ABSENT and each.code != "data-not-found"}
+
+
+def _inspect(recipe: Recipe, loaded: LoadedRecipe, notices: Sequence[Notice], *, offline: bool) -> Inspection:
+    """Inspect a resolved recipe; of an imported one, without what `notices` report to be missing on this machine."""
+    found = inspect_remaining(recipe, _missing_here(notices) if loaded.is_imported else (), offline=offline)
+    if loaded.is_imported:
+        _take_absent(found, notices)
+    return found
+
+
+def _take_absent(found: Inspection, known: Sequence[Notice]) -> None:
+    """Turn problems about files that are on another machine into notices, unless they are `known`, and list them as unchecked."""
+    found.problems, absent = split_absent(found.problems)
+    messages = {notice.message for notice in known}
+    found.notices.extend(notice for notice in absent if notice.message not in messages)
+    found.unchecked.extend(f"rows or a model that are not on this machine: {notice.message}" for notice in absent)
 
 
 def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from fsdp_tune.core.command import BaseWeights, JsonAnswer, MergeCheck, MergedDtype, Option
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.units import parse_bytes
+
+_OPTIONS = re.compile(r"(^|`)(--[^`]+)")
+
+
+@contextmanager
+def hints_with_command(source: Path) -> Iterator[None]:
+    """Give the hints of a merge that another command makes the name of `merge-checkpoint`, since that command lacks the options in them.
+
+    An option of the same name may mean something else there: `train --overwrite` starts over.
+    """
+    try:
+        yield
+    except FsdpTuneError as error:
+        command = f"fsdp-tune merge-checkpoint {shlex.quote(str(source))}"
+        error.problems = tuple(_with_command(problem, command) for problem in error.problems)
+        raise
+
+
+def _with_command(problem: Problem, command: str) -> Problem:
+    def complete(hint: str) -> str:
+        return _OPTIONS.sub(lambda found: f"{found[1]}{command} {found[2]}", hint)
+
+    ways_out = tuple(complete(each) for each in problem.ways_out)
+    return replace(problem, hint=complete(problem.hint) if problem.hint is not None else None, ways_out=ways_out)
 
 
 def _shard_bytes(typed: str) -> int:

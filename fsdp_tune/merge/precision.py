@@ -40,7 +40,14 @@ def find_kept(selection: Selection, companions: Companions, names: BaseLayout, d
         answer = child.answer()
     if isinstance(answer, str):
         message = f"which tensors this model's class keeps in fp32 is not known, so all are converted to {dtype}: {answer}"
-        return _none, [Notice("merge-precision-unknown", message, Where(str(companions.folder)), hint="`--dtype keep` converts none")]
+        return _none, [
+            Notice(
+                "merge-precision-unknown",
+                message,
+                Where(str(companions.folder)),
+                hint="`fsdp-tune merge-checkpoint --dtype keep` converts none",
+            )
+        ]
     kept = BaseLayout(names.renamed, names.tensors, kept_in_fp32={key: tuple(value) for key, value in answer.items()})
     return _without_prefix(kept.keeps_fp32(dtype)), []
 

@@ -317,7 +317,7 @@ def find_extensions(recipe: Recipe) -> list[Extension]:
 
 ADAPTER_KEY = "lora.adapter"
 # Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves out.
-_LORA_FIELDS: dict[str, Any] = {
+PEFT_DEFAULTS: dict[str, Any] = {
     "r": 8,
     "lora_alpha": 8,
     "lora_dropout": 0.0,
@@ -374,7 +374,7 @@ def without_adapter(recipe: Recipe) -> Recipe:
 
 
 def _lora_values(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    values = {key: default if config.get(key) is None else config[key] for key, default in _LORA_FIELDS.items()}
+    values = {key: default if config.get(key) is None else config[key] for key, default in PEFT_DEFAULTS.items()}
     layers = config.get("layers_to_transform")
     targets = config.get("target_modules")
     # PEFT's other ways to choose modules have no keys here: the tensors tell which modules were chosen.

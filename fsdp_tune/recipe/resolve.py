@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.gpus import known_hardware
 from fsdp_tune.core.processes import default_cache_directory
-from fsdp_tune.recipe.references import absolute_paths, continue_adapter, output_directory
+from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
 from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import (
     FP8_MULTIPLE,
@@ -22,6 +23,7 @@ from fsdp_tune.recipe.rules.limits import (
     fp8_gpu_problem,
     lora_limits,
     slow_bf16,
+    slow_bf16_cpu,
 )
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
@@ -55,10 +57,36 @@ class Resolution:
     notices: tuple[Notice, ...]
 
 
-def cpu_way_out(recipe: Recipe, cores: int) -> str:
-    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more."""
+ABSENT = frozenset({"not-found", "data-not-found", "model-not-found", "tokenizer-not-found", "no-such-template", "unknown-extension"})
+"""Codes of problems that are about what this machine lacks, and another one may have."""
+NEEDED_THERE = "the machine that trains needs it"
+
+
+def split_absent(problems: Collection[Problem]) -> tuple[list[Problem], list[Notice]]:
+    """Return the other problems, and those about what is missing here as notices, for a run that starts on another machine."""
+    absent = [Notice(each.code, f"{each.message}: {NEEDED_THERE}", each.where) for each in problems if each.code in ABSENT]
+    return [each for each in problems if each.code not in ABSENT], absent
+
+
+class UnresolvedError(FsdpTuneError):
+    """What prevents a recipe from being resolved. `recipe` has the keys that could be decided.
+
+    `suspects`: the keys of the problems, so that checks that depend on them would mislead. Keys that only contradict the number of ranks
+    are not among them, since neither model nor rows depend on it.
+    """
+
+    def __init__(self, recipe: Recipe, *problems: Problem, suspects: Collection[str] = ()) -> None:
+        self.recipe, self.suspects = recipe, frozenset(suspects)
+        super().__init__(*problems)
+
+
+def cpu_way_out(recipe: Recipe, machine: Machine) -> str:
+    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more, and in
+    fp32 where the CPU computes bf16 slowly."""
     launch, options = recipe.launch, "--set launch.device=cpu"
-    most = max(cores, CPU_RANKS) * launch.num_machines
+    if not machine.has_bf16_cpu and recipe.precision.mixed_precision == "bf16":
+        options += " --set precision.mixed_precision=no"
+    most = max(machine.cores, CPU_RANKS) * launch.num_machines
     if launch.num_processes != "auto" and launch.num_processes > most:
         sizes = range(most, 0, -launch.num_machines)
         fitting = (size for size in sizes if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines))))
@@ -75,30 +103,35 @@ def resolve(
     needs_trackers: bool = True,
     positions: Mapping[str, Where] | None = None,
     resume: str | None = None,
+    elsewhere: bool = False,
 ) -> Resolution:
-    """Fill every unset key. Raises: FsdpTuneError with all problems that depend on the machine or the number of ranks.
+    """Fill every unset key. Raises: UnresolvedError with all problems that depend on the machine or the number of ranks.
 
     `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
     without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
-    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs.
+    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs. `elsewhere`: the run starts on another
+    machine, so files and packages that are missing here are notices.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
+    work.precision()
     work.gpu()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
-    findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
-    work.problems.extend(as_problem(finding, work.positions) for finding in findings)
-    if not work.problems:
+    findings = [finding for rule in WORLD_RULES for finding in rule(work.recipe, world)]
+    of_world = [as_problem(finding, work.positions) for finding in findings]
+    if not work.problems and not of_world:
         work.mesh(world)
         work.fsdp()
         work.training(world)
         if recipe.data.streaming:
             work.stream(world)
         work.evaluation()
+    else:
+        work.unsized(world)
     work.model()
     work.rest()
     if needs_trackers:
-        work.trackers()
+        work.trackers(elsewhere=elsewhere)
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     work.adapter(cwd, output)
@@ -106,12 +139,15 @@ def resolve(
     local_paths, path_problems = absolute_paths(work.data, cwd, source)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
-    if work.problems:
-        raise FsdpTuneError(*work.problems)
+    if elsewhere:
+        work.problems, absent = split_absent(work.problems)
+        work.notices.extend(absent)
     resolved = Recipe.model_validate(work.data)
-    work.fewer_machines(resolved)
-    if work.problems:
-        raise FsdpTuneError(*work.problems)
+    if not work.problems and not of_world:
+        work.fewer_machines(resolved)
+    if work.problems or of_world:
+        suspects = [problem.where.key for problem in work.problems if problem.where.key is not None]
+        raise UnresolvedError(resolved, *of_world, *work.problems, suspects=suspects)
     return Resolution(resolved, work.reasons, tuple(work.notices))
 
 
@@ -149,7 +185,12 @@ class _Resolver:
 
     def adapter(self, cwd: Path, output: Path) -> None:
         """Take unset keys of `lora:` from the adapter that training continues."""
-        if self.recipe.lora is None or self.recipe.lora.adapter is None:
+        if self.recipe.lora is None:
+            return
+        if self.recipe.lora.adapter is None:
+            for name, of_peft in PEFT_DEFAULTS.items():
+                if not given(self.recipe, f"lora.{name}") and getattr(self.recipe.lora, name) != of_peft:
+                    self.reasons[f"lora.{name}"] = f"the default; PEFT's is {of_peft}"
             return
         found = continue_adapter(self.recipe, cwd, output)
         findings = found.findings
@@ -168,6 +209,21 @@ class _Resolver:
             threads = max(1, self.machine.cores // local_ranks)
             self.decide("launch.num_cpu_threads_per_process", threads, f"{self.machine.cores} cores / {local_ranks} local ranks")
 
+    def precision(self) -> None:
+        """Decide the compute dtype, on which later decisions depend."""
+        is_slow = self.data["launch"]["device"] == "cpu" and not self.machine.has_bf16_cpu
+        if self.recipe.precision.mixed_precision == "auto":
+            chosen, reason = "bf16", "the default of GPUs, and of CPUs with bf16 instructions"
+            if is_slow and self.recipe.model.dtype == "fp32":
+                chosen, reason = "no", "this CPU has no instructions for bf16 (AMX, AVX512_BF16)"
+                message = f"CPU ranks compute in fp32 (`precision.mixed_precision: no`): {reason}"
+                self.add_notice("cpu-computes-fp32", ("precision.mixed_precision",), message)
+            self.decide("precision.mixed_precision", chosen, reason)
+            decided = self.recipe.precision.model_copy(update={"mixed_precision": chosen})
+            self.recipe = self.recipe.model_copy(update={"precision": decided})
+        if is_slow and (found := slow_bf16_cpu(self.recipe)) is not None:
+            self.add_notice(found.code, found.keys, found.message, found.hint)
+
     def _device(self) -> str:
         wanted, there = self.recipe.launch.device, self.machine.device
         if wanted == "auto":
@@ -177,13 +233,13 @@ class _Resolver:
                 return there
             if self.assume is None:
                 message = f"this machine shows no accelerator{self._unseen()}, and the CPU is never chosen silently"
-                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine.cores),))
+                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),))
             device = self.assume or "cuda"
             self.decide("launch.device", device, "assumed: this machine shows no accelerator")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"
-            ways_out = (cpu_way_out(self.recipe, self.machine.cores),)
+            ways_out = (cpu_way_out(self.recipe, self.machine),)
             self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
         return wanted
 
@@ -235,10 +291,21 @@ class _Resolver:
             self.decide("launch.num_processes", count, reason)
             return
         local = launch.num_processes // launch.num_machines
+        if device == "cuda" and self.assume is not None:
+            self._known_machine(local)
         if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
             message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible{self._unseen()}"
             hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check CUDA_VISIBLE_DEVICES"
             self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
+
+    def _known_machine(self, local: int) -> None:
+        """Report more ranks on a machine than any machine of the table of GPUs has: mostly `launch.num_machines` is missing."""
+        launch, most = self.recipe.launch, max(gpu.devices_per_machine or 0 for gpu in known_hardware().values())
+        if launch.num_processes == "auto" or local <= most:
+            return
+        message = f"`launch.num_machines: {launch.num_machines}` puts {local} ranks on a machine, and none known has more than {most} GPUs"
+        hint = f"`--set launch.num_machines={-(-launch.num_processes // most)}`; `submit slurm` takes `--nodes` and `--gpus-per-node`"
+        self.add_notice("ranks-of-a-machine", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
         found = mesh_sizes(self.recipe, world)
@@ -255,6 +322,10 @@ class _Resolver:
             message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
             self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
 
+    def unsized(self, world: World) -> None:
+        """Give a recipe that is refused the sizes of one copy, so that its model can still be inspected."""
+        self.data["parallelism"] |= {"dp_replicate_size": 1, "dp_shard_size": data_ranks(self.recipe, world)}
+
     def fsdp(self) -> None:
         fsdp = self.recipe.fsdp
         if fsdp.reshard_after_forward is None:
@@ -264,10 +335,11 @@ class _Resolver:
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 
-    def trackers(self) -> None:
+    def trackers(self, *, elsewhere: bool) -> None:
         """Refuse trackers that cannot start. Without this check every rank would fail minutes later.
 
-        A variable may be set where the run starts, as by a TrainJob of Kubeflow: elsewhere it is a notice.
+        A variable may be set where the run starts, as by a TrainJob of Kubeflow: where it does not start that is a notice, and a package
+        too if the run starts `elsewhere`.
         """
         for name in self.recipe.training.report_to:
             found = missing(name, {**os.environ, **self.recipe.launch.env})
@@ -275,7 +347,9 @@ class _Resolver:
                 continue
             message, keys = f"`training.report_to` names {name}, and {found.reason}", ("training.report_to",)
             hint = f"{found.hint}, or leave it out"
-            if not found.is_set_elsewhere:
+            if not found.is_set_elsewhere and elsewhere:
+                self.add_notice("tracker-not-installed", keys, f"{message}: {NEEDED_THERE}")
+            elif not found.is_set_elsewhere:
                 self.add_problem("tracker-not-installed", keys, message, hint)
             elif self.assume is None:
                 self.add_problem("tracker-not-configured", keys, message, hint)

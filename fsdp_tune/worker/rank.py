@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from fsdp_tune.core.atomic import PRIVATE_MODE
-from fsdp_tune.core.devices import available_cores, lost_devices
+from fsdp_tune.core.devices import lost_devices, this_machine
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, usage_error
 from fsdp_tune.core.parent_death import LAUNCHER_PID
 from fsdp_tune.core.processes import without_ignored
@@ -173,7 +173,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
         raise usage_error(
             "device-missing",
             f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them{reports}",
-            ways_out=(cpu_way_out(recipe, available_cores()), f"--set launch.num_processes={max(1, count)}"),
+            ways_out=(cpu_way_out(recipe, this_machine("cpu")), f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]

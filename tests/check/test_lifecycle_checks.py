@@ -21,7 +21,7 @@ from fsdp_tune.check.rehearsal import lifecycle_checks
 from fsdp_tune.check.rehearsal.lifecycle_checks import Rehearsal
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.jobs import validate
+from fsdp_tune.jobs import inspection
 from fsdp_tune.jobs.validate import rehearse
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.recipe.read.loader import load_recipe
@@ -109,7 +109,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> set[
     """Return the codes of the errors with which a rehearsal ends before it starts a run."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401  two threads would import them at once
 
-    monkeypatch.setattr(validate, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))  # without the imports of a child
+    monkeypatch.setattr(inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))  # without the imports of a child
     monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: pytest.fail("a run is started"))
     with pytest.raises(FsdpTuneError) as caught:
         rehearse(load_recipe(name, overrides))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.jobs import validate as checks
+from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.model.model_files import ModelFacts
 from tests.model.recipes import model_facts
 

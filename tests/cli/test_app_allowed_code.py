@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.jobs import validate as checks
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.jobs import inspection as checks
 
 SMALL = """\
 model: {from_config: {model_type: gpt2, vocab_size: 384}, tokenizer: builtin:arithmetic%s}
@@ -78,7 +79,7 @@ def test_children_of_a_command_import_nothing_from_the_working_directory(tmp_pat
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("verb", ["validate", "train", "rehearse"])
+@pytest.mark.parametrize("verb", ["train", "rehearse"])
 def test_variable_that_can_run_code_is_refused_with_its_line_before_any_rank_starts(tmp_path: Path, verb: str) -> None:
     evil = tmp_path / "evil"
     evil.mkdir()
@@ -90,6 +91,20 @@ def test_variable_that_can_run_code_is_refused_with_its_line_before_any_rank_sta
     ]
     assert "--allow-env PYTHONPATH" in errors[1]["hint"]
     assert not (tmp_path / "ran").exists()
+
+
+def test_inspection_of_a_model_does_not_get_variables_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = list[dict[str, str]]()
+
+    def start(_command: object, environment: dict[str, str], **_: object) -> NoReturn:
+        environments.append(environment)
+        raise FsdpTuneError(Problem("not-started", "m"))
+
+    monkeypatch.setattr(checks.children, "start", start)
+    errors = refused("validate", write(tmp_path, env="LD_PRELOAD: x.so"))
+    assert {error["code"] for error in errors} >= {"not-started"}
+    [environment] = environments
+    assert environment.get("LD_PRELOAD") != "x.so"
 
 
 def test_variable_that_the_command_line_allows_is_set_and_recorded(tmp_path: Path) -> None:

@@ -247,6 +247,16 @@ def test_run_without_a_model_names_the_command_that_makes_one(here: Path) -> Non
     assert (found["model"], found["base"]) == ("run", "chat-model")
 
 
+def test_hint_about_a_checkpoint_names_the_command_that_has_its_options(here: Path) -> None:
+    run_at(here / "run", {"model": {"name_or_path": "chat-model"}, "lora": {}})
+    (here / "run" / "checkpoint-3").mkdir()
+    for words in (["chat", "run"], ["generate", "run", "--prompts", "rows.jsonl"]):
+        (here / "rows.jsonl").write_text('{"prompt": "one"}\n')
+        (error,) = invoke(*words, "--json", code=1)["errors"]
+        assert error["code"] == "merge-no-checkpoint"
+        assert error["hint"] == "`fsdp-tune merge-checkpoint run --step N --allow-incomplete` takes one that is not complete"
+
+
 @pytest.mark.parametrize(
     ("width", "expected"), [(10, "one two\nthree four\nfive"), (None, "one two three four five"), (5, "one\ntwo\nthree\nfour\nfive")]
 )

@@ -173,3 +173,16 @@ def test_plan_shows_adapters_apart_from_the_ranking_if_nothing_fits(
     document = planned(recipe)
     assert not any("lora.target_modules" in each["recipe_changes"] for each in document["alternatives"])
     assert [each["recipe_changes"].get("quantization.load") for each in document["other_trainings"]] == [None, "nf4"]
+
+
+def test_price_of_a_gpu_gives_the_cost_of_the_run(recipe: str) -> None:
+    document = planned(recipe, "--no-search", "--dollars-per-hour", "2.5")
+    run = document["run"]
+    assert run["dollars"] == pytest.approx(run["seconds"] / 3600 * 8 * 2.5)
+    assert "dollars" in printed(recipe, "--no-search", "--dollars-per-hour", "2.5")
+    unknown = planned(recipe, "--no-search")
+    assert unknown["run"]["dollars"] is None
+    [hint] = [each for each in unknown["unknown"] if "dollars" in each]
+    assert "`--dollars-per-hour PRICE`" in hint
+    (refused,) = errors(*words(recipe, "--dollars-per-hour", "nan"))
+    assert refused["hint"] == "--dollars-per-hour 2.5"

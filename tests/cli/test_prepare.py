@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fsdp_tune.cli.prepare import prepare
+from fsdp_tune.cli.prepare import of_bos, prepare
+from fsdp_tune.data.report import BeginTokens
 from tests.data.real_templates import PUBLISHED
 
 app = typer.Typer()
@@ -200,3 +201,18 @@ def test_calls_of_tools_are_trained_to_the_end_of_their_turn(recipe: Path, tmp_p
     shown = json.loads(done.stdout)["shown"]
     text = "".join(f"⟦{run}⟧" if trained else run for row in shown for example in row for run, trained in example["runs"])
     assert all(part in text for part in expected)
+
+
+@pytest.mark.parametrize(
+    ("account", "words"),
+    [
+        (None, "none in this tokenizer"),
+        (BeginTokens(59, 0, 59), "once in all 59 examples"),
+        (BeginTokens(0, 59, 59), "more than once in all 59 examples"),
+        (BeginTokens(50, 9, 59), "once in 50, more than once in 9 of 59 examples"),
+        (BeginTokens(0, 0, 59), "not at all in all 59 examples"),
+        (BeginTokens(1, 2, 1000), "once in 1, more than once in 2, not at all in 997 of 1,000 examples"),
+    ],
+)
+def test_beginnings_of_sequences_are_described_without_counts_of_zero(account: BeginTokens | None, words: str) -> None:
+    assert of_bos(account) == words

@@ -142,12 +142,12 @@ def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), None)])
-def test_ranks_on_cpus_get_a_core_each(words: tuple[str, ...], cores: int | None) -> None:
+@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), 4)])
+def test_ranks_get_a_core_each(words: tuple[str, ...], cores: int) -> None:
     done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=8", "--set", "training.global_batch_size=256", *words)
     assert done.exit_code == 0, done.output
     found = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
-    assert found == ([] if cores is None else [f"#SBATCH --cpus-per-task={cores}"])
+    assert found == [f"#SBATCH --cpus-per-task={cores}"]
 
 
 def test_print_needs_no_slurm_and_writes_nothing(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +267,36 @@ def test_sweep_is_an_array_of_the_runs_that_have_not_finished(slurm: FakeSlurm, 
     assert "#SBATCH --array=0-0\n" in text
     assert "learning_rate=1e-5" not in text
     assert error(submit("--sweep", "seed=1,2", "--follow", "--json"))["code"] == "usage"
+
+
+def test_script_that_is_only_printed_has_notices_for_what_the_cluster_needs(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    recipe = tmp_path / "cluster.yaml"
+    recipe.write_text(
+        "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
+        "training: {report_to: [wandb]}\nlaunch: {num_processes: 8}\n"
+    )
+    codes = {"not-found", "tracker-not-installed"}  # and `submit-memory`, of every script
+    done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--print", "--json"])
+    answer = json.loads(done.stdout)
+    assert (done.exit_code, answer["state"]) == (0, "printed")
+    assert {each["code"] for each in answer["notices"]} == codes | {"data-not-found", "submit-memory"}
+    done = CliRunner().invoke(app, ["submit", "slurm", str(recipe), "--json"])
+    assert (done.exit_code, slurm.calls) == (2, [])
+    assert {each["code"] for each in json.loads(done.stdout)["errors"]} == codes
+
+
+def test_cores_of_a_node_follow_from_ranks_and_loaders_and_memory_is_asked_for(slurm: FakeSlurm) -> None:
+    def printed(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["submit", "slurm", "gpt2_smoke", "--print", "--json", "--set", "launch.device=cuda", *words])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    size = ("--gpus-per-node", "8", "--set", "training.global_batch_size=256")
+    answer = printed(*size)
+    assert "#SBATCH --cpus-per-task=8\n" in answer["text"]
+    assert "#SBATCH --mem=0" in next(each["hint"] for each in answer["notices"] if each["code"] == "submit-memory")
+    assert "#SBATCH --cpus-per-task=24\n" in printed(*size, "--set", "training.dataloader_num_workers=2")["text"]
+    assert "#SBATCH --cpus-per-task=5\n" in printed(*size, "--cpus-per-node", "5")["text"]

@@ -20,7 +20,7 @@ from fsdp_tune.cli import app
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.core.processes import StoppedBySignal, stop_signals_raise
-from fsdp_tune.jobs import validate as checks
+from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.merge import merging
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics

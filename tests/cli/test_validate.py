@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.jobs import first_rows
-from fsdp_tune.jobs import validate as checks
+from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document
 from tests.cli.in_process import invoke
@@ -51,7 +51,11 @@ def test_five_errors_have_lines_and_suggestions(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(FIVE_MISTAKES)
     code, out, err = run("validate", "--config", str(path))
-    assert (code, out) == (2, "")
+    assert (code, out) == (
+        2,
+        "not checked yet: the model and its adapters, which depend on `data.max_lenght`, `fsdp.offload_parms`, `fsdp.sharding_strategy`\n"
+        "not checked yet: tokenizer, chat template and rows, which depend on `data.max_lenght`\n",
+    )
     assert err == (
         f"error: {path}:4:3: unknown key `data.max_lenght`\nhint: did you mean `data.max_length`?\n"
         f"error: {path}:5:8: unknown key `fsdp.offload_parms`\nhint: did you mean `fsdp.offload_params`?\n"
@@ -328,7 +332,7 @@ def test_unknown_model_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = checks.inspect_model(load(MINIMAL).recipe)
     assert [(each.code, each.hint) for each in found.problems] == [("model-not-found", "h")]
     assert [each.code for each in found.notices] == ["n"]
-    assert found.unchecked == []
+    assert found.unchecked == ["checks that need the complete model, such as the merge of adapters and the size of the embedding"]
 
 
 @pytest.mark.parametrize("output", ["", "not json"])
@@ -433,3 +437,70 @@ def test_recipe_that_packs_for_a_model_with_convolutions_is_refused_at_its_line(
         r"error: r.yaml:2:\d+: Lfm2ForCausalLM with attention `sdpa` lets packed examples see each other", " ".join(done.stderr.split())
     )
     assert "hint: --set data.packing=false" in done.stderr
+
+
+MISTAKES = {
+    "indivisible": "training: {global_batch_size: 7}",
+    "unknown-key": "launch: {num_processes: 2, num_machine: 1}",
+    "wrong-value": "merge: {dtype: bf17}",
+    "tracker-not-installed": "training: {report_to: [no_such_tracker]}",
+    "variable-not-allowed": "launch: {num_processes: 2, env: {LD_PRELOAD: x.so}}",
+}
+"""Code of a mistake that neither model nor rows depend on → what to write for it."""
+
+
+@pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize("code", MISTAKES)
+def test_mistake_hides_none_of_template_and_rows(code: str, recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n{broken\n')
+    text = SMALL.replace("train: [{path: builtin:arithmetic}]", f"chat_template: chatmll, train: [{{path: {rows}}}, {{path: gone.jsonl}}]")
+    section = MISTAKES[code].partition(":")[0]
+    kept = [line for line in text.splitlines() if not line.startswith(f"{section}:")]
+    exit_code, answer = validated(recipe, "\n".join([*kept, MISTAKES[code]]) + "\n")
+    codes = {error["code"] for error in answer["errors"]}
+    assert exit_code == 2
+    assert codes >= {"no-such-template", "bad-row", "bad-rows", "data-not-found"}, codes
+    assert codes - {"no-such-template", "bad-row", "bad-rows", "data-not-found"}, "the mistake itself"
+    assert len(answer["unchecked"]) == 1
+    assert answer["unchecked"][0].startswith("the rows as tokens")
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_rows_are_read_without_the_tokenizer_that_is_missing(recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "completion": "y"}\n{"prompt": "x"}\n')
+    text = SMALL.replace("builtin:arithmetic}]", f"{rows}}}]").replace("tokenizer: builtin:arithmetic", "tokenizer: ./gone")
+    code, answer = validated(recipe, text)
+    assert code == 2
+    assert [(error["line"], error["file"] == str(rows)) for error in answer["errors"][:2]] == [(1, False), (2, True)]
+    assert "`model.tokenizer`" in answer["unchecked"][-1]
+
+
+@pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize(("text", "key"), [("data: {formt: text}", "data.formt"), ("data: {format: messagess}", "data.format")])
+def test_stage_is_not_checked_with_values_that_the_user_did_not_mean(text: str, key: str, recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"text": 5}\n')
+    code, answer = validated(recipe, SMALL.replace("train: [{path: builtin:arithmetic}]", f"{text[7:-1]}, train: [{{path: {rows}}}]"))
+    assert (code, [error["key"] for error in answer["errors"]]) == (2, [key])
+    assert answer["unchecked"] == [f"tokenizer, chat template and rows, which depend on `{key}`"]
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_what_an_imported_recipe_lacks_here_is_a_notice_and_its_mistakes_are_errors(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule for model, tokenizer, rows and packages; without the first line the file is for this machine."""
+    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    text = "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
+    text += "training: {report_to: [wandb]}\nlaunch: {num_processes: 2}\n"
+    codes = {"not-found", "data-not-found", "tracker-not-installed"}
+    code, answer = validated(recipe, f"# Imported from a.yaml (axolotl) by `fsdp-tune import`.\n{text}")
+    assert (code, answer["valid"]) == (0, True)
+    assert {each["code"] for each in answer["notices"]} == codes
+    assert all(each["file"] == str(recipe) for each in answer["notices"])
+    assert "`model.name_or_path`" in answer["unchecked"][0]
+    code, answer = validated(recipe, f"# Imported from a.yaml (axolotl) by `fsdp-tune import`.\n{text}merge: {{dtype: int}}\n")
+    assert (code, [each["code"] for each in answer["errors"]]) == (2, ["wrong-value"])
+    code, answer = validated(recipe, text)
+    assert code == 2
+    assert {each["code"] for each in answer["errors"]} == codes

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import ctypes
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -151,3 +156,71 @@ def test_cores_are_limited_by_the_cpu_time_of_a_container(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     assert available_cores() == min([64, *cores])
     assert this_machine("cpu").cores == min([64, *cores])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq\n", False),  # oneDNN takes bf16 here, and is slow
+        ("flags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu amx_tile amx_bf16\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd\n", False),
+        (None, False),
+    ],
+)
+def test_instructions_for_bf16_are_read_from_the_system(
+    text: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert this_machine("cpu").has_bf16_cpu is expected
+
+
+def nvml_function(code: int, **outputs: object) -> Callable[..., int]:
+    """A function of NVML that writes `text` into its buffer, or `number` into its last argument."""
+
+    def call(*arguments: Any) -> int:
+        if "text" in outputs:
+            arguments[-2].value = str(outputs["text"]).encode()
+        elif "number" in outputs:
+            arguments[-1]._obj.value = outputs["number"]
+        return code
+
+    return call
+
+
+NVML: dict[str, Any] = {
+    "nvmlInit_v2": nvml_function(0),
+    "nvmlShutdown": nvml_function(0),
+    "nvmlDeviceGetCount_v2": nvml_function(0, number=1),
+    "nvmlDeviceGetHandleByIndex_v2": nvml_function(0),
+    "nvmlDeviceGetHandleByUUID": nvml_function(0),
+    "nvmlDeviceGetName": nvml_function(0, text="H100"),
+    "nvmlDeviceGetUUID": nvml_function(0, text="GPU-1"),
+    "nvmlDeviceGetMemoryInfo": nvml_function(0),
+    "nvmlDeviceGetCudaComputeCapability": nvml_function(0, number=9),
+    "nvmlErrorString": lambda code: b"it is lost",
+    "nvmlSystemGetDriverVersion": nvml_function(0, text="1.2"),
+}
+
+
+@pytest.mark.parametrize("lacking", [*NVML, None])
+def test_driver_may_lack_any_function(lacking: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(**{name: function for name, function in NVML.items() if name != lacking})
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+    found = this_machine("cuda" if lacking is None else "auto", {})
+    devices.gpu_states({})
+    assert devices.nvidia_driver() == (None if lacking in ("nvmlInit_v2", "nvmlSystemGetDriverVersion") else "1.2")
+    if lacking == "nvmlDeviceGetCudaComputeCapability":
+        assert (found.device_name, found.capability) == ("H100", None)
+    if lacking == "nvmlDeviceGetHandleByIndex_v2":
+        assert devices.lost_devices()
+
+
+def test_every_call_of_the_driver_is_made_by_one_class() -> None:
+    """A name of NVML as an attribute would be a call that a missing function breaks."""
+    package = Path(devices.__file__).parents[1]
+    direct = [str(path) for path in package.rglob("*.py") if re.search(r"\.nvml[A-Z]", path.read_text(encoding="utf-8"))]
+    assert direct == []

@@ -98,3 +98,8 @@ def test_experts_without_adapters_are_reported(parameters: list[str], names: str
     found = [each.message for each in notices if each.code == "lora-experts-frozen"]
     assert len(found) == (names is not None)
     assert all(message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message for message in found)
+
+
+def test_target_that_matches_nothing_hides_no_problem_of_the_base(tmp_path: Path) -> None:
+    recipe = lora_recipe(tmp_path, {"r": 4, "target_modules": ["qq"]}, "opt", data={"train": [{"path": "x"}], "max_length": 129})
+    assert [each.code for each in find_facts(recipe).problems] == ["lora-target", "max-length-beyond-positions"]

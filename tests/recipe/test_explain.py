@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from tests.recipe.loading import MINIMAL, load_with, one_problem, problems_with
+from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems_with
 
 HEAD = "model: {name_or_path: gpt2}\n"
 JARGON = re.compile(r"token|scanning|mapping values|block end|alphabetic|hexadecimal|scalar|simple key|document start", re.IGNORECASE)
@@ -19,7 +19,7 @@ def told(tmp_path: Path, text: str, *overrides: str) -> list[tuple[str, str, str
     """(place, message, hint) of every error."""
     path = tmp_path / "r.yaml"
     path.write_text(text, encoding="utf-8")
-    done = CliRunner().invoke(app, ["validate", str(path), *(word for each in overrides for word in ("--set", each))])
+    done = CliRunner().invoke(app, ["prepare", str(path), *(word for each in overrides for word in ("--set", each))])
     assert done.exit_code == 2, done.stdout
     found = re.findall(r"^error: (.*?): (.*)\n(?:hint: (.*)\n)?", done.stderr.replace(f"{path}:", ""), re.MULTILINE)
     return [(place, message, hint) for place, message, hint in found]
@@ -142,3 +142,25 @@ def test_adapter_at_the_top_is_that_of_axolotl() -> None:
 def test_near_match_comes_from_the_same_section_alone() -> None:
     hint = one_problem(problems_with("launch: {num_prok: 1}")).hint or ""
     assert "data.num_proc" not in hint
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [
+        ("launch: {device: gpu}", "write `cuda`"),
+        ("training: {num_train_epochs: three}", "write `3`"),
+        ("training: {num_train_epochs: 3 epochs}", "write `3`"),
+        ("training: {max_steps: '1,000'}", "write `1000`"),
+        ("training: {max_steps: 10k}", "write `10000`"),
+        ("lora: {r: eight}", "write `8`"),
+        ("data: {train: [{path: x}], max_length: 4k}", "write `4000`"),
+        ("training: {num_train_epochs: many}", "write a number, such as `3.0`"),
+    ],
+)
+def test_hint_about_a_word_in_place_of_a_value_can_be_typed(tmp_path: Path, section: str, hint: str) -> None:
+    text = f"{HEAD}{section}\n" if section.startswith("data:") else f"{MINIMAL}{section}\n"
+    (found,) = told(tmp_path, text)
+    assert found[2] == hint
+    if "such as" not in hint:  # the hint is followed
+        wrong = section.rstrip("}").rpartition(": ")[2]
+        load(text.replace(f": {wrong}", f": {hint.split('`')[1]}"))

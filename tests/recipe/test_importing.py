@@ -344,6 +344,11 @@ def test_comments_of_the_file_are_kept(tmp_path: Path) -> None:
     assert "learning_rate: 0.0002  # from learning_rate; higher than in the paper\n" in text
 
 
+def test_comment_without_a_value_here_names_its_place(tmp_path: Path) -> None:
+    text = from_text(tmp_path, AXOLOTL + "# of the log\nwandb_log_model: checkpoint\n# the last words\n").text
+    assert text.endswith("# `wandb_log_model` of config.yaml: of the log\n# at the end of config.yaml: the last words\n")
+
+
 def test_value_that_a_recipe_refuses_is_a_question_with_the_reason(tmp_path: Path) -> None:
     result = from_text(tmp_path, AXOLOTL.replace("paged_adamw_8bit", "lion_8bit"))
     fate, reason = row(result, "optimizer")

@@ -234,7 +234,7 @@ def test_device_may_be_assumed_without_launch() -> None:
     resolution = resolved("", BARE, assume="cuda")
     assert (resolution.recipe.launch.device, resolution.recipe.launch.num_processes) == ("cuda", ASSUMED_DEVICES)
     assert [notice.code for notice in resolution.notices] == ["assumed-devices"]
-    assert resolved("launch: {num_processes: 16}", BARE, assume="cuda").notices == ()
+    assert resolved("launch: {num_processes: 8}", BARE, assume="cuda").notices == ()
     assert resolved("launch: {num_processes: 16}", FOUR_GPUS, assume="cuda").recipe.world_size == 16
 
 
@@ -351,3 +351,54 @@ def test_stream_is_read_ahead_unless_the_recipe_sets_a_number() -> None:
     for extra, workers in (("", 1), (", dataloader_num_workers: 0", 0)):
         training = resolved("", text=text % extra).recipe.training
         assert training_value(training, "dataloader_num_workers") == workers
+
+
+OLD_CPU, NEW_CPU = Machine(None, 0, 6, None, has_bf16_cpu=False), Machine(None, 0, 6, None, has_bf16_cpu=True)
+ON_CPU = "launch: {device: cpu}\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "computes", "frozen", "codes"),
+    [
+        (OLD_CPU, "", "no", "fp32", ["cpu-computes-fp32"]),
+        (OLD_CPU, "precision: {mixed_precision: auto}", "no", "fp32", ["cpu-computes-fp32"]),
+        (OLD_CPU, "precision: {mixed_precision: bf16}", "bf16", "bf16", ["bf16-cpu-slow"]),
+        (OLD_CPU, "precision: {mixed_precision: 'no'}", "no", "fp32", []),
+        (OLD_CPU, "model: {dtype: bf16}", "bf16", "bf16", ["bf16-cpu-slow"]),
+        (NEW_CPU, "", "bf16", "bf16", []),
+        (NEW_CPU, "precision: {mixed_precision: bf16}", "bf16", "bf16", []),
+    ],
+)
+def test_compute_dtype_on_cpu_ranks_is_the_fast_one_unless_it_is_written(
+    machine: Machine, keys: str, computes: str, frozen: str, codes: list[str]
+) -> None:
+    text = f"{MINIMAL}{ON_CPU}{keys}" if not keys.startswith("model") else f"{MINIMAL}{ON_CPU}".replace("gpt2}", "gpt2, dtype: bf16}")
+    found = resolved("", machine, text=text)
+    assert found.recipe.precision.mixed_precision == computes
+    assert (found.recipe.model.frozen_dtype, found.recipe.merge.dtype) == (frozen, frozen)
+    assert [each.code for each in found.notices] == codes
+
+
+def test_old_cpu_does_not_change_a_run_on_gpus() -> None:
+    machine = Machine("cuda", 4, 64, "H100", has_bf16_cpu=False)
+    found = resolved("", machine)
+    assert (found.recipe.precision.mixed_precision, found.notices) == ("bf16", ())
+
+
+def test_hint_about_slow_bf16_is_followed_by_a_run_without_it() -> None:
+    found = resolved(f"{ON_CPU}precision: {{mixed_precision: bf16}}", OLD_CPU)
+    option = str(found.notices[0].hint).removeprefix("--set ")
+    again = load_with(f"{ON_CPU}precision: {{mixed_precision: bf16}}", option)
+    assert resolve(again.recipe, OLD_CPU, cwd=Path("/")).notices == ()
+    [way] = refused("precision: {mixed_precision: bf16}", OLD_CPU).ways_out
+    assert "--set launch.device=cpu --set precision.mixed_precision=no" in way
+
+
+def test_more_ranks_than_any_known_machine_has_are_a_notice_with_the_number_of_machines() -> None:
+    found = resolved("launch: {num_processes: 32}", BARE, assume="cuda")
+    [notice] = [each for each in found.notices if each.code == "ranks-of-a-machine"]
+    assert notice.where.line == 3
+    option = str(notice.hint).split("`")[1].removeprefix("--set ")
+    loaded = load_with("launch: {num_processes: 32, main_process_ip: a}", option)
+    assert [each.code for each in resolve(loaded.recipe, BARE, cwd=Path("/"), assume="cuda").notices] == []
+    assert resolved("launch: {num_processes: 8}", BARE, assume="cuda").notices == ()

@@ -13,6 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.recipe.loading import load_with
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 7, "lora_dropout": 0.25, "target_modules": ["q_proj"], "bias": "none"}
 
@@ -109,3 +110,15 @@ def test_run_that_was_started_has_the_keys_of_an_adapter_that_is_gone(tmp_path: 
     elsewhere = resolved(tmp_path, "earlier/adapter", output="another").recipe.lora
     assert elsewhere is not None
     assert elsewhere.r == 16, "reported with the model: there is no adapter"
+
+
+def test_defaults_that_are_not_those_of_peft_are_reported() -> None:
+    machine = Machine("cuda", 2, 8, "H100")
+
+    def reasons(section: str) -> dict[str, str]:
+        found = resolve(load_with(section).recipe, machine, cwd=Path("/")).reasons
+        return {key: reason for key, reason in found.items() if key.startswith("lora.")}
+
+    assert reasons("lora: {}") == {"lora.r": "the default; PEFT's is 8", "lora.lora_alpha": "the default; PEFT's is 8"}
+    assert reasons("lora: {r: 4, lora_alpha: 8}") == {}
+    assert reasons("") == {}

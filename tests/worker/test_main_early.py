@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_tune.jobs.validate import INSPECT
+from fsdp_tune.jobs.inspection import INSPECT
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.launch_files import EarlyStart
 from tests.model.recipes import recipe_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|PAD|>", "<|padding|>", "<|
 SPARE_TOKEN = re.compile(r"reserved|unused|<extra_id_|<dummy|\[control_", re.IGNORECASE)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 KEY = "model.tokenizer"
+STAND_IN = "builtin:arithmetic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,13 @@ def load_encoder(recipe: Recipe) -> TokenizerEncoder:
     loaded = open_tokenizer(recipe)
     encoder = TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add, origin=loaded.origin)
     encoder.notices += tuple(_missing_template_tokens(recipe, encoder))
+    return encoder
+
+
+def stand_in_encoder() -> TokenizerEncoder:
+    """Return an encoder for reading rows without their tokenizer: it has a chat template, and every id is in its vocabulary."""
+    encoder = TokenizerEncoder(_builtin(STAND_IN))
+    encoder.vocabulary_size = sys.maxsize
     return encoder
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -63,17 +63,23 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         notices += _kept_notices(recipe, model)
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
-        found = found.model_copy(update=_wrapping(recipe, model))
-        require_optimizer(recipe)
-        problems += _optimizer_problems(recipe)
+        with collected(problems):
+            found = found.model_copy(update=_wrapping(recipe, model))
+        with collected(problems):
+            require_optimizer(recipe)
+            problems += _optimizer_problems(recipe)
         device = str(recipe.launch.device)
-        kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
-        notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
-        notices += slow_kernel_notices(model, device)
-        notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
-        found = found.model_copy(update={"kernels": kernels})
+        with collected(problems):
+            kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
+            notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
+            notices += slow_kernel_notices(model, device)
+            notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
+            found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:
         problems += error.problems
+        if found is None and recipe.lora is not None:  # the base may have problems of its own
+            base_alone = recipe.model_copy(update={"lora": None, "quantization": None})
+            problems += [problem for problem in find_facts(base_alone).problems if problem not in problems]
     return ModelInspection(found, tuple(problems), tuple(notices))
 
 

@@ -425,7 +425,7 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
     price = hardware.dollars_per_hour
     cost = seconds / 3600 * recipe.world_size * price if seconds is not None and price is not None else None
     if price is None:
-        unknown.append("run.dollars: no price is given (`dollars_per_hour` of a GPU file)")
+        unknown.append("run.dollars: no price is given (`--dollars-per-hour PRICE`)")
     return RunTotals(steps, seconds, cost)
 
 

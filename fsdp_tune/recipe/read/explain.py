@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -180,6 +181,10 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if isinstance(value, str):
         if not node.plain and (wants_number or "true or false" in takes) and _is_more_than_text(value):
             return "write it without quotes"
+        if (meant := _MEANT.get(value.lower())) in options:
+            return f"write `{meant}`"
+        if wants_number and (number := _number_in(value, is_whole="whole" in takes)) is not None:
+            return f"write `{number}`"
         near = _longer(value, options) or closest(value, options)
         if near is None and takes.startswith("a list"):
             return f"write a list: `[{', '.join(shown(part.strip()) for part in value.split(','))}]`"
@@ -193,6 +198,29 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if wants_text and not isinstance(value, bool | None):
         return f'write "{node.text}" in quotes if it is meant as text'
     return None
+
+
+_MEANT = dict.fromkeys(("gpu", "gpus", "nvidia", "rocm", "amd", "hip"), "cuda") | {"intel": "xpu", "ascend": "npu", "apple": "mps"}
+"""Words for the values of a key, in lower case → the value."""
+_NUMBER_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+_WITH_UNIT = re.compile(r"([-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+_LONGEST_UNIT = 10
+"""Letters."""
+_FACTORS = {"k": 10**3, "m": 10**6, "%": 0.01}
+
+
+def _number_in(text: str, *, is_whole: bool) -> str | None:
+    """Return the number that a text means, such as `three`, `3 epochs`, `1,000`, `10k` or `3 %`; None if there is none."""
+    if text.lower() in _NUMBER_WORDS:
+        return str(_NUMBER_WORDS.index(text.lower()))
+    found = _WITH_UNIT.fullmatch(text.strip())
+    if found is None or len(found[2]) > _LONGEST_UNIT:
+        return None
+    value = float(re.sub("[,_]", "", found[1])) * _FACTORS.get(found[2].lower(), 1)
+    return f"{value:.0f}" if value.is_integer() else None if is_whole else f"{value:.10g}"
 
 
 def _longer(text: str, options: Sequence[str]) -> str | None:
@@ -230,7 +258,9 @@ def check_training(tree: MappingNode) -> dict[Path, Problem]:
                 takes = f"one of {len(options)} names, such as {enumerated([f'`{option}`' for option in options[:3]], 'and')}"
             message = f"`training.{name}` is {given(entry.node)}; it takes {takes}"
             hint = _SWITCHED_OFF.get(name) if _is_nothing(entry.node) else None
-            hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}"
+            default = TRAINING_FIELDS.fields[name].default
+            example = f", such as `{default}`" if "number" in takes and type(default) in (int, float) else ""
+            hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}{example}"
             problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
     return problems
 

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -26,6 +26,7 @@ from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, e
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
+from fsdp_tune.recipe.read.wrong_values import KeyPath, broken, drop, touches, without
 from fsdp_tune.recipe.read.yaml_source import (
     ListNode,
     MappingEntry,
@@ -89,7 +90,8 @@ def architecture(name: str) -> dict[str, Any] | None:
     return dict(facts) if facts is not None else None
 
 
-KeyPath = tuple[str | int, ...]
+IMPORTED_FROM, BY_IMPORT = "# Imported from ", " by `fsdp-tune import`."
+"""Begin and end of the first line of a recipe that `import` has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,21 @@ class LoadedRecipe:
     positions: Mapping[str, Where]
     """Position of each written key (`fsdp.version`); keys that have their default are absent."""
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether `import` wrote the file: its model, rows and packages are on the machine that the other tool's file was for."""
+        first = self.text.partition("\n")[0]
+        return first.startswith(IMPORTED_FROM) and first.endswith(BY_IMPORT)
+
 
 class WrongRecipeError(FsdpTuneError):
-    """The mistakes of a recipe that was read. `recipe` has the values without mistakes; None if too few are left."""
+    """The mistakes of a recipe that was read. `recipe` has the values without mistakes; None if too few are left.
 
-    def __init__(self, recipe: Recipe | None, positions: Mapping[str, Where], *problems: Problem) -> None:
-        self.recipe, self.positions = recipe, positions
+    `suspects`: the keys whose values were dropped or contradict each other, so that checks that depend on them would mislead.
+    """
+
+    def __init__(self, recipe: Recipe | None, positions: Mapping[str, Where], *problems: Problem, suspects: Collection[str] = ()) -> None:
+        self.recipe, self.positions, self.suspects = recipe, positions, frozenset(suspects)
         super().__init__(*problems)
 
 
@@ -168,17 +179,23 @@ def parse_recipe(
     _drop_empty_sections(tree, ())
     recipe, dropped, wrong = _validate(tree)
     problems.extend(wrong)
-    positions = _positions(tree)
+    positions, readable = _positions(tree), recipe
+    suspects = {*dropped, *(problem.where.key for problem in problems if problem.where.key is not None)}
     if recipe is not None:
         recipe, wrong = _named(recipe, path, name)
         problems.extend(wrong)
-        found_wrong = [as_problem(finding, positions) for finding in _findings(recipe, unneeded) if not _touches(finding, dropped)]
-        problems.extend(_in_the_file(problem, tree) for problem in found_wrong)
-        found = [finding for finding in inactive_keys(recipe) if not _touches(finding, dropped)]
+        contradictions = [finding for finding in _findings(recipe, unneeded) if not touches(finding, dropped)]
+        contradictory = {key for finding in contradictions for key in finding.keys}
+        suspects |= contradictory
+        # The number of ranks decides nothing about model and rows: keys that only contradict it are no suspects.
+        of_world = [finding for finding in _world_findings(recipe) if not touches(finding, dropped)]
+        problems.extend(_in_the_file(as_problem(finding, positions), tree) for finding in [*contradictions, *of_world])
+        readable = without(recipe, contradictory) if problems else recipe
+        found = [finding for finding in inactive_keys(recipe) if not touches(finding, dropped)]
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
         notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS for finding in rule(recipe))
     if problems or recipe is None:
-        raise WrongRecipeError(recipe, positions, *sorted(problems, key=_order))
+        raise WrongRecipeError(readable, positions, *sorted(problems, key=_order), suspects=suspects)
     return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
 
 
@@ -234,37 +251,16 @@ def _validate(tree: MappingNode) -> tuple[Recipe | None, set[str], list[Problem]
     data: Any = plain_value(tree)
     problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
     dropped: set[str] = set()
-    for path in (*_broken(tree, ()), *problems):
-        _drop(data, path, dropped)
+    for path in (*broken(tree, ()), *problems):
+        drop(data, path, dropped)
     for _ in range(3):
         try:
             return Recipe.model_validate(data), dropped, list(problems.values())
         except ValidationError as error:
             for path, problem in explain(error, tree).items():
                 problems.setdefault(path, problem)
-                _drop(data, path[:-1] if problem.code == "missing-key" else path, dropped)
+                drop(data, path[:-1] if problem.code == "missing-key" else path, dropped)
     return None, dropped, list(problems.values())
-
-
-def _broken(node: Node, path: KeyPath) -> list[KeyPath]:
-    if isinstance(node, ScalarNode):
-        return [path] if node.broken else []
-    if isinstance(node, MappingNode):
-        return [found for key, entry in node.entries.items() for found in _broken(entry.node, (*path, key))]
-    return [found for index, item in enumerate(node.items) for found in _broken(item, (*path, index))]
-
-
-def _drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
-    """Remove a wrong value; a list with a wrong entry is removed entirely, so that no index shifts."""
-    numbers = [index for index, part in enumerate(path) if isinstance(part, int)]
-    short = path[: numbers[0]] if numbers else path
-    dropped.add(dotted(short))
-    holder: dict[Any, Any] | None = data
-    for part in short[:-1]:
-        inner = holder.get(part) if holder is not None else None
-        holder = cast(dict[Any, Any], inner) if isinstance(inner, dict) else None
-    if holder is not None and short:
-        holder.pop(short[-1], None)
 
 
 def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[Problem]]:
@@ -283,20 +279,19 @@ def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
         text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
         message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"
         found.append(Finding("not-yet", (row.key,), message, row.meanwhile))
-    if isinstance(recipe.launch.num_processes, int):
-        world = World(recipe.launch.num_processes, recipe.launch.num_machines)
-        found.extend(finding for rule in WORLD_RULES for finding in rule(recipe, world))
     return found
+
+
+def _world_findings(recipe: Recipe) -> list[Finding]:
+    if not isinstance(recipe.launch.num_processes, int):
+        return []
+    world = World(recipe.launch.num_processes, recipe.launch.num_machines)
+    return [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
 
 
 def _in_the_file(problem: Problem, tree: MappingNode) -> Problem:
     """Give a problem without a position, such as a missing key, the position of the beginning of the recipe."""
     return problem if problem.where.source is not None else problem.at(replace(tree.where, key=problem.where.key))
-
-
-def _touches(finding: Finding, dropped: set[str]) -> bool:
-    """Return whether a finding concerns a key whose wrong value was dropped."""
-    return any(key == gone or re.match(re.escape(gone) + r"[.\[]", key) for key in finding.keys for gone in dropped)
 
 
 def _positions(tree: MappingNode) -> dict[str, Where]:

@@ -84,6 +84,15 @@ def slow_bf16(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding
     return Finding("bf16-gpu-too-old", ("model.dtype",), message, f"write `model.dtype: fp32` and `{_KEY}: fp16`")
 
 
+def slow_bf16_cpu(recipe: Recipe) -> Finding | None:
+    """Return what bf16 costs on CPU ranks whose CPU has no instructions for it."""
+    if recipe.compute_dtype != "bf16":
+        return None
+    keys = (_KEY,) if recipe.model.dtype == "fp32" else ("model.dtype", _KEY)
+    message = "this CPU has no instructions for bf16 (AMX, AVX512_BF16): linear layers take 5 to 26 times as long as in fp32"
+    return Finding("bf16-cpu-slow", keys, message, " ".join(f"--set {key}={'fp32' if key == 'model.dtype' else 'no'}" for key in keys))
+
+
 FP8_RULES: tuple[Rule, ...] = (fp8_limits,)
 
 

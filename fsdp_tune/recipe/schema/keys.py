@@ -58,6 +58,16 @@ class Key:
         return next((item for item in self.field.metadata if isinstance(item, Effect)), self.section.default_effect)
 
 
+def meant_key(key: str) -> str:
+    """Return the key of the schema that a misspelled key most likely means; a known key, or one like none, as it is."""
+    *above, name = key.split(".")
+    if field_at([part.partition("[")[0] for part in (*above, name)]) is not None:
+        return key
+    depth = len(above)
+    near = closest(name, [known.path[-1] for known in all_keys() if known.path[:-1] == tuple(above) and len(known.path) == depth + 1])
+    return key if near is None else ".".join((*above, near))
+
+
 def dotted(path: Sequence[str | int]) -> str:
     """Format a path: ("data", "train", 0, "path") → `data.train[0].path`."""
     text = ""

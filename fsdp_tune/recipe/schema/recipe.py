@@ -155,8 +155,8 @@ class Fsdp(Section):
 class Precision(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
-    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "bf16"
-    """Compute dtype; no = that of `model.dtype`. The YAML boolean false is accepted too."""
+    mixed_precision: Literal["auto", "no", "fp16", "bf16", "fp8"] = "auto"
+    """Compute dtype; no = that of `model.dtype`, auto = bf16, or no on CPU ranks without bf16 instructions. false is accepted too."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype in which gradients are summed over ranks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
@@ -333,9 +333,12 @@ class Recipe(Section):
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """dtype of matrix multiplications; with `mixed_precision: no` that of the stored parameters."""
+        """dtype of matrix multiplications; with `mixed_precision: no` that of the stored parameters.
+
+        That of GPUs as long as `auto` is not resolved.
+        """
         mixed = self.precision.mixed_precision
-        return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed == "fp8" else mixed)
+        return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed in ("auto", "fp8") else mixed)
 
     @property
     def layer_classes(self) -> tuple[str, ...] | None:

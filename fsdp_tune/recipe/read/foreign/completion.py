@@ -64,6 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "training.lr_scheduler_type": "cosine",
         "training.logging_steps": 5,
         "fsdp.activation_checkpointing": "full",
+        "precision.mixed_precision": "bf16",
     },
     TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
     ACCELERATE: {},
@@ -93,7 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What a tool does where its file says nothing and a recipe would do another thing: the defaults in its own code."""
 _ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     TRL: {"lora.r": 16, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
-    LLAMA_FACTORY: {"lora.r": 8, "lora.target_modules": "all-linear"},
+    LLAMA_FACTORY: {"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
     SWIFT: {
         "lora.r": 8,
         "lora.lora_alpha": 32,

@@ -424,6 +424,10 @@ def _collect_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int]) -> None
 _BESIDE = re.compile(r"""^(?:[^#"']|"[^"]*"|'[^']*'|(?<=\S)[#'])*?(?:^|\s)#\s?(?P<words>.*)$""")
 
 
+END = ""
+"""In the place of a key: comments after the last one."""
+
+
 def _comments(text: str, lines: Mapping[KeyPath, int]) -> tuple[dict[KeyPath, list[str]], dict[KeyPath, str]]:
     """Return the comments above and beside each key: the outermost one of a line. Those before the first key belong to the file, ()."""
     by_line: dict[int, KeyPath] = {}
@@ -446,5 +450,5 @@ def _comments(text: str, lines: Mapping[KeyPath, int]) -> tuple[dict[KeyPath, li
             if match := _BESIDE.match(line):
                 beside[by_line[number]] = match["words"].strip()
     if words := [each for each in waiting if each]:
-        above[("",)] = words  # after the last key
+        above[(END,)] = words
     return above, beside

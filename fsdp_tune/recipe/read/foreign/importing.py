@@ -30,6 +30,7 @@ from fsdp_tune.recipe.read.foreign import (
 )
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
 from fsdp_tune.recipe.read.foreign.foreign_file import (
+    END,
     ENVIRONMENT,
     LAUNCHER,
     ForeignFile,
@@ -41,7 +42,7 @@ from fsdp_tune.recipe.read.foreign.foreign_file import (
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
 from fsdp_tune.recipe.read.foreign.open_keys import settle_computed
-from fsdp_tune.recipe.read.loader import DECIDE, Override, parse_recipe, read_overrides
+from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
     AUTOMODEL,
@@ -65,7 +66,7 @@ _WIDTH = 100
 
 def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
     """Return the text of the recipe. Each question is a comment in the section that it is about, those about none are at the end."""
-    lines = [f"# Imported from {printable(found.path.name)} ({found.tool}) by `fsdp-tune import`.", *_comment(found.above.get((), []))]
+    lines = [f"{IMPORTED_FROM}{printable(found.path.name)} ({found.tool}){BY_IMPORT}", *_comment(found.above.get((), []))]
     questions = _questions(ledger)
     order = [field.alias or name for name, field in Recipe.model_fields.items()]
     tree = _tree(ledger)
@@ -78,7 +79,7 @@ def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
             lines.append(f"# {name}:")
         lines += [f"  {DECIDE}{words}" for words in asked]
     lines += [f"{DECIDE}{words}" for words in questions.pop("", [])]
-    lines += _comment(comments.left())
+    lines += _comment(comments.left(found.path.name))
     return "\n".join(lines) + "\n"
 
 
@@ -179,9 +180,13 @@ class _Comments:
         words = [f"from {origins}" if is_key else origins, *dict.fromkeys(reasons), *beside]
         return above, mask_text(printable("; ".join(each for each in words if each)))
 
-    def left(self) -> list[str]:
-        """Return the comments of the source that belong to keys without a value here, and those at its end."""
-        return [line for words in self._above.values() for line in words]
+    def left(self, name: str) -> list[str]:
+        """Return the comments of the source that belong to keys without a value here, and those at its end, with what they are about."""
+        return [
+            f"{f'`{dotted(path)}` of {name}' if path != (END,) else f'at the end of {name}'}: {line}"
+            for path, words in self._above.items()
+            for line in words
+        ]
 
 
 def _key(name: str) -> str:
