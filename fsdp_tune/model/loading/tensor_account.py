@@ -24,6 +24,7 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
 
@@ -112,10 +113,15 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
 
 
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by the names that they have without adapters."""
+    """Return parameters and persistent buffers by the names that they have without adapters and before layers were held in 4 bits."""
     persistent = set(model.state_dict())
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {own: tensor for name, tensor in tensors if name in persistent and (own := name_in_base(name)) is not None}
+    in_4_bits = [
+        (f"{name}.weight", torch.empty(layer.out_features, layer.in_features, device="meta"))
+        for name, layer in layers_in_4_bits(model).items()
+    ]
+    found = [*((name, tensor) for name, tensor in tensors if name in persistent), *in_4_bits]
+    return {own: tensor for name, tensor in found if (own := name_in_base(name)) is not None}
 
 
 def names_in_model(
