@@ -10,7 +10,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.foreign.command_line import command_in, parse_command
 from fsdp_tune.recipe.read.foreign.shell_script import Unexpanded
-from tests.recipe.imports import TORCHTUNE_STEP, from_text, values
+from tests.recipe.imports import TORCHTUNE_STEP, from_text, row, values
 
 
 def parsed(script: str) -> tuple[dict[str, Any], str | None]:
@@ -87,3 +87,41 @@ def test_overrides_of_a_torchtune_command_are_those_of_its_file(tmp_path: Path) 
     assert found["training.per_device_train_batch_size"] == 8
     assert (found["training.learning_rate"], found["training.weight_decay"], found["training.optim"]) == (3e-5, 0.1, "sgd")
     assert "max_steps_per_epoch" not in [each.key for each in imported.rows]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "trl sft --x 1 \\\n  # --y 2 \\\n  --z 3\n",
+        "trl sft --x 1 \\ \n  --z 3\n",
+        "trl sft --x 1\n  --z 3\n",
+        "trl sft --x 1 ^\r\n  --z 3\r\n",
+    ],
+)
+def test_command_whose_options_go_on_after_its_end_is_refused(script: str) -> None:
+    with pytest.raises(FsdpTuneError, match=r"line [23]: the command ends before `--z`") as caught:
+        command_in(script)
+    assert caught.value.exit_code == 2
+
+
+def test_negated_option_is_false_where_the_option_is_true_by_default(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "trl sft --model_name_or_path m --dataset_name d --no_gradient_checkpointing --no-packing\n", "run.sh")
+    assert values(found)["fsdp.activation_checkpointing"] == "none"
+    assert row(found, "no_packing")[0] == "question", "TRL has no such option: packing is off by default"
+
+
+def test_unknown_value_of_an_option_that_is_always_dropped_is_no_question(tmp_path: Path) -> None:
+    command = "torchrun --nnodes 2 --node_rank $RANK --nproc_per_node $GPUS sft.py --model_name_or_path m --dataset_name d --x $X\n"
+    found = from_text(tmp_path, command, "run.sh")
+    assert [row(found, f"launcher.{key}")[0] for key in ("node_rank", "nproc_per_node")] == ["dropped", "question"]
+    assert row(found, "x")[0] == "question"
+
+
+def test_recipe_of_a_makefile_is_a_command() -> None:
+    assert parsed("train:\n\t@trl sft --x 1\n") == ({"x": 1}, "TRL")
+
+
+def test_variables_of_a_file_of_trl_are_kept_for_the_ranks(tmp_path: Path) -> None:
+    found = from_text(tmp_path, "model_name_or_path: m\ndataset_name: d\nenv: {NCCL_DEBUG: INFO, CUDA_VISIBLE_DEVICES: 0}\n", tool="TRL")
+    assert values(found)["launch.env.NCCL_DEBUG"] == "INFO"
+    assert row(found, "env.CUDA_VISIBLE_DEVICES")[0] == "dropped"

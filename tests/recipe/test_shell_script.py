@@ -26,6 +26,7 @@ def words_of(text: str) -> tuple[list[str], list[str]]:
         ('X=(--a 1 # no\n --b 2)\nrun "${X[@]}"', ["run", "--a", "1", "--b", "2"]),
         ("N=4\nrun $((32 / N)) $((32/$N)) $(expr 32 / $N \\* 2)", ["run", "8", "8", "16"]),
         ("X=5\nrun ${X:-1} ${X-1}", ["run", "5", "5"]),
+        ("N=-7\nrun $((N / 2)) $((3 - 7 / -2))", ["run", "-3", "6"]),
         ("if true; then\n  X=1\n  run $X\nfi", ["run", "1"]),
         ("A=1\nB=$A/x\nrun $B", ["run", "1/x"]),
         ("run a \\\n  --b 'c # d' # e\n", ["run", "a", "--b", "c # d"]),

@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.recipe.read.foreign.shell_script import ShellScript, Statement, Unexpanded
+from fsdp_tune.recipe.read.foreign.tool_keys import is_default_of
 from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
@@ -82,7 +83,7 @@ def command_in(text: str) -> ForeignCommand | None:
     Raises: usage error for several.
     """
     script = ShellScript(text)
-    found = [(statement, script.words(statement)) for statement in script.statements if not statement.is_assignment]
+    found = [(statement, _without_marks(script.words(statement))) for statement in script.statements if not statement.is_assignment]
     found = [
         (statement, words)
         for statement, words in found
@@ -96,6 +97,7 @@ def command_in(text: str) -> ForeignCommand | None:
     if not chosen:
         return None
     statement, words = chosen[0]
+    _check_end(script, statement, words)
     before, inner = _command_of_shell(words)
     if inner:
         return _inside(before, inner, script, statement)
@@ -106,6 +108,25 @@ def command_in(text: str) -> ForeignCommand | None:
     variables = [_joined(f"{name}=", value) for name, value in inherited.items() if name not in own]
     written = functools.partial(script.written_file, statement=statement)
     return ForeignCommand([*variables, *words], _comments_before(script, statement), unread, written)
+
+
+def _without_marks(words: list[str]) -> list[str]:
+    """Return the words without the `@` with which a Makefile does not print a command."""
+    return [words[0][1:], *words[1:]] if words and words[0].startswith("@") and not isinstance(words[0], Unexpanded) else words
+
+
+def _check_end(script: ShellScript, statement: Statement, words: list[str]) -> None:
+    """Refuse a command whose options go on after its end, as after a comment between them, a space after `\\`, or `^` of Windows.
+
+    Raises: usage error.
+    """
+    after = script.statements[script.statements.index(statement) + 1 :][:1]
+    text = after[0].words[0].text if after else ""
+    if words[-1] in ("^", "`") or text.startswith("--"):
+        line, option = (after[0].line, f"`{text}`") if after else (statement.line, "another line")
+        message = f"line {line}: the command ends before {option}, which belongs to no command"
+        hint = "end each line of a command but the last with `\\`: without a space after it, and with no comment between the lines"
+        raise usage_error("unknown-foreign-file", message, hint=hint)
 
 
 def _may_train(word: str) -> bool:
@@ -242,7 +263,17 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
         values[COMMAND] = "pt"
     if tool == TORCHTUNE:
         return values | _torchtune_options(words[start + 1 :]), tool
-    return values | _options(words[start + 1 :], is_launcher=False), tool
+    return values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool
+
+
+def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:
+    """Return the options with `--no_NAME` as `NAME: false`, which HfArgumentParser has for each key that is true by default."""
+    negations = {
+        name: name[3:]
+        for name, value in options.items()
+        if name.startswith("no_") and value is True and name[3:] not in options and is_default_of(tool or "", name[3:], True)
+    }
+    return {negations.get(name, name): value if name not in negations else False for name, value in options.items()}
 
 
 def _torchtune_options(words: list[str]) -> dict[str, Any]:

@@ -291,6 +291,7 @@ def import_file(
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
 
 
@@ -404,6 +405,9 @@ _VARIABLES: Rules = {
 
 def _environment(ledger: Ledger, path: Path, value: Any) -> None:
     """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
+    if not isinstance(value, dict):
+        ledger.ask(path, "it is not a mapping of variables")
+        return
     settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
 
 
