@@ -25,6 +25,7 @@ from tests.jobs import test_served
 from tests.jobs.pairs import (
     ADAPTERS,
     EQUAL_RUNS,
+    MORE,
     NOT_COMPARABLE,
     RECIPES,
     RUNS,
@@ -62,7 +63,7 @@ class Row:
 def names() -> list[tuple[str, str]]:
     """Return group and name of every row, in the order of the page."""
     return [
-        *(("recipes, one cause", f"`{override}`") for override, _, _ in RECIPES),
+        *(("recipes, one cause", f"`{override}`") for override, _, _ in (*RECIPES, *MORE)),
         *(("recipes, one cause", f"LoRA: `{override}`") for override, _ in ADAPTERS),
         *(("recipes, one cause", " ".join(f"`{each}`" for each in overrides)) for _, overrides in UNSEEN),
         *(("recipes, equal", name) for name, _, _ in SPELLINGS),
@@ -87,7 +88,7 @@ def planted_name(planted: Planted) -> str:
 
 def answers() -> Iterator[tuple[str, str, str, CompareAnswer]]:
     """Yield for each row the expected verdict, stage and part of the cause, and the answer."""
-    for override, stage, key in RECIPES:
+    for override, stage, key in (*RECIPES, *MORE):
         yield "different", stage, key, compare_recipes("a.yaml", override)
     for override, stage in ADAPTERS:
         yield "different", stage, override.partition("=")[0], compare_recipes("lora.yaml", override)
