@@ -40,10 +40,10 @@ FACTORY = "model_name_or_path: base\nstage: sft\ndo_train: true\ntemplate: chatm
 FACTORY += "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n"
 INFO = json.dumps(
     {
-        "rows": {"file_name": "alpaca.jsonl"},
-        "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
+        "rows": {"file_name": "../alpaca.jsonl"},
+        "texts": {"file_name": "../texts.jsonl", "columns": {"prompt": "text"}},
         "chats": {
-            "file_name": "chat.jsonl",
+            "file_name": "../chat.jsonl",
             "formatting": "sharegpt",
             "columns": {"messages": "messages"},
             "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
@@ -135,8 +135,11 @@ FILES = (
         "LLaMA-Factory",
         "texts",
         "c.yaml",
-        (FACTORY + "finetuning_type: full\ndataset: texts\n").replace("stage: sft", "stage: pt"),
-        ONE,
+        (FACTORY + "finetuning_type: full\ndataset: texts\n")
+        .replace("stage: sft", "stage: pt")
+        .replace("size: 4", "size: 1")
+        .replace("steps: 2", "steps: 1"),
+        ("training.global_batch_size=1",),
         (("data/dataset_info.json", INFO),),
     ),
     Imported(
@@ -207,7 +210,8 @@ FILES = (
         "torchtune",
         "alpaca",
         "c.yaml",
-        TORCHTUNE + "dataset: {_component_: torchtune.datasets.instruct_dataset, source: json, data_files: alpaca.jsonl}\n",
+        TORCHTUNE + "dataset: {_component_: torchtune.datasets.instruct_dataset, source: json, data_files: alpaca.jsonl, "
+        "column_map: {input: instruction, output: output}}\n",
         (*ONE, *BASE),
     ),
     Imported(
