@@ -145,8 +145,8 @@ def import_config(
         Path,
         Argument(
             "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
-            "DeepSpeed (YAML or JSON), a script with the command that starts one of them or transformers' `run_clm.py`, or a script or "
-            "notebook of unsloth, which is read and not run.",
+            "DeepSpeed (YAML or JSON), a script or notebook with the command that starts one of them or transformers' `run_clm.py`, or "
+            "with the calls of unsloth. Scripts and notebooks are read and not run.",
             metavar="FILE",
         ),
     ],

@@ -27,6 +27,7 @@ from fsdp_tune.check.comparison.causes import (
     option_paths,
     setting_of,
     value_at,
+    with_passed_defaults,
     with_values,
 )
 from fsdp_tune.check.comparison.causes import Path as KeyPath
@@ -135,7 +136,7 @@ def compare(
         one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = _read(str(b), overrides, options, observer)
         options = _with_interpreter(one, other, options, observer)
-        paths = list(different_paths(one.resolved, other.resolved))
+        paths = list(different_paths(with_passed_defaults(one.resolved), with_passed_defaults(other.resolved)))
         chooses = any(chooses_by_evaluation(side.recipe.training) for side in (one, other))
         values = [(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
         keys = {path: different_key(path, a, b, chooses_by_evaluation=chooses) for path, a, b in values}

@@ -25,6 +25,7 @@ from tests.jobs import test_served
 from tests.jobs.pairs import (
     ADAPTERS,
     EQUAL_RUNS,
+    MORE,
     NOT_COMPARABLE,
     RECIPES,
     RUNS,
@@ -43,7 +44,8 @@ What `fsdp-tune compare` says of pairs with one planted cause, of pairs that are
 `python -m tests.jobs.confusion`; tests hold each row ([Comparing](../guide/compare.md)).
 
 Before 2026-11-28 `compare` was right about 44 of the pairs with a planted cause, called 12 of them equal, and 11 of the equal ones
-different; runs without a common step were equal too.
+different; runs without a common step were equal too. On 2026-11-29 84 further pairs (62 of recipes, 22 of runs) found no false equal and five
+false alarms, of keys that were written in another way; what they add is below.
 """
 
 
@@ -62,7 +64,7 @@ class Row:
 def names() -> list[tuple[str, str]]:
     """Return group and name of every row, in the order of the page."""
     return [
-        *(("recipes, one cause", f"`{override}`") for override, _, _ in RECIPES),
+        *(("recipes, one cause", f"`{override}`") for override, _, _ in (*RECIPES, *MORE)),
         *(("recipes, one cause", f"LoRA: `{override}`") for override, _ in ADAPTERS),
         *(("recipes, one cause", " ".join(f"`{each}`" for each in overrides)) for _, overrides in UNSEEN),
         *(("recipes, equal", name) for name, _, _ in SPELLINGS),
@@ -87,7 +89,7 @@ def planted_name(planted: Planted) -> str:
 
 def answers() -> Iterator[tuple[str, str, str, CompareAnswer]]:
     """Yield for each row the expected verdict, stage and part of the cause, and the answer."""
-    for override, stage, key in RECIPES:
+    for override, stage, key in (*RECIPES, *MORE):
         yield "different", stage, key, compare_recipes("a.yaml", override)
     for override, stage in ADAPTERS:
         yield "different", stage, override.partition("=")[0], compare_recipes("lora.yaml", override)

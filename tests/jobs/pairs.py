@@ -50,6 +50,9 @@ def write_sides(folder: Path) -> None:
         yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"eval": {"rows": 4}}, "training": evaluated | {"load_best_model_at_end": True}})
     )
     (folder / "warm.yaml").write_text(yaml.safe_dump(RECIPE | {"training": RECIPE["training"] | {"warmup_steps": 2}}))
+    (folder / "kept.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"shuffle": False}}))
+    freeze = {"freeze": ["model.embed_tokens.*"]}
+    (folder / "frozen.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | freeze}))
     tokens = RECIPE["model"]["tokens"] | {"eos": "<|im_end|>"}
     (folder / "turns.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"tokens": tokens}}))
     torch.manual_seed(0)
@@ -85,7 +88,27 @@ RECIPES = [
     ("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]", "update", "training.parameter_groups"),
 ]
 """(`--set` of B, first stage, its cause)."""
-ADAPTERS = [("lora.lora_alpha=8", "gradients"), ("lora.r=4", "model"), ("training.seed=7", "weights")]
+ADAPTERS = [
+    ("lora.lora_alpha=8", "gradients"),
+    ("lora.r=4", "model"),
+    ("training.seed=7", "weights"),
+    ("lora.use_dora=true", "model"),
+    ("lora.use_rslora=true", "gradients"),
+    ("lora.lora_dropout=0.3", "gradients"),
+    ("lora.target_modules=[q_proj]", "model"),
+    ("lora.init_lora_weights=gaussian", "weights"),
+]
+MORE = [
+    ("training.adam_epsilon=1e-4", "update", "training.adam_epsilon"),
+    ("training.optim=muon", "update", "training.optim"),
+    ("training.optim_args=state_dtype=bf16", "update", "training.optim_args"),
+    ("training.parameter_groups=[{match: ['*q_proj*'], learning_rate: 1e-5}]", "update", "training.parameter_groups"),
+    ("model.rope_scaling={rope_type: linear, factor: 2.0}", "logits", "model.rope_scaling"),
+    ("model.config_overrides={tie_word_embeddings: true}", "model", "model.config_overrides.tie_word_embeddings"),
+    ("model.freeze=['model.layers.3.*']", "dtypes", "model.freeze"),
+    ("data.train=[{path: chat.jsonl, max_rows: 23}]", "tokens", "data.train[0].max_rows"),
+]
+"""As `RECIPES`; slow, since the same laws have cheaper pairs there."""
 UNSEEN: list[tuple[str, tuple[str, ...]]] = [
     ("eval.yaml", ("training.load_best_model_at_end=true",)),
     ("eval.yaml", ("training.metric_for_best_model=loss",)),
@@ -95,6 +118,9 @@ UNSEEN: list[tuple[str, tuple[str, ...]]] = [
     ("a.yaml", ("training.tf32=true",)),
     ("a.yaml", ("launch.env={NVIDIA_TF32_OVERRIDE: '1'}",)),
     ("a.yaml", ("training.on_nonfinite=skip",)),
+    ("a.yaml", ("training.neftune_noise_alpha=5",)),
+    ("a.yaml", ("model.tokens.pad=<|im_end|>",)),
+    ("eval.yaml", ("training.early_stopping={patience: 1}",)),
 ]
 """(Recipe, `--set` of B): keys that change the result, which no stage shows."""
 SPELLINGS: list[tuple[str, str, tuple[str, ...]]] = [
@@ -116,6 +142,26 @@ SPELLINGS: list[tuple[str, str, tuple[str, ...]]] = [
     ("transport of NCCL", "a.yaml", ("launch.env={NCCL_DEBUG: INFO}",)),
     ("another strategy", "a.yaml", ("fsdp.sharding_strategy=SHARD_GRAD_OP",)),
     ("recomputation", "a.yaml", ("fsdp.activation_checkpointing=full",)),
+    (
+        "defaults of TrainingArguments written out",
+        "a.yaml",
+        ("training.weight_decay=0.0", "training.adam_beta1=0.9", "training.max_grad_norm=1.0", "training.lr_scheduler_type=linear"),
+    ),
+    ("Adam's update without the fused kernel", "a.yaml", ("training.optim=adamw_torch",)),
+    ("the same parameters frozen by another pattern", "frozen.yaml", ("model.freeze=['model.embed_tokens.weight']",)),
+    (
+        "a group of parameters with the values of the others",
+        "a.yaml",
+        ("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.0}]",),
+    ),
+    (
+        "all linear layers by name",
+        "lora.yaml",
+        ("lora.target_modules=[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]",),
+    ),
+    ("sequence parallelism", "a.yaml", ("parallelism.sp_size=2",)),
+    ("a format that is recognised", "a.yaml", ("data.format=messages",)),
+    ("another seed of an order that is kept", "kept.yaml", ("training.data_seed=9",)),
 ]
 """(What differs, recipe, `--set` of B): equal."""
 
@@ -177,6 +223,10 @@ def _later(lines: Lines) -> Lines:
     return [line | {"step": line["step"] + 100} for line in lines]
 
 
+def _drifted(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {"loss": line["loss"] * (1 + 1e-4 * line["step"])} if "loss" in line else line
+
+
 def _worlds(which: int) -> dict[str, Any]:
     return {"per_device_train_batch_size": 4 - 2 * which}
 
@@ -194,6 +244,12 @@ RUNS = (
     RunPair("a loss from step 12 on", "steps", "environments are equal", _changed("loss", "loss", lambda loss: loss + 0.01, 12)),
     RunPair("a loss that is 0.3 % off", "steps", "", _changed("loss", "loss", lambda loss: loss * 1.003, 3)),
     RunPair("a gradient norm at step 5", "steps", "", _changed("loss", "grad_norm", lambda norm: norm * 1.01, 5)),
+    RunPair("an infinite gradient norm", "steps", "", _changed("loss", "grad_norm", lambda _: "inf", 9)),
+    RunPair(
+        "steps without an update", "steps", "", lambda lines: [line | {"skipped_steps": 2} if line["step"] > 5 else line for line in lines]
+    ),
+    RunPair("a loss that drifts", "steps", "", lambda lines: [_drifted(line) for line in lines]),
+    RunPair("lines after a resume that differ", "steps", "", lambda lines: [*lines[:12], *map(_drifted, lines[8:])]),
     RunPair("a loss that is NaN", "steps", "", _changed("loss", "loss", lambda _: "nan", 9)),
     RunPair("an evaluation at one step", "evaluations", "", _changed("eval_loss", "eval_loss", lambda loss: loss + 0.5, 20)),
     RunPair("an evaluation of one set", "evaluations", "", _changed("eval_loss", "eval_code_loss", lambda loss: loss + 0.1, 10)),
@@ -210,6 +266,9 @@ EQUAL_RUNS = (
     RunPair("logging every two steps", None, change=_joined, run=lambda which: {"logging_steps": 1 + which}),
     RunPair("other ranks, whose sums round otherwise", None, change=_changed("loss", "loss", lambda loss: loss * (1 + 2e-6)), run=_worlds),
     RunPair("a run that ended half-way", None, change=lambda lines: lines[:11]),
+    RunPair("lines of a resume that repeat others", None, change=lambda lines: [*lines[:12], *lines[8:]]),
+    RunPair("other throughput and time", None, change=_changed("loss", "tokens_per_second_per_device", lambda rate: rate * 3)),
+    RunPair("evaluations in one run alone", None, change=lambda lines: [line for line in lines if "loss" in line]),
     RunPair("a line of the file lost", None, change=lambda lines: [line for line in lines if line["step"] != 6]),
 )
 NOT_COMPARABLE = (

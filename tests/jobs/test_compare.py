@@ -26,6 +26,7 @@ from tests.jobs.confusion import PAGE, names
 from tests.jobs.pairs import (
     ADAPTERS,
     EQUAL_RUNS,
+    MORE,
     NOT_COMPARABLE,
     RECIPE,
     RECIPES,
@@ -91,7 +92,7 @@ def first(found: CompareAnswer) -> tuple[str, list[str]]:
     return found.first.stage, [key.key for key in found.cause.keys]
 
 
-@pytest.mark.parametrize(("override", "stage", "key"), RECIPES, ids=[override for override, _, _ in RECIPES])
+@pytest.mark.parametrize(("override", "stage", "key"), [*RECIPES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)])
 def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, stage: str, key: str) -> None:
     found = compared(override)
     assert first(found) == (stage, [key])
@@ -100,7 +101,7 @@ def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, st
     assert found.later == []
 
 
-@pytest.mark.parametrize(("override", "stage"), ADAPTERS)
+@pytest.mark.parametrize(("override", "stage"), [*ADAPTERS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in ADAPTERS[3:])])
 def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
     assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
 

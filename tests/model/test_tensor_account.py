@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encodings import StoredType
+from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.loading import saved_layout
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import find_facts
@@ -144,3 +145,14 @@ def test_model_whose_text_has_no_causal_lm_either_is_refused_with_a_hint_that_sa
     (problem,) = find_facts(recipe_of({"name_or_path": str(tmp_path)})).problems
     assert "Qwen3VLTextConfig" in str(problem.hint)
     assert "python" not in str(problem.hint)
+
+
+def test_weights_that_the_run_holds_in_4_bits_are_frozen_and_can_be_merged(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{**FAMILIES["llama"], "hidden_size": 64, "intermediate_size": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    recipe = recipe_of({"name_or_path": str(tmp_path)}, lora={"r": 2}, quantization={})
+    facts = find_facts(recipe).facts
+    assert facts is not None
+    assert len(facts.nf4_weights) == 14
+    assert (facts.tensors.carried, facts.tensors.left_out) == ((), ())
+    assert merge_problems(recipe, facts) == []

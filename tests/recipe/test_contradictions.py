@@ -324,6 +324,7 @@ def test_pure_bf16_weights_give_a_notice() -> None:
 
 
 NOT_YET_EXAMPLES = {
+    "training.debug": "training: {debug: underflow_overflow}",
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",

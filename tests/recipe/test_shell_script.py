@@ -26,11 +26,14 @@ def words_of(text: str) -> tuple[list[str], list[str]]:
         ('X=(--a 1 # no\n --b 2)\nrun "${X[@]}"', ["run", "--a", "1", "--b", "2"]),
         ("N=4\nrun $((32 / N)) $((32/$N)) $(expr 32 / $N \\* 2)", ["run", "8", "8", "16"]),
         ("X=5\nrun ${X:-1} ${X-1}", ["run", "5", "5"]),
+        ("N=-7\nrun $((N / 2)) $((3 - 7 / -2))", ["run", "-3", "6"]),
         ("if true; then\n  X=1\n  run $X\nfi", ["run", "1"]),
         ("A=1\nB=$A/x\nrun $B", ["run", "1/x"]),
         ("run a \\\n  --b 'c # d' # e\n", ["run", "a", "--b", "c # d"]),
         ("cat <<EOF > f\nX=9\nEOF\nX=1\nrun $X 2>&1 | tee log", ["run", "1"]),
         ("X=1\nf() { echo; }\nrun $X", ["run", "1"]),
+        ("X=1\r\nrun $X \\\r\n  --b 2\r\n", ["run", "1", "--b", "2"]),
+        ("X=1\nprintf 'X=%s' $X\nrun $X", ["run", "1"]),
     ],
 )
 def test_words_with_known_variables(text: str, words: list[str]) -> None:
@@ -49,6 +52,11 @@ def test_words_with_known_variables(text: str, words: list[str]) -> None:
         ("X=1\nX+=2\nrun $X", "more than once"),
         ("X=1\nexport X=2\nrun $X", "more than once"),
         ("X=1\nread X\nrun $X", "more than once"),
+        ("X=1\nprintf -v X %s 2\nrun $X", "more than once"),
+        ("X=1\n((X *= 2))\nrun $X", "more than once"),
+        ("X=1\n((X++))\nrun $X", "more than once"),
+        ("X=1\necho $((X += 1))\nrun $X", "more than once"),
+        ("X=1\nexport $(grep -v '^#' .env)\nrun $X", "not bound by a plain assignment"),
         ("for X in 1 2; do\n  run $X\ndone", "not bound by a plain assignment"),
         ("if a; then X=1; fi\nrun $X", "not bound by a plain assignment"),
         ("if a; then X=1; else run $X; fi", "not bound by a plain assignment"),
@@ -112,3 +120,48 @@ def test_placeholder_of_a_configuration_is_a_question(tmp_path: Path) -> None:
     found = from_text(tmp_path, text, tool="TRL")
     assert {row(found, key)[0] for key in ("model_name_or_path", "dataset_name", "learning_rate")} == {"question"}
     assert (found.recipe.model.name_or_path, found.recipe.data.train[0].path) == ("MODEL", "NAME")
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("cat > f.yaml <<'EOF'\na: $X\nEOF\nrun f.yaml", "a: $X\n"),
+        (
+            'X=1\ncat <<EOF > ./f.yaml\na: "$X" # ${X} \\$X\nb: ${Y:-2}\nc: $(nproc)\nEOF\nrun f.yaml',
+            'a: "1" # 1 $X\nb: ${Y:-2}\nc: ${(nproc)}\n',
+        ),
+        ("F=f.yaml\ntee $F <<EOF\na: 1\nEOF\nrun $F", "a: 1\n"),
+        ("cat <<EOF | tee f.yaml\na: 1\nEOF\ncat f.yaml\nrun f.yaml", "a: 1\n"),
+        ("cat <<EOF >> f.yaml\na: 1\nEOF\nrun f.yaml", None),
+        ("cat <<EOF > f.yaml\na: 1\nEOF\necho 'b: 2' >> f.yaml\nrun f.yaml", None),
+        ("cat <<EOF > f.yaml\na: 1\nEOF\nsed -i s/1/2/ f.yaml\nrun f.yaml", None),
+        ("cat <<EOF > f.yaml\na: 1\nEOF\ncat <<EOF > f.yaml\na: 2\nEOF\nrun f.yaml", None),
+        ("if x; then\ncat <<EOF > f.yaml\na: 1\nEOF\nfi\nrun f.yaml", None),
+        ("envsubst <<EOF > f.yaml\na: 1\nEOF\nrun f.yaml", None),
+        ("run f.yaml\ncat <<EOF > f.yaml\na: 1\nEOF\n", None),
+    ],
+)
+def test_file_that_the_script_writes_has_a_text_if_one_document_on_every_path_is_all_of_it(text: str, written: str | None) -> None:
+    script = ShellScript(text)
+    (statement,) = [each for each in script.statements if each.words[0].text == "run"]
+    assert script.written_file("f.yaml", statement) == written
+
+
+def test_configuration_that_a_script_writes_is_read_from_the_script(tmp_path: Path) -> None:
+    """A value of the document that only running the script gives is a question, and the file of this name on the disk is another one."""
+    (tmp_path / "c.yaml").write_text("base_model: other\nlearning_rate: 9e-9\n")
+    text = """
+LR=2e-4
+cat > c.yaml <<EOF
+base_model: m
+datasets: [{path: d, type: completion}]
+learning_rate: $LR
+micro_batch_size: ${MICRO:-2}
+EOF
+axolotl preprocess c.yaml
+axolotl train c.yaml
+"""
+    found = from_text(tmp_path, text, "run.sh")
+    assert (values(found)["model.name_or_path"], values(found)["training.learning_rate"]) == ("m", 2e-4)
+    assert row(found, "config") == ("dropped", "its keys are read")
+    assert row(found, "micro_batch_size")[0] == "question"

@@ -60,6 +60,13 @@ def different_paths(a: object, b: object, path: Path = ()) -> Iterator[Path]:
         yield path
 
 
+def with_passed_defaults(document: Mapping[str, object]) -> dict[str, object]:
+    """Return a resolved recipe with the defaults of TrainingArguments written out: left out, they mean the same."""
+    written = json_object(document.get("training"))
+    defaults = {name: value for name, value in passed_defaults().items() if value is not None and written.get(name) is None}
+    return {**document, "training": {**written, **defaults}}
+
+
 def value_at(document: object, path: Path) -> object:
     """Return the value at a path; None if there is none."""
     for part in path:

@@ -37,6 +37,7 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_tune.check.comparison.chosen import chosen_parameters
 from fsdp_tune.check.comparison.small_model import map_patterns, raw_config, with_default_sizes
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
@@ -115,6 +116,7 @@ class Side:
         self.steps_of_rows: list[list[Row]] = []
         self.start = ""  # model of the stages, once it is written
         self.complete: list[str] = []
+        self.chosen: dict[str, Any] = {}
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
@@ -126,7 +128,8 @@ class Side:
         if lent := lent_packages():
             self.left_out.append(f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used")
         stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
-        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out), complete=tuple(self.complete))
+        complete = tuple(self.complete)
+        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out), complete=complete, chosen=self.chosen)
 
     def _attempt(self, compute: Callable[[], None], stages: Sequence[str]) -> None:
         """Run a part; the stages that it could not compute get the reason."""
@@ -282,6 +285,8 @@ class Side:
     # ---- Model
 
     def _model(self) -> None:
+        if not self.is_beside_tool:
+            self.chosen = chosen_parameters(self.recipe)
         recipe = self._one_process()
         config = model_config(recipe)
         model = build_full(recipe, config, vocabulary=self.vocabulary)

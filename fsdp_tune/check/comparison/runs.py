@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_tune.check.comparison.stages import ComparedStage, StageDifference
@@ -65,6 +65,10 @@ class ComparedLines:
     left_out: tuple[str, ...]
 
 
+MOST_ALONE = 4
+"""Fields of evaluations that one run lacks, at most: the other steps lack the same ones."""
+
+
 class Limits:
     """The relative limits of the fields, which follow what the lines so far differ by."""
 
@@ -111,7 +115,15 @@ def compare_evaluations(a: Sequence[Line], b: Sequence[Line], limits: Limits) ->
     ours, theirs = ({int(line["step"]): line for line in lines} for lines in (a, b))
     shared = sorted(ours.keys() & theirs.keys())
     pairs = [(step, ours[step], theirs[step]) for step in shared]
-    return _compared("evaluations", pairs, _fields_of_evaluation, limits, [len(shared)] * 2, (ours, theirs))
+    found = _compared("evaluations", pairs, _fields_of_evaluation, limits, [len(shared)] * 2, (ours, theirs))
+    alone = [
+        f"{TITLES['evaluations']}: `{name}` of {'AB'[side]} at step {step}, which {'BA'[side]} lacks"
+        for step, *lines in pairs
+        for side in (0, 1)
+        for name in lines[side]
+        if name.startswith("eval_") and name not in lines[1 - side]
+    ]
+    return replace(found, left_out=(*found.left_out, *alone[:MOST_ALONE]))
 
 
 def compare_digests(name: str, a: str | None, b: str | None, file: str) -> ComparedStage:

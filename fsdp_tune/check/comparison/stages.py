@@ -96,12 +96,14 @@ class Observation:
     """Options of its configuration that the tool does not read."""
     complete: tuple[str, ...] = ()
     """Stages whose values are those of the whole run: `rows` (all rows were read), `order` and `rate` (of all steps), `eval_rows`."""
+    chosen: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The trained parameters of the model in its own size, with the options of their groups; {} if they were not computed."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
         lists = (tuple(raw["left_out"]), raw.get("failed"), tuple(raw.get("ignored", ())), tuple(raw.get("complete", ())))
-        return cls(stages, raw["names"], raw["texts"], raw["versions"], *lists)
+        return cls(stages, raw["names"], raw["texts"], raw["versions"], *lists, raw.get("chosen", {}))
 
 
 @dataclass(frozen=True, slots=True)

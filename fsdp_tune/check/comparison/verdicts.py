@@ -14,6 +14,7 @@ from fsdp_tune.check.comparison.causes import Path as KeyPath
 from fsdp_tune.check.comparison.causes import affects_of
 from fsdp_tune.check.comparison.identity import are_same_files
 from fsdp_tune.check.comparison.stages import DATA_STAGES, ComparedStage, Observation
+from fsdp_tune.core.units import json_object
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.kinds import Affects
@@ -26,6 +27,10 @@ SCHEDULE = frozenset(
     for name in ("learning_rate", "warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "max_steps", "num_train_epochs")
 )
 """Keys that affect nothing but the learning rate of each step, and the number of steps."""
+PATTERNS = (("model", "freeze"), ("lora", "target_modules"), ("training", "parameter_groups"))
+"""Keys whose values are names or patterns of parameters, and have no effect but by what they match."""
+SAME_UPDATE = ("adamw_torch", "adamw_torch_fused")
+"""Optimizers that compute the same update, one with a fused kernel, unless `training.optim_args` has more."""
 
 
 def verdict(stages: Sequence[ComparedStage], unsettled: Iterable[KeyPath], *, failed: bool = False) -> Verdict:
@@ -55,11 +60,18 @@ def unsettled_keys(
     rows = {"rows", "order"} <= complete and equal.issuperset(set(DATA_STAGES) - {"eval_rows"})
     shown_rows = rows and (not has_evaluations or "eval_rows" in complete)
     shown_by_digest = {"data", "data_order"} <= equal
+    choices = [each.chosen for each in observations or ()]
+    are_chosen_alike = bool(choices and choices[0]) and choices[0] == choices[1]
 
     def is_settled(path: KeyPath) -> bool:
         name = dotted(path)
         if name in SCHEDULE:
             return "rate" in complete
+        if path[:2] in PATTERNS and "update" in equal:
+            return are_chosen_alike
+        if name == "training.optim" and "update" in equal:
+            training = [json_object(each.get("training")) for each in recipes]
+            return all(each.get("optim") in (None, *SAME_UPDATE) and not each.get("optim_args") for each in training)
         if name == "training.global_batch_size":
             return "batch" in equal
         if _is_of_rows(path) and (shown_rows or (shown_by_digest and not name.startswith("data.eval"))):

@@ -416,6 +416,13 @@ def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: fr
     return options if matrices is None else options | {ORTHOGONAL: name in matrices}
 
 
+def options_by_parameter(recipe: Recipe, model: nn.Module, decayed: frozenset[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of each trained parameter's group by its name; the model may be on the meta device."""
+    matrices = orthogonalised_names(model, decayed) if optimizer_of(recipe.training)[0] is Muon else None
+    names = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: _options_of(recipe, name, decayed, matrices) for name in names}
+
+
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
     name, bits, options = optimizer_name(training), state_bits(training), optimizer_options(training)

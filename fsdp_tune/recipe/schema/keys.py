@@ -408,6 +408,12 @@ NOT_YET = (
         "write `sp_size`, which divides each row over as many ranks",
     ),
     NotYet(
+        "training.debug",
+        ("", []),
+        "transformers' debugging under FSDP (it formats weights, and of sharded ones a rank has no number)",
+        "leave it out: a run stops at a NaN or infinite value and names the module it is from",
+    ),
+    NotYet(
         "training.optim",
         tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
         "bitsandbytes under FSDP (it counts blocks by a parameter's full size, and its kernels take no DTensor)",

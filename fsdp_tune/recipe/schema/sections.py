@@ -137,7 +137,7 @@ class Model(Section):
     """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
-    leave_out: Annotated[list[Text], Effect(NOTHING, REFUSED)] = []
+    leave_out: Annotated[list[Text], Effect(RESULT, REFUSED)] = []
     """Parts of the base that are neither trained nor written into the merged model (`[mtp, visual]`). Others are written unchanged."""
     tokens: Tokens = Tokens()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.check.comparison.causes import Path as KeyPath
-from fsdp_tune.check.comparison.causes import changes_numbers
+from fsdp_tune.check.comparison.causes import changes_numbers, different_paths, with_passed_defaults
 from fsdp_tune.check.comparison.stages import DATA_STAGES, STAGES, ComparedStage, Observation, StageFacts
 from fsdp_tune.check.comparison.verdicts import unsettled_keys, verdict
 from fsdp_tune.data.read.file_access import FileDigests
@@ -70,10 +70,43 @@ def test_transport_of_the_ranks_changes_no_number() -> None:
 COMPLETE = ("rows", "order", "rate", "eval_rows")
 
 
-def open_keys(path: KeyPath, *, complete: tuple[str, ...] = COMPLETE, different: str = "", recipes: Any = ({}, {})) -> list[KeyPath]:
+def open_keys(
+    path: KeyPath, *, complete: tuple[str, ...] = COMPLETE, different: str = "", recipes: Any = ({}, {}), chosen: Any = ({}, {})
+) -> list[KeyPath]:
     both = [ComparedStage(name, name, "different" if name == different else "equal") for name in STAGES]
-    side = Observation({name: StageFacts() for name in DATA_STAGES}, {}, {}, {}, (), complete=complete)
-    return unsettled_keys([path], recipes, both, (side, side), FileDigests(Path("none")))
+    one, other = (
+        Observation({name: StageFacts() for name in DATA_STAGES}, {}, {}, {}, (), complete=complete, chosen=each) for each in chosen
+    )
+    return unsettled_keys([path], recipes, both, (one, other), FileDigests(Path("none")))
+
+
+CHOSEN = {"a.weight": {"weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("path", [("model", "freeze", 0), ("lora", "target_modules"), ("training", "parameter_groups")])
+def test_pattern_is_settled_if_it_chooses_the_same_parameters_of_the_model_in_its_own_size(path: KeyPath) -> None:
+    assert open_keys(path, chosen=(CHOSEN, CHOSEN)) == []
+    assert open_keys(path, chosen=(CHOSEN, {"a.weight": {"weight_decay": 0.0}})) == [path]
+    assert open_keys(path, chosen=({}, {})) == [path], "they were not computed"
+    assert open_keys(path, chosen=(CHOSEN, CHOSEN), different="update") == [path]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_settled"),
+    [
+        ({"optim": "adamw_torch"}, {}, True),
+        ({"optim": "adamw_torch"}, {"optim_args": "state_dtype=bf16"}, False),
+        ({"optim": "adafactor"}, {}, False),
+    ],
+)
+def test_optimizer_is_settled_if_both_compute_the_same_update(a: dict[str, str], b: dict[str, str], *, is_settled: bool) -> None:
+    path = ("training", "optim")
+    assert open_keys(path, recipes=({"training": a}, {"training": b})) == ([] if is_settled else [path])
+
+
+def test_default_that_is_written_out_is_no_difference() -> None:
+    a, b = {"training": {"weight_decay": 0.0, "adam_beta1": 0.9}}, {"training": {"adam_beta2": 0.95}}
+    assert list(different_paths(with_passed_defaults(a), with_passed_defaults(b))) == [("training", "adam_beta2")]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
+from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.flat_options import is_mixed, pack_texts
-from fsdp_tune.recipe.read.foreign.foreign_file import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     Rules,

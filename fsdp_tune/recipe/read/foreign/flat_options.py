@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from fsdp_tune.recipe.read.foreign.foreign_file import COMMAND
+from fsdp_tune.recipe.read.foreign.command_line import COMMAND
 from fsdp_tune.recipe.read.foreign.general import (
     TRAIN,
     UNSUPPORTED_SWITCH,

@@ -28,17 +28,9 @@ from fsdp_tune.recipe.read.foreign import (
     soup,
     torchtune,
 )
+from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
-from fsdp_tune.recipe.read.foreign.foreign_file import (
-    END,
-    ENVIRONMENT,
-    LAUNCHER,
-    ForeignFile,
-    existing_file,
-    read_foreign,
-    read_mapping,
-    take_unexpanded,
-)
+from fsdp_tune.recipe.read.foreign.foreign_file import END, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.recipe.read.foreign.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
 from fsdp_tune.recipe.read.foreign.open_keys import settle_computed
@@ -303,6 +295,7 @@ def import_file(
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
 
 
@@ -345,16 +338,14 @@ def _refuse_other_training(found: ForeignFile) -> None:
 
 def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
-    directory = found.path.parent
     named: list[Path] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
     named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
     for key in named:
-        name = ledger.value(*key)
-        place = existing_file(directory, name) if isinstance(name, str) else None
-        if place is not None:
-            ledger.include(key, read_mapping(place))
+        named_file = named_values(found, ledger.value(*key))
+        if named_file is not None:
+            ledger.include(key, named_file[1])
     if found.tool == LLAMA_FACTORY:
-        llama_factory.include_info(ledger, directory)
+        llama_factory.include_info(ledger, found.path.parent)
 
 
 def _file(rules: Rules, otherwise: Rule) -> Rule:
@@ -418,6 +409,9 @@ _VARIABLES: Rules = {
 
 def _environment(ledger: Ledger, path: Path, value: Any) -> None:
     """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
+    if not isinstance(value, dict):
+        ledger.ask(path, "it is not a mapping of variables")
+        return
     settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
 
 

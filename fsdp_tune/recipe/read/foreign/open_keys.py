@@ -23,12 +23,21 @@ _NULL = "null is not the default, and there is no such value here: write one or 
 
 
 def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) -> None:
-    """Make questions of keys whose values are not known; `computed` has why, `rules` are of the whole file."""
+    """Make questions of keys whose values are not known; `computed` has why, `rules` are of the whole file.
+
+    A key that is dropped for one reason whatever its value is no question.
+    """
     for path, words in computed.items():
-        if not (path[-1] in python_script.OBJECTS and ledger.tool == python_script.TOOL) and ledger.is_open(path):
-            targets = list(dict.fromkeys(_targets(ledger, path, rules, _SAMPLES)))
-            ledger.ask(path, words, targets[0] if targets else ())
-            ledger.rows[-1].targets = tuple(targets)
+        if (path[-1] in python_script.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
+            continue
+        tried = list(_tried(ledger, path, rules, _SAMPLES))
+        reasons = {row.reason if row.fate is Fate.DROPPED else "" for each in tried for row in each.rows if row.path == path}
+        if len(tried) == len(_SAMPLES) and len(reasons) == 1 and (reason := reasons.pop()):
+            ledger.drop(path, reason)
+            continue
+        targets = list(dict.fromkeys(target for each in tried for target in each.settings))
+        ledger.ask(path, words, targets[0] if targets else ())
+        ledger.rows[-1].targets = tuple(targets)
 
 
 def is_asked(ledger: Ledger, target: Path) -> bool:
@@ -64,6 +73,12 @@ def _is_about(ledger: Ledger, row: AccountRow, target: Path, default: Any, rules
 
 def _targets(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Path]:
     """Yield the keys of the recipe that a key of the file sets with one of the values."""
+    for tried in _tried(ledger, path, rules, values):
+        yield from tried.settings
+
+
+def _tried(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
+    """Yield the account of a file with this key alone, for each value that its rule takes."""
     for value in values:
         tree: Any = value
         for part in reversed(path):
@@ -73,4 +88,4 @@ def _targets(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) 
             settle_all(tried, (), rules)
         except (AttributeError, TypeError, ValueError, LookupError, AssertionError, FsdpTuneError):
             continue  # the rule needs other keys, or another kind of value
-        yield from tried.settings
+        yield tried

@@ -6,7 +6,6 @@ Keys of unsloth that mean something of their own. A call is a section of the acc
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from fsdp_tune.recipe.read.foreign.general import (
 )
 from fsdp_tune.recipe.read.foreign.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.recipe.read.foreign.long_rows import packing_strategy
+from fsdp_tune.recipe.read.foreign.notebook import code_cells
 from fsdp_tune.recipe.read.foreign.script_names import UNKNOWN, ScriptNames, called
 from fsdp_tune.recipe.read.tools import UNSLOTH
 
@@ -96,7 +96,7 @@ def read_script(text: str, path: FilePath) -> Script:
     is_notebook = path.suffix == ".ipynb"
     cells: list[tuple[ast.Module, list[str]]] = []
     broken: list[str] = []
-    for number, source in enumerate(_cells(text, path) if is_notebook else [text], 1):
+    for number, source in enumerate(code_cells(text, path) if is_notebook else [text], 1):
         try:
             code = _MAGIC.sub(r"\1pass", _RUNS_OTHER.sub(r"\1from _ import *", source)) if is_notebook else source
             cells.append((ast.parse(code), source.splitlines()))
@@ -116,18 +116,9 @@ def read_script(text: str, path: FilePath) -> Script:
         raise usage_error("no-counterpart", f"the script trains with `{script.other_training}`", hint=hint, where=Where(str(path)))
     if MODEL not in script.values:
         message = f"`{path}` calls neither {' nor '.join(f'`{name}.{MODEL}`' for name in _MODELS)}"
-        hint = "scripts and notebooks are read for the calls of unsloth; of other tools name the configuration or the command"
+        hint = "scripts are read for unsloth's calls, notebooks also for commands; of other tools name the configuration or the command"
         raise usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
     return script
-
-
-def _cells(text: str, path: FilePath) -> list[str]:
-    try:
-        cells = json.loads(text)["cells"]
-        code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise usage_error("yaml-syntax", "the file is not a notebook: it has no `cells`", where=Where(str(path))) from error
-    return [source if isinstance(source, str) else "".join(source) for source in code]
 
 
 def _objects_of_calls(module: ast.Module) -> dict[str, str]:
