@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY
+from fsdp_tune.model.internals.transformers_internals import MAY_BE_MISSING
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _SHOWN = 3
@@ -75,7 +76,7 @@ def missing_parameters(recipe: Recipe, model: PreTrainedModel, state: Mapping[st
     head: Any = model.get_output_embeddings()
     if head is not None and recipe.model.config_overrides.get(TIE_KEY) is False:
         tied.add(id(head.weight))
-    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    optional = [re.compile(pattern) for pattern in MAY_BE_MISSING.of(model) or ()]
     started = tied | {id(buffer) for buffer in model.buffers()}
     left = [name for name, tensor in state.items() if name not in filled and id(tensor) not in started]
     return [name for name in left if not any(pattern.search(name) for pattern in optional)]
