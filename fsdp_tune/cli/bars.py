@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 PLAIN_INTERVAL_SECONDS = 10.0
+MOST_INTERVAL_SECONDS = 600.0
 BAR_WIDTH = 24
 
 
@@ -101,12 +102,15 @@ class ByteBar:
 
 
 class PlainBar(ScreenBar):
-    """Prints a line every ten seconds, and one at the end if there was one before: short work prints none."""
+    """Prints a line after ten seconds, and further ones after twice as long each, up to ten minutes: 11 lines for an hour of work.
+
+    A last one is printed at the end if there was one before: short work prints none.
+    """
 
     def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
         super().__init__(label, total, unit)
         self._screen, self._lines = screen, 0
-        self._last = time.monotonic()
+        self._last, self._interval_seconds = time.monotonic(), PLAIN_INTERVAL_SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +120,9 @@ class PlainBar(ScreenBar):
             self._print()
 
     def _changed(self) -> None:
-        if time.monotonic() - self._last >= PLAIN_INTERVAL_SECONDS:
+        if time.monotonic() - self._last >= self._interval_seconds:
             self._print()
+            self._interval_seconds = min(2 * self._interval_seconds, MOST_INTERVAL_SECONDS)
 
     def _print(self) -> None:
         share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""

@@ -239,3 +239,17 @@ def test_time_left_of_resumed_run_uses_steps_since_its_start() -> None:
         bar._started -= 5.0
         bar.at(95)
         assert bar.seconds_left() == pytest.approx(5.0, abs=0.5)
+
+
+def test_lines_of_long_work_in_a_pipe_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
+    with bars.PlainBar(Screen(json_output=False), "trying recipes", None, "recipes") as bar:
+        for _ in range(3600):
+            now += 1.0
+            bar.advance()
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).splitlines()
+    assert lines[0].startswith("trying recipes: 10 recipes")
+    assert lines[-1].startswith("trying recipes: 3,600 recipes")
+    assert len(lines) == 11
