@@ -44,8 +44,8 @@ What `fsdp-tune compare` says of pairs with one planted cause, of pairs that are
 `python -m tests.jobs.confusion`; tests hold each row ([Comparing](../guide/compare.md)).
 
 Before 2026-11-28 `compare` was right about 44 of the pairs with a planted cause, called 12 of them equal, and 11 of the equal ones
-different; runs without a common step were equal too. On 2026-11-29 84 further pairs (62 of recipes, 22 of runs) found no false equal and five
-false alarms, of keys that were written in another way; what they add is below.
+different; runs without a common step were equal too. On 2026-11-29 84 further pairs (62 of recipes,
+22 of runs) found no false equal and five false alarms, of keys that were written in another way; what they add is below.
 """
 
 

@@ -62,7 +62,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class WrittenFile:
     """A text that a statement writes into a file."""
 
     statement: Statement
@@ -82,7 +82,7 @@ class Lexer:
         self._target: tuple[Word, bool] | None = None
         """The file into which the current statement is redirected, and whether it is appended."""
         self._text_of_document: Word | None = None
-        self.documents: list[Document] = []
+        self.documents: list[WrittenFile] = []
         self._count = 0
 
     def read(self) -> tuple[list[Statement], list[tuple[int, str]]]:
@@ -139,9 +139,9 @@ class Lexer:
         text = self._text_of_document if first in ("cat", "tee") else None
         if self._target is not None:
             target, is_appended = self._target
-            self.documents.append(Document(statement, target, None if is_appended or (first == "cat" and names) else text))
+            self.documents.append(WrittenFile(statement, target, None if is_appended or (first == "cat" and names) else text))
         elif first == "tee" and names:
-            self.documents.append(Document(statement, names[0], text if len(names) == 1 and len(statement.words) == 2 else None))
+            self.documents.append(WrittenFile(statement, names[0], text if len(names) == 1 and len(statement.words) == 2 else None))
 
     def _open(self, kind: str) -> None:
         self._count += 1
