@@ -123,7 +123,7 @@ def assert_continues(folder: Path, run: RunDir, name: str) -> None:
     """The next start trains on from the newest checkpoint, and a signal ends it with a save."""
     begun = steps_of(run)[-1]
     with started(folder, SAVES, "--resume", "auto", run=run, name=name) as again:
-        again.until(lambda: again.steps and again.steps[-1] > begun + 3)
+        again.until(lambda: "first step" in again.text and again.steps[-1] > begun + 3)  # lines of the killed start are there before
         again.send(signal.SIGTERM)
         assert again.end() == ExitCode.PREEMPTED, again.text
         assert f"checkpoint-{begun}" in again.text
