@@ -166,8 +166,8 @@ PLANTS: tuple[Plant, ...] = (
     plant("YAML tags accepted", "recipe.read.yaml_source:_Composer._node", drop("yaml-tag"), rows="F007"),
     plant(
         "FIFO opened as a recipe",
-        "recipe.read.yaml_source:_read_bytes",
-        condition("stat.S_ISREG", "stat.S_ISDIR(facts.st_mode)"),
+        "core.files:_require_regular",
+        condition("stat.S_ISREG", "stat.S_ISDIR(mode)"),
         rows="F008",
     ),
     plant("key overridden twice", "recipe.read.loader:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
@@ -264,7 +264,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F024",
     ),
     plant("nondeterministic template accepted", "data.tokenise.chat:render_chat", never("check_repeat"), rows="F025"),
-    plant("used port not detected", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F030"),
+    plant("used port not detected", "core.processes:port_refusal", drop("probe.bind"), rows="F030"),
     plant(
         "user's accelerate config used",
         "launch.command.accelerate:_argv",
@@ -384,7 +384,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("CPU time of containers ignored", "core.devices:_cpu_time", value("words", "['max']"), rows="F138"),
     plant("full temporary directory ends the command", "launch.supervise.supervisor:start_early", catch("KeyError"), rows="F139"),
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
-    plant("used port not noticed", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F140"),
+    plant("used port not noticed", "core.processes:port_refusal", drop("probe.bind"), rows="F140"),
     # devices
     plant("words of a job not quoted", "launch.submit.slurm:_body_values", value("words", "list(job.arguments)"), rows="F121"),
     plant("names in lines of sbatch not checked", "launch.submit.slurm:_unwritable", always("_QUOTABLE"), rows="F121"),
